@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline schedules as plain values: write, check, lower, simulate and draw them. Standard library only."""
+
+from schedules.actions import KINDS, Action, B, F, I, W, parse
+from schedules.authoring import Factory, Schedule, schedule
+from schedules.errors import GraphError, PipelineError, ScheduleError, SizeError, VocabularyError
+from schedules.families import gpipe, one_f_one_b
+from schedules.graph import Graph, chain, dag
+from schedules.lowering import Program, lower
+from schedules.placement import Placement, linear, looped, vee
+from schedules.rules import check
+from schedules.simulation import Costs, Span, Timeline, simulate, spans, summarize
+
+__all__ = [
+    "KINDS",
+    "Action",
+    "B",
+    "Costs",
+    "F",
+    "Factory",
+    "Graph",
+    "GraphError",
+    "I",
+    "PipelineError",
+    "Placement",
+    "Program",
+    "Schedule",
+    "ScheduleError",
+    "SizeError",
+    "Span",
+    "Timeline",
+    "VocabularyError",
+    "W",
+    "chain",
+    "check",
+    "dag",
+    "gpipe",
+    "linear",
+    "looped",
+    "lower",
+    "one_f_one_b",
+    "parse",
+    "schedule",
+    "simulate",
+    "spans",
+    "summarize",
+    "vee",
+]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a schedule: the decorator, the factory it makes, and the frozen `Schedule` value.
+
+Problem. The step loop of a paper is a few lines of pseudocode per rank. Written as a loop that also sends and computes
+it can only be run; written as a table it must be generated, kept and trusted.
+
+Idea. Write the pseudocode once, as a generator of compute actions for one rank. The decorator makes a factory of it;
+calling the factory gives a value that knows its factory and arguments and nothing else, so it is hashable, pickles by
+name, prints as the call that makes it, and can produce any rank's actions again and again without keeping them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import Any, Generic, ParamSpec
+
+from schedules.actions import Action
+from schedules.errors import SizeError
+from schedules.placement import Place, Placement, linear
+
+Sizes = ParamSpec("Sizes")
+Actions = Iterator[Action]
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """Who does what in which order: per rank, a generator of compute actions.
+
+    Two schedules are equal when the same factory made them from the same arguments; `repr` is that call, `str` the
+    picture of the timeline.
+
+    >>> from schedules import one_f_one_b
+    >>> s = one_f_one_b(ranks=2, microbatches=2)
+    >>> s, list(s.actions(1))
+    (one_f_one_b(ranks=2, microbatches=2), [F(1, 0), B(1, 0), F(1, 1), B(1, 1)])
+    """
+
+    factory: Factory[...]
+    arguments: tuple[tuple[str, Hashable], ...]
+    ranks: int = field(compare=False)
+    microbatches: int = field(compare=False)
+    placement: Placement = field(compare=False)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the schedule drives."""
+        return self.placement.stages
+
+    def actions(self, rank: int) -> Actions:
+        """The compute actions of `rank`, in order, generated afresh by every call."""
+        return self.factory.generator(rank, **dict(self.arguments))
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
+        return f"{self.factory.__name__}({arguments})"
+
+    def __str__(self) -> str:
+        from schedules.drawing import text  # drawing looks at schedules; a schedule only asks to be drawn
+
+        return text(self)
+
+    def __reduce__(self) -> tuple[Callable[..., Schedule], tuple[object, ...]]:
+        return _remake, (self.factory, self.arguments)
+
+
+def _remake(factory: Factory[...], arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
+    return factory(**dict(arguments))
+
+
+class Factory(Generic[Sizes]):
+    """Makes `Schedule` values: what `@schedule` and the transforms turn a generator function into.
+
+    `generator(rank, **arguments)` yields one rank's actions; `shape(arguments)` gives ranks, microbatches and
+    placement. A factory is compared and pickled by name, as the function is that it stands for.
+    """
+
+    __name__: str
+    __qualname__: str
+
+    def __init__(
+        self,
+        generator: Callable[..., Actions],
+        signature: inspect.Signature,
+        shape: Callable[[dict[str, Any]], tuple[int, int, Placement]],
+    ) -> None:
+        self.generator, self.signature, self.shape = generator, signature, shape
+        update_wrapper(self, generator)
+
+    def __call__(self, *args: Sizes.args, **kwargs: Sizes.kwargs) -> Schedule:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        ranks, microbatches, placement = self.shape(bound.arguments)
+        return Schedule(self, tuple(bound.arguments.items()), ranks, microbatches, placement)
+
+    def __repr__(self) -> str:
+        return f"{self.__module__}.{self.__qualname__}"
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
+
+
+def schedule(placement: Place = linear) -> Callable[[Callable[..., Actions]], Factory[...]]:
+    """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
+
+    `placement` says where stages live; if the function takes `chunks`, that many stages live on each rank, else as many
+    as the placement's own default. Further parameters must be hashable. The factory raises `SizeError` for sizes that
+    are no positive integers.
+
+    >>> from schedules import B, F, linear, schedule
+    >>> @schedule(placement=linear)
+    ... def one_at_a_time(rank, ranks, microbatches):
+    ...     for i in range(microbatches):
+    ...         yield F(rank, i)
+    ...         yield B(rank, i)
+    >>> one_at_a_time(ranks=2, microbatches=3)
+    one_at_a_time(ranks=2, microbatches=3)
+    """
+
+    def decorate(generator: Callable[..., Actions]) -> Factory[...]:
+        def shape(arguments: dict[str, Any]) -> tuple[int, int, Placement]:
+            sizes = {name: arguments[name] for name in ("ranks", "microbatches", "chunks") if name in arguments}
+            for name, size in sizes.items():
+                _require_positive(generator.__name__, name, size)
+            chunks = {name: sizes[name] for name in sizes if name == "chunks"}
+            return sizes["ranks"], sizes["microbatches"], placement(sizes["ranks"], **chunks)
+
+        return Factory(generator, _without_rank(generator), shape)
+
+    return decorate
+
+
+def _without_rank(generator: Callable[..., Actions]) -> inspect.Signature:
+    signature = inspect.signature(generator)
+    names = list(signature.parameters)
+    if names[:3] != ["rank", "ranks", "microbatches"]:
+        raise TypeError(
+            f"{generator.__name__}: got parameters {names}, expected them to begin with rank, ranks, microbatches. "
+            "Write the generator of one rank, and take the sizes by these names."
+        )
+    return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=Schedule)
+
+
+def _require_positive(factory: str, name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise SizeError(f"{factory}: got {name}={size!r}, expected an integer of at least 1. Choose {name} >= 1.")

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong with a schedule, as one hierarchy.
+
+`PipelineError` is the root for both packages: `except PipelineError` catches every error that fpipe or schedules
+raises on purpose. The evidence is in the exception's fields, never printed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from schedules.actions import Action
+
+
+class PipelineError(Exception):
+    """Root of everything that `schedules` and `fpipe` raise on purpose."""
+
+
+class VocabularyError(PipelineError, ValueError):
+    """A text is no action.
+
+    Raised by `parse`. Write the action as `<stage><kind><microbatch>`, as in `3F0`.
+    """
+
+
+class SizeError(PipelineError, ValueError):
+    """A schedule was asked for sizes for which it means nothing.
+
+    Raised by the factories, for example by `gpipe(ranks=4, microbatches=0)`. The message names the argument.
+    """
+
+
+class GraphError(PipelineError, ValueError):
+    """A stage graph is not one: an edge runs backwards, leaves the graph, or its size is not the schedule's.
+
+    Raised by `Graph` and by everything that takes a schedule together with a graph.
+    """
+
+
+class ScheduleError(PipelineError, ValueError):
+    """A schedule breaks a rule.
+
+    Raised by `check`, and by `lower` and `simulate` when they meet the violation. `rank`, `position` (index in that
+    rank's actions), `action`, `rule` (the name of the function in `schedules.rules`) and `repair` say where and what.
+    """
+
+    def __init__(self, rule: str, rank: int, position: int, action: Action | None, problem: str, repair: str) -> None:
+        self.rule, self.rank, self.position, self.action = rule, rank, position, action
+        self.problem, self.repair = problem, repair
+        where = f"rank {rank}, position {position}" + (f", {action}" if action else ", end of its actions")
+        super().__init__(f"{where}: {problem} [rule: {rule}]. {repair}")
+
+    def __reduce__(self) -> tuple[type[ScheduleError], tuple[object, ...]]:
+        return type(self), (self.rule, self.rank, self.position, self.action, self.problem, self.repair)

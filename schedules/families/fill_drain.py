@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fill the pipeline, then drain it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.actions import Action, B, F
+from schedules.authoring import schedule
+from schedules.placement import linear
+
+
+@schedule(placement=linear)
+def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965, section 2.3).
+
+    Idle time per rank: `(P - 1) (F + B)`. Peak memory: the activations of all `M` microbatches on every rank.
+    Backwards run in ascending order, so that gradients accumulate as in the loop on one device.
+
+    >>> print(gpipe(ranks=2, microbatches=3))
+    rank 0 |F0 F1 F2 .  .  .  B0    B1    B2    |
+    rank 1 |.  F0 F1 F2 B0    B1    B2    .  .  |
+    """
+    for i in range(microbatches):
+        yield F(rank, i)
+    for i in range(microbatches):
+        yield B(rank, i)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who feeds whom: the stage graph as schedules see it.
+
+Stages are numbered in topological order, so an edge `(s, t)` has `s < t` and every graph is acyclic by construction.
+Nothing is known here of what an edge carries, only that something crosses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from schedules.errors import GraphError
+
+Edge: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`stages` stages, and three sets of edges `(s, t)` with `s < t`.
+
+    - `values`: the forward of `t` uses a value that the forward of `s` made or passes on.
+    - `cotangents`: the backward of `s` uses a cotangent that the backward of `t` made.
+    - `gradients`: `t` holds a copy of a parameter of `s`, and needs its gradient when the last backward of `s` is done.
+
+    Raises `GraphError` for an edge that does not run from an earlier to a later stage of the graph.
+    """
+
+    stages: int
+    values: frozenset[Edge]
+    cotangents: frozenset[Edge]
+    gradients: frozenset[Edge] = frozenset()
+
+    def __post_init__(self) -> None:
+        for edge in sorted(self.values | self.cotangents | self.gradients):
+            if not 0 <= edge[0] < edge[1] < self.stages:
+                raise GraphError(
+                    f"got edge {edge}, expected (s, t) with 0 <= s < t < {self.stages}. "
+                    "Number the stages in topological order."
+                )
+
+    @cached_property
+    def feeds(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the later stages that use its values."""
+        return _sorted(self.stages, self.values)
+
+    @cached_property
+    def fed_by(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the earlier stages whose values it uses."""
+        return _sorted(self.stages, {(t, s) for s, t in self.values})
+
+    @cached_property
+    def pulls(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the earlier stages that its cotangents go to."""
+        return _sorted(self.stages, {(t, s) for s, t in self.cotangents})
+
+    @cached_property
+    def pulled_by(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the later stages whose cotangents it uses."""
+        return _sorted(self.stages, self.cotangents)
+
+    @cached_property
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the later stages that hold copies of its parameters."""
+        return _sorted(self.stages, self.gradients)
+
+    @cached_property
+    def shared_by(self) -> tuple[tuple[int, ...], ...]:
+        """Per stage, the earlier stages that own parameters of which it holds copies."""
+        return _sorted(self.stages, {(t, s) for s, t in self.gradients})
+
+
+def _sorted(stages: int, edges: set[Edge] | frozenset[Edge]) -> tuple[tuple[int, ...], ...]:
+    ends: list[list[int]] = [[] for _ in range(stages)]
+    for start, end in sorted(edges):
+        ends[start].append(end)
+    return tuple(tuple(row) for row in ends)
+
+
+def dag(stages: int, edges: frozenset[Edge] | set[Edge]) -> Graph:
+    """A graph in which values flow along `edges` and cotangents flow back along all of them."""
+    return Graph(stages, frozenset(edges), frozenset(edges))
+
+
+def chain(stages: int) -> Graph:
+    """Stage `s` feeds stage `s + 1`.
+
+    >>> sorted(chain(3).values)
+    [(0, 1), (1, 2)]
+    """
+    return dag(stages, {(stage, stage + 1) for stage in range(stages - 1)})
