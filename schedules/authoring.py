@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, Generic, ParamSpec
+from typing import Any, Concatenate, Generic, ParamSpec
 
 from schedules.actions import Action
 from schedules.errors import SizeError
@@ -63,11 +63,7 @@ class Schedule:
         return text(self)
 
     def __reduce__(self) -> tuple[Callable[..., Schedule], tuple[object, ...]]:
-        return _remake, (self.factory, self.arguments)
-
-
-def _remake(factory: Factory[...], arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
-    return factory(**dict(arguments))
+        return self.factory.make, (self.arguments,)
 
 
 class Factory(Generic[Sizes]):
@@ -90,10 +86,14 @@ class Factory(Generic[Sizes]):
         update_wrapper(self, generator)
 
     def __call__(self, *args: Sizes.args, **kwargs: Sizes.kwargs) -> Schedule:
+        """The schedule of these sizes."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        ranks, microbatches, placement = self.shape(bound.arguments)
-        return Schedule(self, tuple(bound.arguments.items()), ranks, microbatches, placement)
+        return self.make(tuple(bound.arguments.items()))
+
+    def make(self, arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
+        """The schedule of these arguments, given whole and in order."""
+        return Schedule(self, arguments, *self.shape(dict(arguments)))
 
     def __repr__(self) -> str:
         return f"{self.__module__}.{self.__qualname__}"
@@ -102,7 +102,7 @@ class Factory(Generic[Sizes]):
         return self.__qualname__
 
 
-def schedule(placement: Place = linear) -> Callable[[Callable[..., Actions]], Factory[...]]:
+def schedule(placement: Place = linear) -> Callable[[Callable[Concatenate[int, Sizes], Actions]], Factory[Sizes]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
     `placement` says where stages live; if the function takes `chunks`, that many stages live on each rank, else as many
@@ -119,7 +119,7 @@ def schedule(placement: Place = linear) -> Callable[[Callable[..., Actions]], Fa
     one_at_a_time(ranks=2, microbatches=3)
     """
 
-    def decorate(generator: Callable[..., Actions]) -> Factory[...]:
+    def decorate(generator: Callable[Concatenate[int, Sizes], Actions]) -> Factory[Sizes]:
         def shape(arguments: dict[str, Any]) -> tuple[int, int, Placement]:
             sizes = {name: arguments[name] for name in ("ranks", "microbatches", "chunks") if name in arguments}
             for name, size in sizes.items():

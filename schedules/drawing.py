@@ -8,7 +8,7 @@ from schedules.graph import Graph
 from schedules.simulation import Costs, spans
 
 
-def text(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> str:  # noqa: B008 - frozen
+def text(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> str:
     """The simulated timeline, one line per rank; a cell is as wide as the shortest action takes, `.` is idle.
 
     With one stage per rank a cell reads `F3`, forward of microbatch 3; otherwise `1F3`, on stage 1.

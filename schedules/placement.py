@@ -7,10 +7,9 @@ one to `@schedule(placement=...)`, or write your own that returns a `Placement`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,11 @@ class Placement:
         return self._held[rank]
 
 
-Place: TypeAlias = Callable[[int, int], Placement]
+class Place(Protocol):
+    """What `@schedule` takes as `placement`: builds a `Placement` of `ranks * chunks` stages."""
+
+    def __call__(self, ranks: int, chunks: int = ...) -> Placement:
+        """Place `chunks` stages on each of `ranks` ranks."""
 
 
 def linear(ranks: int, chunks: int = 1) -> Placement:

@@ -98,8 +98,9 @@ class _Finished:
 def complete(schedule: Schedule, rank: int, actions: Actions) -> Actions:
     """Every stage sees every microbatch, forward and backward."""
     finished = {stage: _Finished() for stage in schedule.placement.stages_on(rank)}
-    position = -1
-    for position, action in enumerate(actions):
+    length = 0
+    for action in actions:
+        length += 1
         if action.kind in "BW":
             finished[action.stage].add(action.microbatch)
         yield action
@@ -107,7 +108,7 @@ def complete(schedule: Schedule, rank: int, actions: Actions) -> Actions:
         if len(seen) < schedule.microbatches:
             problem = f"{stage}B{seen.prefix}, or {stage}I{seen.prefix} and {stage}W{seen.prefix}, never runs"
             repair = f"Add it to rank {rank}, after {stage}F{seen.prefix}."
-            raise ScheduleError("complete", rank, position + 1, None, problem, repair)
+            raise ScheduleError("complete", rank, length, None, problem, repair)
 
 
 RULES = (compute_only, placed, forward_before_backward, complete)

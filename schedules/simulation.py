@@ -58,7 +58,6 @@ class Timeline:
     - `makespan`: from the first start to the last end on any rank.
     - `span`: the longest time from one rank's first start to its last end (arXiv 2401.10241, section 5.3).
     - `busy`: per rank, the time spent in actions.
-    - `bubble`: share of `span` in which the busiest rank idles, `(span - max(busy)) / span`.
     - `peak_memory`: per rank, the most activations held at once, in units of one rank's activations of one microbatch;
       they are held from the start of `F` to the end of `B` or `W`.
     """
@@ -70,6 +69,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
+        """Share of `span` in which the busiest rank idles."""
         return (self.span - max(self.busy)) / self.span if self.span else 0.0
 
 
@@ -91,7 +91,7 @@ def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Itera
         made_at.put(action, free[rank])
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> Timeline:  # noqa: B008 - frozen
+def simulate(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> Timeline:
     """Simulate `schedule` and sum it up.
 
     >>> from schedules import one_f_one_b

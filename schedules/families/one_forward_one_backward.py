@@ -12,7 +12,7 @@ from schedules.placement import linear
 
 @schedule(placement=linear)
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """1F1B: fill until the first cotangent can come back, then alternate (PipeDream-Flush, arXiv 2006.09503, section 2).
+    """1F1B: fill until the first cotangent can come back, then alternate (arXiv 2006.09503, section 2).
 
     Idle time per rank: `(P - 1) (F + B)`, as in `gpipe`. Peak memory: `min(P - r, M)` microbatches on rank `r`.
 
