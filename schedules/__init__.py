@@ -3,13 +3,22 @@
 
 from schedules.actions import KINDS, Action, B, F, I, W, parse
 from schedules.authoring import Factory, Schedule, schedule
-from schedules.errors import GraphError, PipelineError, ScheduleError, SizeError, VocabularyError
+from schedules.errors import (
+    GraphError,
+    PipelineError,
+    ProgramError,
+    ScheduleError,
+    SizeError,
+    TableError,
+    VocabularyError,
+)
 from schedules.families import gpipe, one_f_one_b
 from schedules.graph import Graph, chain, dag
 from schedules.lowering import Program, lower
 from schedules.placement import Placement, linear, looped, vee
 from schedules.rules import check
 from schedules.simulation import Costs, Span, Timeline, simulate, spans, summarize
+from schedules.transforms import forwards, merge_backward, split_backward, transform
 
 __all__ = [
     "KINDS",
@@ -24,25 +33,31 @@ __all__ = [
     "PipelineError",
     "Placement",
     "Program",
+    "ProgramError",
     "Schedule",
     "ScheduleError",
     "SizeError",
     "Span",
+    "TableError",
     "Timeline",
     "VocabularyError",
     "W",
     "chain",
     "check",
     "dag",
+    "forwards",
     "gpipe",
     "linear",
     "looped",
     "lower",
+    "merge_backward",
     "one_f_one_b",
     "parse",
     "schedule",
     "simulate",
     "spans",
+    "split_backward",
     "summarize",
+    "transform",
     "vee",
 ]

@@ -94,7 +94,7 @@ def W(stage: int, microbatch: int) -> Action:
     return Action("W", stage, microbatch)
 
 
-_NUMBER = r"(0|[1-9][0-9]*)"
+_NUMBER = r"(0|[1-9][0-9]{0,17})"  # bounded: a longer one counts nothing, and int() would refuse it in its own words
 _TEXT = re.compile(rf"{_NUMBER}([A-Z_]+){_NUMBER}(?:([<>]){_NUMBER})?", re.ASCII)
 
 

@@ -84,6 +84,7 @@ class Factory(Generic[Sizes]):
     ) -> None:
         self.generator, self.signature, self.shape = generator, signature, shape
         update_wrapper(self, generator)
+        self.__signature__ = signature  # what `help` shows is what a caller gives: no rank
 
     def __call__(self, *args: Sizes.args, **kwargs: Sizes.kwargs) -> Schedule:
         """The schedule of these sizes."""
@@ -127,18 +128,19 @@ def schedule(placement: Place = linear) -> Callable[[Callable[Concatenate[int, S
             chunks = {name: sizes[name] for name in sizes if name == "chunks"}
             return sizes["ranks"], sizes["microbatches"], placement(sizes["ranks"], **chunks)
 
-        return Factory(generator, _without_rank(generator), shape)
+        return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape)
 
     return decorate
 
 
-def _without_rank(generator: Callable[..., Actions]) -> inspect.Signature:
+def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Signature:
+    """The signature of the factory of `generator`, whose parameters must begin with `rank` and the names `first`."""
     signature = inspect.signature(generator)
-    names = list(signature.parameters)
-    if names[:3] != ["rank", "ranks", "microbatches"]:
+    names, expected = list(signature.parameters), ["rank", *first]
+    if names[: len(expected)] != expected:
         raise TypeError(
-            f"{generator.__name__}: got parameters {names}, expected them to begin with rank, ranks, microbatches. "
-            "Write the generator of one rank, and take the sizes by these names."
+            f"{generator.__name__}: got parameters {names}, expected them to begin with {', '.join(expected)}. "
+            "Write the generator of one rank, and take what it needs by these names."
         )
     return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=Schedule)
 

@@ -24,6 +24,14 @@ class VocabularyError(PipelineError, ValueError):
     """
 
 
+class TableError(PipelineError, ValueError):
+    """Rows of text are no schedule.
+
+    Raised by `interchange.read_csv` and `interchange.table`. The message names line and column, or the stage that
+    stands on two lines or on none. Write one line per rank, with actions such as `3F0` between commas.
+    """
+
+
 class SizeError(PipelineError, ValueError):
     """A schedule was asked for sizes for which it means nothing.
 
@@ -35,6 +43,20 @@ class GraphError(PipelineError, ValueError):
     """A stage graph is not one: an edge runs backwards, leaves the graph, or its size is not the schedule's.
 
     Raised by `Graph` and by everything that takes a schedule together with a graph.
+    """
+
+
+class ProgramError(PipelineError, RuntimeError):
+    """A program cannot run to its end, or computes something other than the whole model.
+
+    Raised by `schedules.meaning`, which runs programs on formulas. After a `check` that passed it is a bug of ours.
+    """
+
+
+class UsageError(PipelineError, ValueError):
+    """A question on the command line makes no sense.
+
+    Raised inside `python -m schedules`, which prints it and exits with code 2.
     """
 
 

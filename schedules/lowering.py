@@ -21,9 +21,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from schedules.actions import Action
 from schedules.authoring import Schedule
+from schedules.errors import ScheduleError
 from schedules.graph import Graph
 from schedules.placement import Placement
 from schedules.replay import graph_of
@@ -63,9 +65,19 @@ def lower(schedule: Schedule, graph: Graph | None = None) -> Program:
     """Insert the transfers that `graph` (by default the chain of stages) asks of `schedule`.
 
     Lazy: the work is done by `Program.actions`, one rank at a time, in memory that does not grow with the number of
-    microbatches. The schedule must pass `check` for the same graph. Raises `GraphError` if the sizes differ.
+    microbatches. The schedule must pass `check` for the same graph; where it does not, its actions may raise
+    `ScheduleError`. Raises `GraphError` if the sizes differ.
     """
     return Program(schedule, graph_of(schedule, graph))
+
+
+class _Step(NamedTuple):
+    """One compute action, with the messages that it waits for and those that leave after it."""
+
+    position: int
+    action: Action | None
+    waits: tuple[Action, ...]
+    sends: tuple[Action, ...]
 
 
 @dataclass(frozen=True)
@@ -103,14 +115,16 @@ class _Wiring:
         for t in stages:
             yield from (Action("SEND_G", s, final, t) for s in self.graph.shared_by[t] if homes[s] != homes[t])
 
-    def steps(self, schedule: Schedule, rank: int) -> Iterator[tuple[Action, tuple[Action, ...], tuple[Action, ...]]]:
-        """Per compute action of `rank`: the action, the messages it waits for, the messages that leave after it."""
-        left = dict.fromkeys(self.placement.stages_on(rank), self.microbatches)
-        for action in schedule.actions(rank):
+    def steps(self, schedule: Schedule, rank: int) -> Iterator[_Step]:
+        """Every compute action of `rank` and what travels for it; last, without action, the shared gradients."""
+        stages, position = self.placement.stages_on(rank), -1
+        left = dict.fromkeys(stages, self.microbatches)
+        for position, action in enumerate(schedule.actions(rank)):
             if action.kind in "BW":
                 left[action.stage] -= 1
             last = action.kind in "BW" and not left[action.stage]
-            yield action, tuple(self.receives(action)), tuple(self.sends(action, last))
+            yield _Step(position, action, tuple(self.receives(action)), tuple(self.sends(action, last)))
+        yield _Step(position + 1, None, tuple(self.gradients(stages)), ())
 
 
 class _Lowering:
@@ -126,46 +140,51 @@ class _Lowering:
 
     def actions(self) -> Iterator[Action]:
         """Receives run one compute action ahead; sends follow their action; what is vouched for is let go."""
-        ahead: deque[tuple[Action, tuple[Action, ...], tuple[Action, ...]]] = deque()
+        ahead: deque[_Step] = deque()
         for step in self.wiring.steps(self.schedule, self.rank):
-            yield from self._post(step[1])
+            yield from self._post(step)
             ahead.append(step)
             if len(ahead) > LOOK_AHEAD:
-                yield from self._run(*ahead.popleft())
-        final = tuple(self.wiring.gradients(self.schedule.placement.stages_on(self.rank)))
-        yield from self._post(final)
+                yield from self._run(ahead.popleft())
         for step in ahead:
-            yield from self._run(*step)
-        yield from self._release(final)
+            yield from self._run(step)
         yield from (action._replace(kind=_WAIT[action.kind]) for action in self.out)
 
-    def _post(self, wanted: tuple[Action, ...]) -> Iterator[Action]:
-        for message in wanted:
+    def _post(self, step: _Step) -> Iterator[Action]:
+        for message in step.waits:
             source = self.schedule.placement.homes[message.stage]
             while message not in self.posted:
-                earlier, vouched = next(self.incoming[source])
+                earlier, vouched = next(self.incoming[source], (None, ()))
+                if earlier is None:
+                    raise self._stranded(step, f"waits for {message}, which rank {source} never does, or only once")
                 self.posted[earlier] = vouched
                 yield Action(_RECEIVE[earlier.kind], _peer(earlier), earlier.microbatch, earlier.stage)
 
-    def _run(self, action: Action, waits: tuple[Action, ...], sends: tuple[Action, ...]) -> Iterator[Action]:
-        yield action
-        yield from sends
-        self.out.update(dict.fromkeys(sends))
-        yield from self._release(waits)
-
-    def _release(self, arrived: tuple[Action, ...]) -> Iterator[Action]:
-        for message in arrived:
+    def _run(self, step: _Step) -> Iterator[Action]:
+        if step.action:
+            yield step.action
+        yield from step.sends
+        self.out.update(dict.fromkeys(step.sends))
+        for message in step.waits:
+            if message not in self.posted:
+                raise self._stranded(step, f"waits for {message}, which an earlier action has consumed")
             for sent in self.posted.pop(message):
+                if sent not in self.out:
+                    raise self._stranded(step, f"waits for {message}, before which its sender needs {sent}")
                 del self.out[sent]
                 yield sent._replace(kind=_WAIT[sent.kind])
+
+    def _stranded(self, step: _Step, problem: str) -> ScheduleError:
+        repair = "Run check(schedule, graph) first: it names the cause."
+        return ScheduleError("ordered", self.rank, step.position, step.action, problem, repair)
 
     def _messages(self, source: int) -> Iterator[tuple[Action, tuple[Action, ...]]]:
         """What `source` sends to this rank, in its order, each with the messages of ours that it has consumed since."""
         homes = self.schedule.placement.homes
         consumed: list[Action] = []
-        for _, waits, sends in self.wiring.steps(self.schedule, source):
-            consumed += (message for message in waits if homes[message.stage] == self.rank)
-            for message in sends:
+        for step in self.wiring.steps(self.schedule, source):
+            consumed += (message for message in step.waits if homes[message.stage] == self.rank)
+            for message in step.sends:
                 if homes[_peer(message)] == self.rank:
                     yield message, tuple(consumed)
                     consumed = []

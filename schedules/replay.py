@@ -132,18 +132,23 @@ def _stuck(
     waiting: dict[int, Token],
     placement: Placement,
 ) -> ScheduleError:
-    """Follow who waits for whom, from the lowest blocked rank, until somebody waits in vain or the circle closes."""
+    """Follow who waits for whom, from the lowest blocked rank, until somebody waits in vain or the circle closes.
+
+    The rest of every rank is read first: a stream that breaks a rule of its own further on says so, and that is the
+    cause. A circle is blamed only if each of its ranks would get to what the next one needs.
+    """
+    rest = [[*stream] for stream in streams]
     rank, seen = min(waiting), dict[int, None]()
     while True:
         seen[rank] = None
         token = waiting[rank]
         home = placement.homes[token[1]]
         if home == rank:
-            later = any(makes(action) == token for action in streams[rank])
+            later = any(makes(action) == token for action in rest[rank])
             why = "which this rank does only later" if later else "which no rank ever does"
             repair = f"Move {_word(token)} before it." if later else f"Add {_word(token)} to rank {home}."
             break
-        if home not in waiting:
+        if not any(makes(action) == token for action in (heads[home], *rest[home]) if action):
             why, repair = f"which rank {home} never does", f"Add {_word(token)} to rank {home}."
             break
         if home in seen:

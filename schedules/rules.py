@@ -66,12 +66,13 @@ def forward_before_backward(schedule: Schedule, rank: int, actions: Actions) -> 
 
 
 _FOLLOWS = {"F": "", "B": "F", "I": "F", "W": "I"}
+_AGE = ("", "F", "I", "B")
 
 
 def _disorder(action: Action, before: str) -> tuple[str, str]:
     kind, stage, i, _ = action
     needed = _FOLLOWS[kind]
-    if needed and before == ("F" if needed == "I" else ""):
+    if _AGE.index(before) < _AGE.index(needed):
         return f"comes before {stage}{needed}{i}", f"Add {stage}{needed}{i} before it, or move it behind."
     return "has run already, or the backward has", f"Drop {action}: each runs once, as B or as I and W."
 
@@ -85,9 +86,6 @@ class _Finished:
     def __contains__(self, i: int) -> bool:
         return i < self.prefix or i in self.ahead
 
-    def __len__(self) -> int:
-        return self.prefix + len(self.ahead)
-
     def add(self, i: int) -> None:
         self.ahead.add(i)
         while self.prefix in self.ahead:
@@ -95,20 +93,27 @@ class _Finished:
             self.prefix += 1
 
 
+_MISSING = {"": "{0}F{1} and its backward", "F": "{0}B{1}, or {0}I{1} and {0}W{1},", "I": "{0}W{1}"}
+
+
 def complete(schedule: Schedule, rank: int, actions: Actions) -> Actions:
     """Every stage sees every microbatch, forward and backward."""
     finished = {stage: _Finished() for stage in schedule.placement.stages_on(rank)}
+    begun: dict[tuple[int, int], str] = {}
     length = 0
     for action in actions:
         length += 1
-        if action.kind in "BW":
-            finished[action.stage].add(action.microbatch)
+        kind, stage, i, _ = action
+        if kind in "BW":
+            begun.pop((stage, i), None)
+            finished[stage].add(i)
+        else:
+            begun[stage, i] = kind
         yield action
     for stage, seen in finished.items():
-        if len(seen) < schedule.microbatches:
-            problem = f"{stage}B{seen.prefix}, or {stage}I{seen.prefix} and {stage}W{seen.prefix}, never runs"
-            repair = f"Add it to rank {rank}, after {stage}F{seen.prefix}."
-            raise ScheduleError("complete", rank, length, None, problem, repair)
+        if (i := seen.prefix) < schedule.microbatches:
+            problem = f"{_MISSING[begun.get((stage, i), '')].format(stage, i)} never runs"
+            raise ScheduleError("complete", rank, length, None, problem, f"Add it to rank {rank}.")
 
 
 RULES = (compute_only, placed, forward_before_backward, complete)

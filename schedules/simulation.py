@@ -18,6 +18,7 @@ from schedules.actions import Action
 from schedules.authoring import Schedule
 from schedules.graph import Graph
 from schedules.replay import InFlight, graph_of, needs, replay
+from schedules.rules import compute_only
 
 Cost: TypeAlias = float | tuple[float, ...]
 
@@ -76,12 +77,12 @@ class Timeline:
 def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Iterator[Span]:
     """The simulated timeline, as a stream in an order in which data allow it; per rank in the order of time.
 
-    Raises `ScheduleError` if the ranks block each other. Memory is what is in flight.
+    Raises `ScheduleError` if the ranks block each other or do what is no compute action. Memory is what is in flight.
     """
     graph, homes = graph_of(schedule, graph), schedule.placement.homes
     free = [0.0] * schedule.ranks
     made_at = InFlight[float](graph)
-    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
+    streams = [compute_only(schedule, rank, schedule.actions(rank)) for rank in range(schedule.ranks)]
     for rank, _, action in replay(streams, graph, schedule.placement):
         start = free[rank]
         for token in needs(action, graph):

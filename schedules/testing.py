@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Property tests for schedules: strategies, and a whole suite in one line. Needs Hypothesis.
+
+Problem. A schedule that works for 4 ranks and 8 microbatches may fail for 3 and 2, and nobody writes that test.
+
+Idea. `conformance(factory)` is a test: Hypothesis looks for sizes, a stage graph and costs with which something that
+must hold for every schedule does not, shrinks them, and the picture of the smallest such schedule is in the message.
+
+    from schedules.testing import conformance
+    test_mine = conformance(mine)
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+
+import schedules as package
+from schedules.actions import Action
+from schedules.authoring import Factory, Schedule
+from schedules.errors import SizeError
+from schedules.graph import Edge, Graph, chain
+from schedules.interchange import table
+from schedules.interpreter import prove
+from schedules.lowering import Program, lower
+from schedules.networks import receive_of
+from schedules.placement import Placement
+from schedules.replay import makes, needs
+from schedules.rules import check
+from schedules.simulation import Costs, simulate
+
+RANKS, MICROBATCHES, CHUNKS = 8, 12, 4
+
+
+def sizes() -> st.SearchStrategy[tuple[int, int]]:
+    """Ranks from 1 to 8 and microbatches from 1 to 12."""
+    return st.tuples(st.integers(1, RANKS), st.integers(1, MICROBATCHES))
+
+
+def costs() -> st.SearchStrategy[Costs]:
+    """Costs in quarters, whose sums floating point keeps exactly."""
+    times = st.integers(1, 20).map(lambda quarters: quarters / 4)
+    return st.builds(Costs, F=times, B=times, I=times, W=times, comm=st.just(0) | times)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, stages: int) -> Graph:
+    """Stage graphs in which every stage but the first is fed by an earlier one.
+
+    Cotangents flow back along some of the values' edges and along others too; some stages share parameters.
+    """
+
+    def edges(smallest: int) -> frozenset[Edge]:
+        starts = (draw(st.sets(st.integers(0, t - 1), min_size=smallest, max_size=3)) for t in range(1, stages))
+        return frozenset((s, t) for t, these in enumerate(starts, 1) for s in these)
+
+    values = edges(1)
+    dead = draw(st.sets(st.sampled_from(sorted(values)), max_size=3)) if values else set()
+    extra = draw(st.just(frozenset[Edge]()) | st.builds(edges, st.just(0)))
+    shared = draw(st.just(frozenset[Edge]()) | st.builds(edges, st.just(0)))
+    return Graph(stages, values, (values - dead) | extra, shared)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> Schedule:
+    """What one of the factories makes of `sizes`, and of `chunks` from 1 to 4 if it takes them.
+
+    Sizes that the factory refuses with `SizeError` are passed over.
+    """
+    factory: Callable[..., Schedule] = draw(st.sampled_from(factories))
+    ranks, microbatches = draw(sizes())
+    takes_chunks = "chunks" in inspect.signature(factory).parameters
+    chunks = {"chunks": draw(st.integers(1, CHUNKS))} if takes_chunks else {}
+    try:
+        return factory(ranks=ranks, microbatches=microbatches, **chunks)
+    except SizeError:
+        reject()
+
+
+@st.composite
+def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int = 4) -> tuple[Schedule, Graph]:
+    """Any correct schedule of at most these sizes, with the graph that it is correct for.
+
+    A placement and a graph at random; then, again and again, any action whose data are there; halves of the backward
+    and whole ones mixed. Shrinks towards one microbatch after the other.
+    """
+    S, M = draw(st.integers(1, stages)), draw(st.integers(1, microbatches))
+    homes = draw(st.lists(st.integers(0, ranks - 1), min_size=S, max_size=S))
+    used = sorted(set(homes))
+    placement = Placement(len(used), tuple(used.index(home) for home in homes))
+    graph = draw(graphs(S))
+    rows: list[list[str]] = [[] for _ in used]
+    for action in _any_order(draw, graph, M):
+        rows[placement.homes[action.stage]].append(str(action))
+    return table(rows=tuple(map(",".join, rows))), graph
+
+
+def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int) -> Iterator[Action]:
+    each = [(s, i) for i in range(microbatches) for s in range(graph.stages)]
+    split = draw(st.sets(st.sampled_from(each)))
+    kinds = {cell: "FIW" if cell in split else "FB" for cell in each}
+    waiting = [Action(kind, s, i) for (s, i), word in kinds.items() for kind in word]
+    made = set[tuple[str, int, int]]()
+    while waiting:
+        ready = [action for action in waiting if made.issuperset(needs(action, graph))]
+        action = ready[draw(st.integers(0, len(ready) - 1))]
+        waiting.remove(action)
+        made.add(makes(action))
+        yield action
+
+
+@st.composite
+def _cases(draw: st.DrawFn, factory: Callable[..., Schedule]) -> tuple[Schedule, Graph, Costs]:
+    schedule = draw(schedules([factory]))
+    return schedule, draw(st.just(chain(schedule.stages)) | graphs(schedule.stages)), draw(costs())
+
+
+def conformance(factory: Callable[..., Schedule]) -> Callable[[], None]:
+    """A test for pytest that `factory(ranks=, microbatches=)`, with `chunks=` if it takes them, makes good schedules.
+
+    For 1 to 8 ranks, 1 to 12 microbatches, the chain or any graph, and any costs:
+
+    - `check` accepts it, and its `repr` and its pickle give it back;
+    - of every channel of its program, both ends post the same messages in the same order;
+    - run on formulas it computes the whole model, as it is and lowered, with tags and without (`interpreter.prove`);
+    - its simulated makespan is at least the busiest rank's work and the time of one microbatch on its way.
+
+    >>> from schedules import one_f_one_b, split_backward
+    >>> conformance(one_f_one_b)()
+    >>> conformance(lambda ranks, microbatches: split_backward(one_f_one_b(ranks, microbatches)))()
+    """
+
+    @settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+    @given(case=_cases(factory))
+    def conforms(case: tuple[Schedule, Graph, Costs]) -> None:
+        schedule, graph, times = case
+        with _drawn(schedule):
+            check(schedule, graph)
+            require_round_trip(schedule)
+            require_matching_ends(lower(schedule, graph))
+            prove(schedule, graph)
+            require_bounds(schedule, graph, times)
+
+    conforms.__doc__ = f"{factory!r} makes schedules that conform."
+    return conforms
+
+
+def require_round_trip(schedule: Schedule) -> None:
+    """`repr` evaluates to an equal schedule, and so does its pickle, if its factories can be imported."""
+    again = eval(repr(schedule), {**vars(package), "table": table, **_factories(schedule)})
+    assert again == schedule, f"repr gives {again!r}, expected {schedule!r}. Give the arguments a repr that evaluates."
+    if all(_importable(factory) for factory in _factories(schedule).values()):
+        copy = pickle.loads(pickle.dumps(schedule))
+        assert copy == schedule, f"pickle gives {copy!r}, expected {schedule!r}. Give the arguments an equality."
+
+
+def _factories(schedule: Schedule) -> dict[str, Factory[...]]:
+    """By name: the schedule's factory, and those of the schedules among its arguments."""
+    inner = [value for _, value in schedule.arguments if isinstance(value, Schedule)]
+    found = {name: factory for one in inner for name, factory in _factories(one).items()}
+    return {**found, schedule.factory.__name__: schedule.factory}
+
+
+def _importable(factory: Factory[...]) -> bool:
+    return getattr(sys.modules.get(factory.__module__), factory.__qualname__, None) is factory
+
+
+def require_matching_ends(program: Program) -> None:
+    """Per channel, the receives posted at one end are the sends posted at the other, in the same order."""
+    homes = program.schedule.placement.homes
+    sends: dict[Edge, list[Action]] = {channel: [] for channel in program.channels}
+    receives: dict[Edge, list[Action]] = {channel: [] for channel in program.channels}
+    for rank in range(program.schedule.ranks):
+        for action in program.actions(rank):
+            if action.peer is not None and action.kind.startswith("SEND"):
+                sends[rank, homes[action.peer]].append(receive_of(action))
+            if action.peer is not None and action.kind.startswith("RECV"):
+                receives[homes[action.peer], rank].append(action)
+    assert receives == sends, f"posted are the receives {receives}, expected {sends}. Post them in the sender's order."
+
+
+def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
+    """No timeline is shorter than the work of one rank, nor than the way of one microbatch through all stages."""
+    makespan = simulate(schedule, times, graph).makespan
+    work = [sum(map(times.of, schedule.actions(rank))) for rank in range(schedule.ranks)]
+    way = _way(schedule, graph, times)
+    assert makespan >= max(work), (
+        f"makespan {makespan} is less than the work {max(work)} of rank {work.index(max(work))}."
+    )
+    assert makespan >= way, f"makespan {makespan} is less than the {way} that one microbatch takes."
+
+
+def _way(schedule: Schedule, graph: Graph, times: Costs) -> float:
+    homes, done = schedule.placement.homes, dict[tuple[str, int, int], float]()
+    mine = [action for rank in range(schedule.ranks) for action in schedule.actions(rank) if action.microbatch == 0]
+    rising = sorted((action for action in mine if action.kind == "F"), key=lambda action: action.stage)
+    falling = sorted((action for action in mine if action.kind in "BI"), key=lambda action: -action.stage)
+    for action in (*rising, *falling, *(action for action in mine if action.kind == "W")):
+        arrivals = (
+            done[token] + times.comm * (homes[token[1]] != homes[action.stage]) for token in needs(action, graph)
+        )
+        done[makes(action)] = max(arrivals, default=0) + times.of(action)
+    return max(done.values())
+
+
+@contextmanager
+def _drawn(schedule: Schedule) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{schedule!r}\n{schedule}")
+        raise
