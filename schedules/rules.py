@@ -93,7 +93,7 @@ class _Finished:
             self.prefix += 1
 
 
-_MISSING = {"": "{0}F{1} and its backward", "F": "{0}B{1}, or {0}I{1} and {0}W{1},", "I": "{0}W{1}"}
+_MISSING = {"": "{0}F{1}, with its backward,", "F": "{0}B{1}, or {0}I{1} and {0}W{1},", "I": "{0}W{1}"}
 
 
 def complete(schedule: Schedule, rank: int, actions: Actions) -> Actions:

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers are where they must be, whatever the order and the graph."""
+
+import gc
+from collections import Counter
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import (
+    Action,
+    B,
+    F,
+    Graph,
+    GraphError,
+    ScheduleError,
+    chain,
+    forwards,
+    gpipe,
+    lower,
+    one_f_one_b,
+    split_backward,
+    transform,
+)
+from schedules.interpreter import _Run
+from schedules.networks import Links, fifo, rendezvous, send_of
+from schedules.replay import needs
+from schedules.testing import orders, require_matching_ends
+
+
+def texts(program):
+    return [" ".join(map(str, program.actions(rank))) for rank in range(program.schedule.ranks)]
+
+
+def test_one_rank_sends_nothing():
+    assert texts(lower(gpipe(1, 2))) == ["0F0 0F1 0B0 0B1"]
+
+
+def test_a_chain():
+    assert texts(lower(one_f_one_b(ranks=2, microbatches=2))) == [
+        "0F0 0SEND_F0>1 0RECV_B0<1 0F1 0SEND_F1>1 0RECV_B1<1 0B0 0WAIT_F0>1 0B1 0WAIT_F1>1",
+        "1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0 1WAIT_B0>0 1WAIT_B1>0",
+    ]
+
+
+def test_cotangents_leave_with_the_input_half():
+    assert texts(lower(split_backward(gpipe(ranks=2, microbatches=1))))[1] == (
+        "1RECV_F0<0 1F0 1I0 1SEND_B0>0 1W0 1WAIT_B0>0"
+    )
+
+
+def test_a_skip_and_a_shared_parameter():
+    graph = Graph(2, frozenset({(0, 1)}), frozenset(), frozenset({(0, 1)}))
+    assert texts(lower(gpipe(ranks=2, microbatches=1), graph)) == [
+        "0F0 0SEND_F0>1 0B0 0SEND_G0>1 0WAIT_F0>1 0WAIT_G0>1",
+        "1RECV_F0<0 1F0 1RECV_G0<0 1B0",
+    ]
+
+
+def test_evaluation_needs_values_only():
+    graph = Graph(3, frozenset({(0, 1), (0, 2), (1, 2)}), frozenset())
+    assert texts(lower(forwards(gpipe(3, 1)), graph))[2] == "2RECV_F0<0 2RECV_F0<1 2F0"
+
+
+@settings(deadline=None)
+@given(orders())
+def test_the_compute_actions_are_those_of_the_schedule(case):
+    schedule, graph = case
+    for rank in range(schedule.ranks):
+        computed = [action for action in lower(schedule, graph).actions(rank) if action.peer is None]
+        assert computed == list(schedule.actions(rank))
+
+
+@settings(deadline=None)
+@given(orders())
+def test_both_ends_of_a_channel_agree(case):
+    require_matching_ends(lower(*case))
+
+
+@settings(deadline=None)
+@given(orders())
+def test_every_send_has_one_wait_behind_it(case):
+    program = lower(*case)
+    for rank in range(program.schedule.ranks):
+        actions = list(program.actions(rank))
+        sends = [action for action in actions if action.kind.startswith("SEND")]
+        waits = [action for action in actions if action.kind.startswith("WAIT")]
+        assert Counter(map(send_of, waits)) == Counter(sends)
+        assert len(set(sends)) == len(sends)
+        assert all(actions.index(send_of(wait)) < actions.index(wait) for wait in waits)
+
+
+@settings(deadline=None)
+@given(orders())
+def test_receives_are_posted_a_compute_action_ahead(case):
+    schedule, graph = case
+    for rank in range(schedule.ranks):
+        actions = list(lower(schedule, graph).actions(rank))
+        computed = [at for at, action in enumerate(actions) if action.peer is None]
+        for ahead, at in zip([*computed[:1], *computed], computed, strict=False):
+            for kind, stage, i in needs(actions[at], graph):
+                if schedule.placement.homes[stage] != rank:
+                    assert actions.index(Action(f"RECV_{kind}", actions[at].stage, i, stage)) < ahead
+
+
+@settings(deadline=None)
+@given(orders())
+def test_sends_follow_the_action_that_makes_the_value(case):
+    schedule, graph = case
+    for rank in range(schedule.ranks):
+        last = None
+        for action in lower(schedule, graph).actions(rank):
+            if action.peer is None:
+                last = action
+            elif action.kind == "SEND_F":
+                assert last == F(action.stage, action.microbatch)
+            elif action.kind == "SEND_B":
+                assert last[1:] == (action.stage, action.microbatch, None)
+                assert last.kind in "BI"
+            elif action.kind == "SEND_G":
+                assert last.kind in "BW"
+
+
+class Impatient(_Run):
+    """A run in which only the waits at the end may have to wait."""
+
+    def _wait(self, rank, action):
+        at_the_end = action in trailing_waits(self.program, rank)
+        assert at_the_end or not self.links.pending(send_of(action)), f"{action} blocks rank {rank}"
+        yield from super()._wait(rank, action)
+
+
+def trailing_waits(program, rank):
+    return list(takewhile(lambda action: action.kind.startswith("WAIT"), reversed(list(program.actions(rank)))))
+
+
+@settings(deadline=None)
+@given(orders(), st.sampled_from([fifo, rendezvous]))
+def test_a_wait_that_a_message_vouches_for_never_blocks(case, network):
+    schedule, graph = case
+    program = lower(schedule, graph)
+    streams = [program.actions(rank) for rank in range(schedule.ranks)]
+    run = Impatient(schedule, graph, streams, Links(network))
+    run.program = program
+    run.finish().require(graph, schedule.microbatches)
+
+
+@transform
+def edited(rank, schedule, rows):
+    yield from rows[rank]
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (((F(0, 0),), (F(1, 0), F(1, 1))), "1F1: waits for 0SEND_F1>1, which rank 0 never does, or only once"),
+        (((F(0, 0),), (F(1, 0), F(1, 0))), "1F0: waits for 0SEND_F0>1, which an earlier action has consumed"),
+        (
+            ((B(0, 0), F(0, 0)), (F(1, 0), B(1, 0))),
+            "1F0: waits for 0SEND_F0>1, before which its sender needs 1SEND_B0>0",
+        ),
+    ],
+)
+def test_what_it_cannot_lower_it_refuses(rows, why):
+    program = lower(edited(gpipe(2, 2), rows))
+    with pytest.raises(ScheduleError, match=why):
+        [list(program.actions(rank)) for rank in (1, 0)]
+
+
+def most_alive(microbatches):
+    """The most actions that exist at once while a rank in the middle is lowered, looked at every now and then."""
+    gc.collect()
+    before, most = alive(), 0
+    for at, _ in enumerate(lower(one_f_one_b(ranks=4, microbatches=microbatches)).actions(1)):
+        if at % (microbatches // 2) == 0:
+            most = max(most, alive() - before)
+    return most
+
+
+def alive():
+    return sum(isinstance(thing, Action) for thing in gc.get_objects())
+
+
+def test_what_is_kept_does_not_grow_with_the_number_of_microbatches():
+    assert 0 < most_alive(1024) <= most_alive(64) + 10 < 60
+
+
+def test_a_graph_of_another_size_is_refused():
+    with pytest.raises(GraphError, match="expected 2"):
+        lower(gpipe(2, 2), chain(3))

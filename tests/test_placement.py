@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where stages live."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedules import Placement, linear, looped, vee
+
+places = st.sampled_from([linear, looped, vee])
+counts = st.integers(1, 9)
+
+
+@given(places, counts, counts)
+def test_every_rank_holds_as_many_stages_and_each_stage_once(place, ranks, chunks):
+    placement = place(ranks, chunks)
+    held = [placement.stages_on(rank) for rank in range(ranks)]
+    assert {len(stages) for stages in held} == {chunks}
+    assert sorted(stage for stages in held for stage in stages) == list(range(placement.stages))
+    assert all(placement.homes[stage] == rank for rank, stages in enumerate(held) for stage in stages)
+    assert all(list(stages) == sorted(stages) for stages in held)
+
+
+@given(counts, counts)
+def test_a_vee_turns_without_a_transfer(ranks, chunks):
+    homes = vee(ranks, chunks).homes
+    assert all(abs(a - b) == 1 or (a == b and a in (0, ranks - 1)) for a, b in pairwise(homes))
+
+
+@given(counts)
+def test_one_chunk_is_the_same_for_all(ranks):
+    assert linear(ranks) == looped(ranks) == vee(ranks, chunks=1) == Placement(ranks, tuple(range(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("placement", "homes"),
+    [
+        (linear(3, 2), (0, 0, 1, 1, 2, 2)),
+        (looped(3, 2), (0, 1, 2, 0, 1, 2)),
+        (vee(3), (0, 1, 2, 2, 1, 0)),
+        (vee(2, 3), (0, 1, 1, 0, 0, 1)),
+    ],
+)
+def test_homes(placement, homes):
+    assert placement.homes == homes
+
+
+def test_a_rank_may_hold_nothing_and_placements_are_values():
+    placement = Placement(3, (0, 2, 2))
+    assert placement.stages_on(1) == ()
+    assert placement == Placement(3, (0, 2, 2))
+    assert len({placement, Placement(3, (0, 2, 2))}) == 1

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check` accepts exactly the schedules that compute the whole model, and its message names the culprit."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import (
+    Action,
+    B,
+    F,
+    GraphError,
+    I,
+    PipelineError,
+    ScheduleError,
+    W,
+    chain,
+    check,
+    gpipe,
+    looped,
+    one_f_one_b,
+    schedule,
+    split_backward,
+    transform,
+)
+from schedules.interpreter import ideal, prove
+from schedules.testing import orders, schedules
+
+
+@transform
+def edited(rank, schedule, rows):
+    yield from rows[rank]
+
+
+def rows_of(schedule):
+    return [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
+
+
+def edit(schedule, rows):
+    return edited(schedule, tuple(map(tuple, rows)))
+
+
+@st.composite
+def edits(draw):
+    """A correct schedule with its graph, and the same after one or two edits."""
+    original, graph = draw(orders())
+    rows = rows_of(original)
+    for _ in range(draw(st.integers(1, 2))):
+        one_edit(draw, rows, original)
+    return edit(original, rows), graph
+
+
+def one_edit(draw, rows, original):
+    row = draw(st.sampled_from([row for row in rows if row] or [[F(0, 0)]]))
+    at, to = (draw(st.integers(0, len(row) - 1)) for _ in "ab")
+    what = draw(st.sampled_from(["drop", "duplicate", "swap", "move", "away", "stage", "microbatch", "kind"]))
+    if what == "drop":
+        del row[at]
+    elif what == "duplicate":
+        row.insert(to, row[at])
+    elif what == "swap":
+        row[at], row[to] = row[to], row[at]
+    elif what == "move":
+        row.insert(to, row.pop(at))
+    elif what == "away":
+        draw(st.sampled_from(rows)).append(row.pop(at))
+    elif what == "stage":
+        row[at] = row[at]._replace(stage=draw(st.integers(0, original.stages)))
+    elif what == "microbatch":
+        row[at] = row[at]._replace(microbatch=draw(st.integers(0, original.microbatches)))
+    else:
+        row[at] = row[at]._replace(kind=draw(st.sampled_from("FBIW")))
+
+
+def accepted(schedule, graph):
+    try:
+        check(schedule, graph)
+    except ScheduleError:
+        return False
+    return True
+
+
+def computes_the_model(schedule, graph):
+    try:
+        ideal(schedule, graph).require(graph, schedule.microbatches)
+    except PipelineError:
+        return False
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(orders())
+def test_every_correct_order_is_accepted_and_proved(case):
+    check(*case)
+    prove(*case)
+
+
+@settings(max_examples=700, deadline=None)
+@given(edits())
+def test_accepts_exactly_what_computes_the_whole_model(case):
+    assert accepted(*case) == computes_the_model(*case)
+
+
+@settings(max_examples=150, deadline=None)
+@given(edits())
+def test_what_is_accepted_runs_over_either_network_too(case):
+    if accepted(*case):
+        prove(*case)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules([gpipe, one_f_one_b]), st.data())
+def test_a_dropped_action_is_the_one_that_is_named(schedule, data):
+    schedule = data.draw(st.sampled_from([schedule, split_backward(schedule)]))
+    rows = rows_of(schedule)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    gone = rows[rank].pop(data.draw(st.integers(0, len(rows[rank]) - 1)))
+    with pytest.raises(ScheduleError) as caught:
+        check(edit(schedule, rows))
+    assert str(gone) in str(caught.value)
+    assert caught.value.rank == rank
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules([gpipe, one_f_one_b]), st.data())
+def test_a_duplicated_action_is_the_one_that_is_named(schedule, data):
+    rows = rows_of(schedule)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    at = data.draw(st.integers(0, len(rows[rank]) - 1))
+    again = data.draw(st.integers(at + 1, len(rows[rank])))
+    rows[rank].insert(again, rows[rank][at])
+    with pytest.raises(ScheduleError) as caught:
+        check(edit(schedule, rows))
+    assert (caught.value.rank, caught.value.position, caught.value.action) == (rank, again, rows[rank][at])
+
+
+def violation(*rows, ranks=2, microbatches=1, graph=None):
+    with pytest.raises(ScheduleError) as caught:
+        check(edit(gpipe(ranks, microbatches), rows), graph)
+    return str(caught.value)
+
+
+GOOD = (F(1, 0), B(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            [F(0, 0), Action("SEND_F", 0, 0, 1), B(0, 0)],
+            "rank 0, position 1, 0SEND_F0>1: no compute action [rule: compute_only]. "
+            "Yield only F, B, I and W; transfers are inserted by lower().",
+        ),
+        (
+            [F(0, 0), B(0, 1)],
+            "rank 0, position 1, 0B1: microbatch 1 does not exist [rule: compute_only]. Use microbatches 0 to 0.",
+        ),
+        (
+            [F(2, 0)],
+            "rank 0, position 0, 2F0: stage 2 does not exist [rule: compute_only]. Use stages 0 to 1.",
+        ),
+        (
+            [F(0, 0), F(1, 0)],
+            "rank 0, position 1, 1F0: stage 1 lives on rank 1 [rule: placed]. Yield 1F0 on rank 1.",
+        ),
+        (
+            [B(0, 0), F(0, 0)],
+            "rank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward]. "
+            "Add 0F0 before it, or move it behind.",
+        ),
+        (
+            [W(0, 0)],
+            "rank 0, position 0, 0W0: comes before 0I0 [rule: forward_before_backward]. "
+            "Add 0I0 before it, or move it behind.",
+        ),
+        (
+            [F(0, 0), W(0, 0), I(0, 0)],
+            "rank 0, position 1, 0W0: comes before 0I0 [rule: forward_before_backward]. "
+            "Add 0I0 before it, or move it behind.",
+        ),
+        (
+            [F(0, 0), I(0, 0), B(0, 0)],
+            "rank 0, position 2, 0B0: has run already, or the backward has [rule: forward_before_backward]. "
+            "Drop 0B0: each runs once, as B or as I and W.",
+        ),
+        (
+            [F(0, 0), B(0, 0), F(0, 0)],
+            "rank 0, position 2, 0F0: has run already, or the backward has [rule: forward_before_backward]. "
+            "Drop 0F0: each runs once, as B or as I and W.",
+        ),
+        (
+            [],
+            "rank 0, position 0, end of its actions: 0F0, with its backward, never runs [rule: complete]. "
+            "Add it to rank 0.",
+        ),
+        (
+            [F(0, 0)],
+            "rank 0, position 1, end of its actions: 0B0, or 0I0 and 0W0, never runs [rule: complete]. "
+            "Add it to rank 0.",
+        ),
+        (
+            [F(0, 0), I(0, 0)],
+            "rank 0, position 2, end of its actions: 0W0 never runs [rule: complete]. Add it to rank 0.",
+        ),
+    ],
+)
+def test_each_rule_names_the_culprit(row, message):
+    assert violation(row, GOOD) == message
+
+
+def test_a_circle_is_followed_and_named():
+    assert violation(
+        (F(0, 0), B(0, 0), F(0, 1), B(0, 1)),
+        (F(1, 0), F(1, 1), B(1, 0), B(1, 1)),
+        microbatches=2,
+    ) == (
+        "rank 0, position 1, 0B0: needs 1B0 or 1I0, and the ranks wait in a circle: rank 0 at 0B0 needs 1B0 or 1I0, "
+        "rank 1 at 1F1 needs 0F1 [rule: ordered]. Reorder the actions of one of these ranks."
+    )
+
+
+def test_a_gap_further_on_is_blamed_rather_than_the_circle_it_causes():
+    message = violation((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 1)), microbatches=2)
+    assert message.startswith("rank 1, position 3, end of its actions: 1B0, or 1I0 and 1W0, never runs")
+
+
+def test_a_rank_that_waits_for_itself_is_told_so():
+    @schedule(placement=looped)
+    def backwards(rank, ranks, microbatches, chunks=2):
+        yield from (F(1, 0), F(0, 0), B(1, 0), B(0, 0))
+
+    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0, which this rank does only later .* Move 0F0 before it"):
+        check(backwards(1, 1))
+
+
+def test_what_is_no_action_at_all_is_refused():
+    assert "no compute action" in violation(["0F0"], GOOD)
+
+
+def test_a_graph_of_another_size_is_refused():
+    with pytest.raises(GraphError, match=r"got a graph of 3 stages for gpipe.*expected 2"):
+        check(gpipe(2, 2), chain(3))

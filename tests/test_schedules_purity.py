@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`schedules` stands on the standard library alone, and its public names do not change by accident."""
+
+import subprocess
+import sys
+
+import schedules
+
+PROBE = """
+import importlib, pkgutil, sys
+
+class OnlyTheStandardLibrary:
+    def find_spec(self, name, path=None, target=None):
+        root = name.partition(".")[0]
+        if root != "schedules" and root not in sys.stdlib_module_names:
+            raise ImportError(f"{name} is not in the standard library")
+
+sys.meta_path.insert(0, OnlyTheStandardLibrary())
+import schedules
+names = [m.name for m in pkgutil.walk_packages(schedules.__path__, "schedules.") if m.name != "schedules.testing"]
+for name in names:
+    importlib.import_module(name)
+try:
+    import schedules.testing
+except ImportError as error:
+    assert "hypothesis" in str(error)
+else:
+    raise AssertionError("the probe blocks nothing")
+print(*names)
+"""
+
+
+def test_nothing_but_the_standard_library_is_imported():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"schedules.rules", "schedules.__main__", "schedules.families.fill_drain"} <= set(done.stdout.split())
+
+
+NAMES = """
+KINDS Action B Costs F Factory Graph GraphError I PipelineError Placement Program ProgramError Schedule ScheduleError
+SizeError Span TableError Timeline VocabularyError W chain check dag forwards gpipe linear looped lower merge_backward
+one_f_one_b parse schedule simulate spans split_backward summarize transform vee
+"""
+
+
+def test_the_public_names():
+    assert " ".join(schedules.__all__) == " ".join(NAMES.split())
+    assert all(hasattr(schedules, name) for name in schedules.__all__)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated times agree with published figures, obey their laws, and are streamed."""
+
+import gc
+import tracemalloc
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from schedules import (
+    Action,
+    Costs,
+    F,
+    ScheduleError,
+    check,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    spans,
+    split_backward,
+    summarize,
+    transform,
+)
+from schedules.replay import needs
+from schedules.testing import costs, orders, require_bounds, schedules
+
+both = schedules([gpipe, one_f_one_b])
+
+
+@pytest.mark.parametrize(
+    ("factory", "comm", "makespan", "idle", "peak"),
+    [
+        (gpipe, 0, 33, 9, (8, 8, 8, 8)),
+        (one_f_one_b, 0, 33, 9, (4, 3, 2, 1)),
+        (one_f_one_b, 0.5, 41, 17, (4, 3, 2, 1)),
+        (one_f_one_b, 1, 49, 25, (4, 3, 2, 1)),
+    ],
+)
+def test_four_ranks_eight_microbatches(factory, comm, makespan, idle, peak):
+    timeline = simulate(factory(ranks=4, microbatches=8), Costs(F=1, B=2, comm=comm))
+    assert timeline.makespan == makespan
+    assert timeline.makespan - max(timeline.busy) == idle
+    assert timeline.peak_memory == peak
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "F", "I", "W", "comm", "rate"),
+    [
+        (24, 18.522, 18.086, 9.337, 0.601, 0.2431),
+        (32, 18.513, 18.086, 9.331, 0.626, 0.1985),
+        (64, 18.546, 18.097, 9.321, 0.762, 0.1240),
+        (24, 29.718, 29.444, 19.927, 0.527, 0.2347),
+        (32, 29.802, 29.428, 19.530, 0.577, 0.1898),
+        (64, 29.935, 29.621, 19.388, 0.535, 0.1091),
+    ],
+)
+def test_bubble_rates_of_1f1b_on_eight_ranks(microbatches, F, I, W, comm, rate):  # noqa: E741 - the action's name
+    """arXiv 2401.10241, table 5: measured times of the 1.5B and the 6.2B model."""
+    timeline = simulate(one_f_one_b(ranks=8, microbatches=microbatches), Costs(F=F, B=I + W, comm=comm))
+    assert round(timeline.bubble, 4) == rate
+
+
+@given(both)
+def test_idle_time_without_transfers_is_that_of_the_docstrings(schedule):
+    timeline = simulate(schedule, Costs(F=1, B=2))
+    assert timeline.makespan - max(timeline.busy) == (schedule.ranks - 1) * 3
+
+
+@given(schedules([one_f_one_b]))
+def test_peak_memory_of_1f1b_is_that_of_the_docstring(schedule):
+    P, M = schedule.ranks, schedule.microbatches
+    assert simulate(schedule).peak_memory == tuple(min(P - rank, M) for rank in range(P))
+
+
+@settings(deadline=None)
+@given(orders(), costs())
+def test_nothing_starts_before_its_data_or_before_the_rank_is_free(case, times):
+    schedule, graph = case
+    homes, ended, rows = schedule.placement.homes, {}, [[] for _ in range(schedule.ranks)]
+    for span in spans(schedule, times, graph):
+        rows[span.rank].append(span)
+        assert span.end - span.start == times.of(span.action)
+        arrivals = [ended[t] + times.comm * (homes[t[1]] != span.rank) for t in needs(span.action, graph)]
+        free = rows[span.rank][-2].end if len(rows[span.rank]) > 1 else 0
+        assert span.start == max([free, *arrivals])  # and no later than it must
+        ended["B" if span.action.kind == "I" else span.action.kind, *span.action[1:3]] = span.end
+    for rank, row in enumerate(rows):
+        assert [span.action for span in row] == list(schedule.actions(rank))
+        assert all(a.end <= b.start for a, b in pairwise(row))
+
+
+@settings(deadline=None)
+@given(orders(), costs())
+def test_no_timeline_is_shorter_than_it_can_be(case, times):
+    require_bounds(*case, times)
+
+
+@given(both, costs())
+def test_faster_transfers_never_make_it_slower(schedule, times):
+    free = Costs(times.F, times.B, times.I, times.W, comm=0)
+    assert simulate(schedule, free).makespan <= simulate(schedule, times).makespan
+
+
+@given(both, costs())
+def test_splitting_without_deferring_never_slows_it_down(schedule, times):
+    whole = Costs(times.F, times.I + times.W, times.I, times.W, times.comm)
+    assert simulate(split_backward(schedule), whole).makespan <= simulate(schedule, whole).makespan
+
+
+def test_costs_may_differ_from_stage_to_stage():
+    times = Costs(F=(1, 5), B=2)
+    assert [span.end - span.start for span in spans(gpipe(2, 1), times)] == [1, 5, 2, 2]
+
+
+def test_a_measured_timeline_is_summed_up_alike():
+    s = one_f_one_b(3, 4)
+    late = (span._replace(start=span.start + 100, end=span.end + 100) for span in spans(s, Costs()))
+    assert summarize(late, s) == simulate(s)
+
+
+@transform
+def edited(rank, schedule, rows):
+    yield from rows[rank]
+
+
+@pytest.mark.parametrize(
+    ("rows", "rule"),
+    [(((F(0, 0),), (F(1, 1),)), "ordered"), (((F(0, 0),), (Action("SEND_F", 1, 0, 0),)), "compute_only")],
+)
+def test_a_violation_on_the_way_is_reported(rows, rule):
+    with pytest.raises(ScheduleError) as caught:
+        simulate(edited(gpipe(2, 2), rows))
+    assert caught.value.rule == rule
+
+
+def peak(use, microbatches):
+    gc.collect()
+    tracemalloc.start()
+    use(one_f_one_b(ranks=4, microbatches=microbatches))
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return used
+
+
+@pytest.mark.parametrize("use", [simulate, check])
+def test_memory_does_not_grow_with_the_number_of_microbatches(use):
+    peak(use, 16)
+    assert peak(use, 1024) < 1.5 * peak(use, 64)
