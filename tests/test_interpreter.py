@@ -11,7 +11,7 @@ from schedules import B, F, Graph, I, Program, ProgramError, W, chain, gpipe, lo
 from schedules.interpreter import ideal, interpret, prove
 from schedules.meaning import formula, whole
 from schedules.networks import fifo, receive_of, rendezvous, send_of
-from schedules.testing import orders
+from schedules.testing import orders, require_matching_ends
 
 networks = pytest.mark.parametrize("network", [fifo, rendezvous])
 
@@ -84,6 +84,8 @@ def test_two_swapped_receives_pass_only_where_tags_match():
     interpret(swapped(), rendezvous).require(chain(2), 2)
     with pytest.raises(ProgramError, match=r"got 0SEND_F0>1 at the head of its channel, where 1RECV_F1<0 is posted"):
         interpret(swapped(), fifo)
+    with pytest.raises(AssertionError, match="Post them in the sender's order"):
+        require_matching_ends(swapped())
 
 
 @networks

@@ -180,7 +180,7 @@ def most_alive(microbatches):
 
 
 def alive():
-    return sum(isinstance(thing, Action) for thing in gc.get_objects())
+    return sum(type(thing) is Action for thing in gc.get_objects())
 
 
 def test_what_is_kept_does_not_grow_with_the_number_of_microbatches():
