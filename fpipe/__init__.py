@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
+
+from fpipe.api import Step, Verification, evaluate, pipeline, reference, value_and_grad, verify
+from fpipe.errors import (
+    CaptureError,
+    CutError,
+    DeadlockError,
+    GraphError,
+    InputError,
+    MismatchError,
+    PipelineError,
+    ScheduleError,
+    SizeError,
+    TransportError,
+    VocabularyError,
+)
+from fpipe.plan import Pipeline
+
+__all__ = [
+    "CaptureError",
+    "CutError",
+    "DeadlockError",
+    "GraphError",
+    "InputError",
+    "MismatchError",
+    "Pipeline",
+    "PipelineError",
+    "ScheduleError",
+    "SizeError",
+    "Step",
+    "TransportError",
+    "Verification",
+    "VocabularyError",
+    "evaluate",
+    "pipeline",
+    "reference",
+    "value_and_grad",
+    "verify",
+]

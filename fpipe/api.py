@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users call: `pipeline`, `value_and_grad`, `evaluate`, `reference`, `verify`.
+
+The only room that knows all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from fpipe import random
+from fpipe.batch import BatchSpec
+from fpipe.capture.export import export
+from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.losses import Loss, without_parameters
+from fpipe.capture.modules import as_module, modules
+from fpipe.errors import CutError, InputError
+from fpipe.executor import Inputs, Outcome, plainly
+from fpipe.plan import TRAINING, FrontEnd, Pipeline, Plan, Variant
+from fpipe.recording import timed
+from fpipe.one_device import one_device
+from fpipe.state import require_names, require_state
+from fpipe.transport.contract import Ranks
+from fpipe.transport.distributed import DistributedRanks
+from fpipe.transport.local import LocalRanks
+from fpipe.tree import flatten
+from fpipe.verification import Computed, eagerly, require_equal
+from schedules import Schedule, Span
+
+FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export, "modules": modules})
+WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+State: TypeAlias = dict[str, Tensor]
+
+
+class Step(NamedTuple):
+    """What a step computed.
+
+    - `loss`: the sum over microbatches of loss / M, on every rank; `None` where no loss was asked for.
+    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the rank of the last stage and
+      if asked for; `None` elsewhere.
+    - `buffers`: this process's buffers after the step.
+    """
+
+    loss: Tensor | None
+    outputs: Any
+    buffers: State
+
+
+class ValueAndGrad(Protocol):
+    """What `value_and_grad` and `reference` return."""
+
+    def __call__(
+        self, params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
+    ) -> tuple[Step, State]:
+        """One step: loss, outputs and new buffers; and gradients by parameter name."""
+
+
+def pipeline(
+    model: nn.Module | Sequence[Callable[..., Any]],
+    *,
+    example: tuple[Any, ...] | dict[str, Any],
+    loss: Loss,
+    schedule: Schedule,
+    targets: Any = None,
+    cuts: Iterable[str] | None = None,
+    stages: int | None = None,
+    capture: str = "export",
+    group: dist.ProcessGroup | None = None,
+) -> Pipeline:
+    """Cut a model into stages and bind them to a schedule; everything is checked, nothing runs.
+
+    - `model`: a module, which stays as it is; with `capture="modules"` a sequence of modules or functions, or an
+      nn.Sequential, each called with what the one before returned. It may be on the meta device.
+    - `example`, `targets`: one whole batch, for its shapes and dtypes only: a tuple of positional or a dict of keyword
+      arguments, and whatever tree `loss` wants. Tensors are cut into microbatches on dimension 0.
+    - `loss(outputs, targets)`, or `loss(outputs)` without targets, returns a scalar for one microbatch; the loss of a
+      step is the sum over microbatches of loss / M.
+    - `cuts`: names of the modules at which a new stage begins, in the order of execution; or `stages=n`, or neither, to
+      cut evenly by parameters.
+    - `group`: where torch.distributed is initialised, the processes that are the ranks, one each; by default all.
+      Where it is not, all ranks run in this process.
+
+    Raises `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, each before anything is sent.
+
+    >>> import torch, fpipe
+    >>> from schedules import one_f_one_b
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+    >>> pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=torch.nn.functional.mse_loss,
+    ...                       schedule=one_f_one_b(ranks=2, microbatches=3), cuts=["2"])
+    >>> params, buffers = pipe.init(model)
+    >>> step, grads = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)
+    >>> bool(torch.isclose(step.loss, torch.nn.functional.mse_loss(model(x), y))), list(grads)
+    (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
+    """
+    _require_arguments(model, example, schedule, capture)
+    without_parameters(loss)
+    names = _cuts(cuts, stages, schedule)
+    BatchSpec.of(example, targets, schedule.microbatches)
+    leaves, structure = flatten((example, targets))
+    device = leaves[0].device if leaves else torch.device("cpu")
+    mode = fake_mode()
+    pipe = Pipeline(
+        schedule=schedule,
+        model=skeleton(as_module(model), lambda tensor: fake(mode, tensor, device)),
+        loss=loss,
+        example=structure.unflatten([fake(mode, leaf, device) for leaf in leaves]),
+        front_end=FRONT_ENDS[capture],
+        cuts=names,
+        ranks=_ranks(schedule, group, device),
+    )
+    pipe.plan(TRAINING)
+    return pipe
+
+
+def value_and_grad(
+    pipe: Pipeline, outputs: bool = False, record: Callable[[Span], None] | None = None
+) -> ValueAndGrad:
+    """The function that computes loss and gradients of one step.
+
+    It takes parameters and buffers as `pipe.init` returns them, a whole batch like the example (a rank that reads none of
+    the inputs, or of the targets, may pass `None` for them), and a seed, new for each step, if the model draws random
+    numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for which a plain
+    backward would set `.grad`. Nothing that is passed in is modified.
+
+    With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
+    compute action of this process.
+    """
+    plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs))
+
+    def step(
+        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
+    ) -> tuple[Step, State]:
+        require_state("params", params, plan.params)
+        require_state("buffers", buffers, plan.buffers)
+        outcomes = _run(pipe, plan, params, buffers, (inputs, targets), seed, record)
+        grads = _gradients(plan, outcomes)
+        return _step(pipe, plan, outcomes, buffers), {name: grads[name] for name in params if name in grads}
+
+    return step
+
+
+def evaluate(pipe: Pipeline) -> Callable[..., Step]:
+    """The function that computes outputs, and with targets the loss, in eval mode: forward only, no graph kept.
+
+    It takes what the function of `value_and_grad` takes. The outputs are joined along dimension 0 in microbatch order and
+    are on the rank of the last stage. Whether there are targets must be clear to at least one rank.
+    """
+
+    def step(
+        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
+    ) -> Step:
+        require_state("params", params, pipe.training.params)
+        require_state("buffers", buffers, pipe.training.buffers)
+        plan = pipe.plan(Variant(training=False, loss=pipe.ranks.any(targets is not None), outputs=True))
+        outcomes = _run(pipe, plan, params, buffers, (inputs, targets), seed, None)
+        return _step(pipe, plan, outcomes, buffers)
+
+    return step
+
+
+def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
+    """The same function on one device: the plain microbatch loop over the captured model, not cut.
+
+    It takes all parameters and buffers of the model, `dict(model.named_parameters())` and
+    `dict(model.named_buffers())`, on whichever rank it is called, and the whole batch.
+    """
+    plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs))
+
+    def step(
+        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
+    ) -> tuple[Step, State]:
+        require_state("params", params, plan.assembly.parameters)
+        require_state("buffers", buffers, plan.assembly.buffers)
+        whole = plan.assembly.whole
+        batch = plan.batch.take(inputs, targets, whole.batch)
+        parts = [tuple(batch[leaf][i] for leaf in whole.batch) for i in range(pipe.schedule.microbatches)]
+        with random.preserved(plan.assembly.devices):
+            results, state, grads = one_device(plan, params, buffers, parts, _keys(plan, seed))
+        new = {**buffers, **dict(zip(whole.buffers, state, strict=True))}
+        return Step(*_joined(plan, results), new), {name: grads[name] for name in params if name in grads}
+
+    return step
+
+
+class Verification(NamedTuple):
+    """What `verify` has found equal: leaves compared with the reference, and with the user's module run eagerly.
+
+    `eager` is 0 where the model draws random numbers: eager dropout draws others.
+    """
+
+    reference: int
+    eager: int
+
+
+def verify(
+    pipe: Pipeline,
+    model: nn.Module | Sequence[Callable[..., Any]],
+    inputs: Any,
+    targets: Any = None,
+    *,
+    seed: int | None = None,
+) -> Verification:
+    """Run one step three ways and compare loss, outputs, gradients and buffers bit for bit.
+
+    The pipeline, the reference, and `model` itself in a plain eager loop, from the model's present parameters. Under
+    torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
+    `MismatchError`, naming the first leaf that differs. Costs two more steps on one device.
+    """
+    module = as_module(model)
+    step, grads = value_and_grad(pipe, outputs=True)(*pipe.init(module), inputs, targets, seed=seed)
+    got = Computed(step.loss, step.outputs, grads, step.buffers)
+    whole = {n: p.detach() for n, p in module.named_parameters()}, dict(module.named_buffers())
+    step, grads = reference(pipe, outputs=True)(*whole, inputs, targets, seed=seed)
+    compared = require_equal(got, Computed(step.loss, step.outputs, grads, step.buffers), "the reference")
+    plan = pipe.training
+    if plan.assembly.devices:
+        return Verification(compared, 0)
+    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets)
+    return Verification(compared, require_equal(got, eager, "the model run eagerly"))
+
+
+def _require_arguments(model: Any, example: Any, schedule: Any, capture: str) -> None:
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, microbatches=8)."
+        )
+    if capture not in FRONT_ENDS:
+        raise InputError(f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}. Name one of them.")
+    if not isinstance(example, tuple | dict):
+        raise InputError(
+            f"example: got {type(example).__name__}, expected a tuple of positional or a dict of keyword arguments. "
+            "Write (x,) for one argument."
+        )
+    for part in [model] if isinstance(model, nn.Module) else model:
+        for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            if isinstance(module, WRAPPERS):
+                raise InputError(
+                    f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "
+                    "gradient hooks do not run under autograd.grad. Pass the wrapped module, and reduce gradients over "
+                    "the data-parallel group after the step."
+                )
+
+
+def _cuts(cuts: Iterable[str] | None, stages: int | None, schedule: Schedule) -> tuple[str, ...] | None:
+    """The names to cut at, or `None` to cut evenly; raises `CutError` if their number is not the schedule's."""
+    if cuts is not None and stages is not None:
+        raise CutError("cuts, stages: got both, expected one of them. Drop stages; it follows from cuts.")
+    names = None if cuts is None else tuple([cuts] if isinstance(cuts, str) else cuts)
+    count = len(names) + 1 if names is not None else schedule.stages if stages is None else stages
+    if count != schedule.stages:
+        raise CutError(
+            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Give {schedule.stages - 1} cuts, or "
+            "change the schedule's ranks."
+        )
+    return names
+
+
+def _ranks(schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+    homes = schedule.placement.homes
+    if not (dist.is_available() and dist.is_initialized()):
+        return LocalRanks(schedule.ranks, homes)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "torch.distributed is initialised"
+    return DistributedRanks(schedule.ranks, homes, group, device)
+
+
+def _keys(plan: Plan, seed: int | None) -> list[int]:
+    """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed."""
+    if seed is None and plan.assembly.devices:
+        raise InputError(
+            "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
+        )
+    return [random.key(seed or 0, i) for i in range(plan.program.schedule.microbatches)]
+
+
+def _run(
+    pipe: Pipeline,
+    plan: Plan,
+    params: State,
+    buffers: State,
+    batch: tuple[Any, Any],
+    seed: int | None,
+    record: Callable[[Span], None] | None,
+) -> dict[int, Outcome]:
+    """Check everything that can be checked, then run the program."""
+    require_names([*plan.params, *plan.buffers], {**params, **buffers})
+    keys = _keys(plan, seed)
+    leaves = plan.batch.take(*batch, needed=[leaf for stage in plan.held for leaf in stage.batch])
+    parts = {s.index: list(zip(*[leaves[leaf] for leaf in s.batch], strict=True)) for s in plan.held}
+    inputs = Inputs(
+        params={stage.index: stage.leaves(params) for stage in plan.held},
+        buffers={stage.index: tuple(buffers[name] for name in stage.buffers) for stage in plan.held},
+        batch=lambda stage, i: parts[stage][i] if parts[stage] else (),
+        keys=keys,
+    )
+    return pipe.run(plan, inputs, (lambda rank: plainly) if record is None else (lambda rank: timed(rank, record)))
+
+
+def _gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
+    """Gradients by name; a shared parameter's comes from its owner."""
+    stages = plan.assembly.stages
+    grads: State = {}
+    for outcome in outcomes.values():
+        for s, total in outcome.grads.items():
+            grads.update(zip(stages[s].grads, total, strict=True))
+        for (owner, holder), total in outcome.shared.items():
+            grads.update(zip(stages[holder].shared_names[owner], total, strict=True))
+    return grads
+
+
+def _step(pipe: Pipeline, plan: Plan, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
+    stages, new = plan.assembly.stages, dict(buffers)
+    for outcome in outcomes.values():
+        for s, state in outcome.buffers.items():
+            new.update(zip(stages[s].buffers, state, strict=True))
+    last = pipe.schedule.placement.homes[-1]
+    loss, outputs = _joined(plan, outcomes[last].results) if last in outcomes else (None, None)
+    if plan.assembly.captured.loss is not None:
+        loss = pipe.ranks.share(loss, stages[-1].results[0], last)
+    return Step(loss, outputs, new)
+
+
+def _joined(plan: Plan, results: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor | None, Any]:
+    """The sum of the losses, and the tree of outputs with microbatches joined, both in microbatch order."""
+    columns = list(zip(*[results[i] for i in sorted(results)], strict=True))
+    loss = None
+    if plan.assembly.captured.loss is not None:
+        first, *rest = columns.pop(0)
+        loss = sum(rest, start=first)
+    if not plan.outputs:
+        return loss, None
+    leaves = [torch.cat(column) if column[0].dim() else torch.stack(column) for column in columns]
+    return loss, plan.assembly.captured.structure.unflatten(leaves)

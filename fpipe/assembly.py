@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a captured model and a partition to stages and the graph that schedules see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Tensors, Unit, Value, scopes
+from fpipe.capture.observation import Observed, observe
+from fpipe.graph import Layout, Routes, layouts
+from fpipe.metadata import Metadata, infer, made_by
+from fpipe.executor import Port
+from fpipe.spec import Spec
+from fpipe.stage import Scope, Stage, Wiring
+from schedules import Graph
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A model cut into stages.
+
+    `whole` is the uncut model as a single stage; it computes what the stages compute, and is what they are compared
+    with. `graph` is what schedules see; `devices` are those on which random numbers are drawn.
+    """
+
+    captured: Captured
+    stages: tuple[Stage, ...]
+    whole: Stage
+    graph: Graph
+    devices: tuple[torch.device, ...]
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Spec]:
+        """The spec of every parameter, by name."""
+        return self._specs(Parameter)
+
+    @cached_property
+    def buffers(self) -> Mapping[str, Spec]:
+        """The spec of every buffer, by name."""
+        return self._specs(Buffer)
+
+    def _specs(self, kind: type[Parameter | Buffer]) -> Mapping[str, Spec]:
+        fakes = self.captured.fakes
+        return {s.name: Spec.of(fakes[v]) for v, s in self.captured.sources.items() if isinstance(s, kind)}
+
+
+def assemble(captured: Captured, partition: Sequence[int], outputs: bool) -> Assembly:
+    """Build the stages; with `outputs`, the model's outputs leave the pipeline as the loss does."""
+    loss = () if captured.loss is None else (captured.loss,)
+    results = (*loss, *captured.outputs) if outputs else loss
+    observed = observe(captured)
+    cut, uncut = (_stages(captured, observed, positions, results) for positions in (partition, ()))
+    devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
+    return Assembly(captured, cut, uncut[0], _graph(cut), tuple(devices))
+
+
+def _stages(
+    captured: Captured, observed: Observed, partition: Sequence[int], results: tuple[Value, ...]
+) -> tuple[Stage, ...]:
+    found = layouts(captured, observed, partition, results)
+    functions = [captured.fuse(one.units, observed.random, one.inputs, made_by(one)) for one in found]
+    metadata = infer(captured, found, functions)
+    builder = _Builder(captured, found, metadata)
+    return tuple(builder.stage(s, function) for s, function in enumerate(functions))
+
+
+def _graph(stages: Sequence[Stage]) -> Graph:
+    return Graph(
+        len(stages),
+        values=frozenset((s.index, port.peer) for s in stages for port in s.gives),
+        cotangents=frozenset((s.index, port.peer) for s in stages for port in s.pulled_by),
+        gradients=frozenset((s.index, port.peer) for s in stages for port in s.shares),
+    )
+
+
+class _Builder:
+    """Turns layouts and metadata into stages."""
+
+    def __init__(self, captured: Captured, found: Sequence[Layout], metadata: Metadata) -> None:
+        self.captured, self.found, self.metadata = captured, found, metadata
+
+    def stage(self, s: int, function: Function) -> Stage:
+        """Stage `s`, with its function."""
+        layout, sources, metadata = self.found[s], self.captured.sources, self.metadata
+        pulls, pulled_by = metadata.pulls(s, layout), metadata.pulled_by(layout)
+        owned = self._shares(s)
+        held = {p: shares[s] for p in range(s) if s in (shares := self._shares(p))}
+        return Stage(
+            index=s,
+            function=function,
+            parameters=self._names(layout.parameters),
+            buffers=self._names(layout.buffers),
+            unused=self._unused() if s == 0 else (),
+            constants=tuple(x.tensor for x in (sources[v] for v in layout.constants) if isinstance(x, Constant)),
+            batch=tuple(x.leaf for x in (sources[v] for v in layout.batch) if isinstance(x, Batch)),
+            results=tuple(metadata.specs[value] for value in layout.results),
+            gets=self._ports(layout.gets),
+            gives=self._ports(layout.gives),
+            pulls=tuple(Port(p, tuple(metadata.cotangents[s, v] for v in values)) for p, values in pulls.items()),
+            pulled_by=tuple(
+                Port(t, tuple(metadata.cotangents[t, v] for v in values)) for t, values in pulled_by.items()
+            ),
+            shares=self._ports(owned),
+            shared_by=self._ports(held),
+            shared_names={peer: self._names(values) for peer, values in (owned | held).items()},
+            grads=self._names(metadata.grads[s]),
+            wiring=self._wiring(s, pulls, pulled_by),
+            scope=_scope(layout),
+        )
+
+    def _wiring(self, s: int, pulls: Routes, pulled_by: Routes) -> Wiring:
+        layout, metadata = self.found[s], self.metadata
+        argument = {value: k for k, value in enumerate(layout.inputs)}
+        made = made_by(layout)
+        roots = [v for values in pulled_by.values() for v in values]
+        passed = tuple(dict.fromkeys(v for v in (*layout.leaving, *roots) if v in argument))
+        value = {v: k for k, v in enumerate((*made, *passed))}
+        previous = [v for values in pulls.values() for v in values]
+        received = [v for values in layout.gets.values() for v in values]
+        leaves = (*previous, *metadata.grads[s])
+        loss = self.captured.loss
+        return Wiring(
+            trained=frozenset(argument[v] for v in layout.parameters if v in metadata.differentiable),
+            differentiated=tuple(argument[v] for v in received if v in metadata.differentiable),
+            modified=tuple(argument[v] for v in layout.inputs if v in layout.modified),
+            passed=tuple(argument[v] for v in passed),
+            outputs=tuple((value[v], metadata.specs[v]) for v in layout.leaving),
+            loss=value[loss] if loss in layout.results and loss in metadata.differentiable else None,
+            roots=tuple(value[v] for v in roots),
+            leaves=tuple(argument[v] for v in leaves),
+            cotangents=tuple(metadata.cotangents[s, v] for v in previous),
+        )
+
+    def _shares(self, s: int) -> Routes:
+        """Per later stage, the parameters owned by stage `s` that it holds too and that get a gradient."""
+        rows = {t: tuple(v for v in values if v in self.metadata.grads[s]) for t, values in self.found[s].shares.items()}
+        return {t: values for t, values in rows.items() if values}
+
+    def _ports(self, routes: Routes) -> tuple[Port, ...]:
+        return tuple(Port(peer, tuple(self.metadata.specs[v] for v in values)) for peer, values in routes.items())
+
+    def _names(self, values: Iterable[Value]) -> tuple[str, ...]:
+        sources = (self.captured.sources[value] for value in values)
+        return tuple(source.name for source in sources if isinstance(source, Parameter | Buffer))
+
+    def _unused(self) -> tuple[str, ...]:
+        """Names of parameters and buffers that no stage reads; the first stage holds them."""
+        read = {value for layout in self.found for value in (*layout.parameters, *layout.buffers)}
+        return self._names(value for value in self.captured.sources if value not in read)
+
+
+def _scope(layout: Layout) -> Scope | None:
+    units = [unit for unit in layout.units if unit.scope is not None]
+    return partial(_open, units, layout.inputs) if units else None
+
+
+def _open(units: Sequence[Unit], inputs: tuple[Value, ...], arguments: Tensors) -> AbstractContextManager[None]:
+    return scopes(units, inputs, arguments)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse what a traced graph would lose without a word.
+
+A graph of operators keeps what was computed, and loses: the backward of a custom `autograd.Function`, activation
+checkpointing and other saved-tensor hooks, hooks on modules, tensors and parameters, and state that the forward assigns to
+its modules. While the model runs under capture these are watched, and refused with the name of the module.
+
+Invariant: the watch is on only while the user's forward and loss run, so what the tracer itself does is not seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.errors import CaptureError
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def refuse(what: str, where: str, why: str) -> NoReturn:
+    """Raise the `CaptureError` for something that a graph cannot keep."""
+    raise CaptureError(
+        f"{where}: got {what}, expected a forward that a graph of operators describes fully; {why}. "
+        'Remove it, or hand the modules in with capture="modules", where they run as they are.'
+    )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise `CaptureError` for hooks on modules or parameters: forward hooks would run once, backward hooks never."""
+    for name, module in model.named_modules():
+        for table in _HOOKS:
+            if getattr(module, table):
+                hook = next(iter(getattr(module, table).values()))
+                refuse(f"a hook {_name(hook)} in {table}", _where(name, module), "hooks are not part of the graph")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            refuse("a gradient hook", f"parameter {name}", "hooks are not part of the graph")
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[None]:
+    """Refuse, inside, what the graph would lose of what `model` does."""
+    modules = {id(module): _where(name, module) for name, module in model.named_modules()}
+
+    def custom_function(cls: type, *args: object, **kwargs: object) -> NoReturn:
+        refuse(f"the custom autograd function {cls.__name__}", here(modules), "its backward would be lost")
+
+    def saved_tensor_hooks(hooks: object) -> NoReturn:
+        what = "activation checkpointing" if "checkpoint" in type(hooks).__module__ else "saved-tensor hooks"
+        refuse(what, here(modules), "it would be lost")
+
+    def tensor_hook(tensor: Tensor, hook: object) -> NoReturn:
+        refuse(f"the tensor hook {_name(hook)}", here(modules), "it would be lost")
+
+    assign: Callable[[nn.Module, str, object], None] = nn.Module.__setattr__
+
+    def assignment(module: nn.Module, name: str, value: object) -> None:
+        if id(module) in modules and not _harmless(getattr(module, name, None), value):
+            kind = "buffer" if name in module._buffers else "attribute"
+            refuse(f"an assignment to the {kind} {name!r}", modules[id(module)], "the new value would be lost")
+        assign(module, name, value)
+
+    patches = (
+        patch.object(torch.autograd.Function, "apply", classmethod(custom_function)),
+        patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
+        patch.object(Tensor, "register_hook", tensor_hook),
+        patch.object(nn.Module, "__setattr__", assignment),
+    )
+    with ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        yield
+
+
+@contextmanager
+def kept_buffers(model: nn.Module, prefix: str) -> Iterator[None]:
+    """Refuse, inside, tensors assigned to a module: where parts run as they are, only in-place changes come out."""
+    modules = {id(module): _where(f"{prefix}.{name}".rstrip("."), module) for name, module in model.named_modules()}
+    assign: Callable[[nn.Module, str, object], None] = nn.Module.__setattr__
+
+    def assignment(module: nn.Module, name: str, value: object) -> None:
+        if id(module) in modules and isinstance(value, Tensor) and value is not getattr(module, name, None):
+            raise CaptureError(
+                f"{modules[id(module)]}: got an assignment of a tensor to {name!r}, expected buffers that are changed in "
+                "place; the new value would be lost. Register it as a buffer and write self."
+                f"{name}.copy_(...) instead."
+            )
+        assign(module, name, value)
+
+    with patch.object(nn.Module, "__setattr__", assignment):
+        yield
+
+
+def here(modules: Mapping[int, str]) -> str:
+    """The innermost of `modules` (by id) in whose method the caller runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = modules.get(id(frame.f_locals.get("self")))
+        if found:
+            return found
+        frame = frame.f_back
+    return "the loss"
+
+
+def blame(traceback: TracebackType | None, model: nn.Module) -> str:
+    """The innermost module of `model` in whose method an exception arose."""
+    modules = {id(module): _where(name, module) for name, module in model.named_modules()}
+    found = "the loss"
+    while traceback is not None:
+        found = modules.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        traceback = traceback.tb_next
+    return found
+
+
+def _harmless(old: object, new: object) -> bool:
+    """Whether an assignment leaves the module as it was; in-place operators assign the same tensor again."""
+    return old is new or (type(old) is type(new) and isinstance(old, bool | int | float | str) and old == new)
+
+
+def _where(name: str, module: nn.Module) -> str:
+    return f"module {name or '(root)'} ({type(module).__name__})"
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", repr(hook))

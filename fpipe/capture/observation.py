@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What units do besides returning values: which memory they write, and where they draw random numbers.
+
+One run of all units on fake tensors, under a dispatch mode that sees every operation with its schema. Version counters
+would miss the statistics of batch normalisation, whose operators do not declare what they write; the table
+`UNDECLARED` names the positions of these arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.capture.contract import Captured, Labels, Unit, Value
+from fpipe.random import label
+
+UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "aten::native_batch_norm": (3, 4),
+        "aten::cudnn_batch_norm": (3, 4),
+        "aten::miopen_batch_norm": (3, 4),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a captured model was seen to do.
+
+    - `values`: a fake tensor for every value.
+    - `storage`: for every value, which memory it lies in; values in the same memory alias each other.
+    - `written`: per unit, the memory that it modifies in place.
+    - `random`: the units that draw random numbers, and how they are keyed.
+    """
+
+    values: Mapping[Value, Tensor]
+    storage: Mapping[Value, int]
+    written: Mapping[Unit, frozenset[int]]
+    random: Mapping[Unit, Labels]
+
+
+def observe(captured: Captured) -> Observed:
+    """Run every unit once on fake tensors and watch."""
+    values = dict(captured.fakes)
+    written: dict[Unit, frozenset[int]] = {}
+    random: dict[Unit, Labels] = {}
+    ordinals: dict[str, int] = {}
+    with captured.mode, torch.no_grad():
+        for unit in captured.units:
+            with _Watch() as watch:
+                made = unit.call(*[values[value] for value in unit.reads])
+            values.update(zip(unit.makes, made, strict=True))
+            written[unit] = frozenset(watch.written)
+            if watch.drawn:
+                ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
+                random[unit] = Labels(label(unit.path, ordinal), tuple(watch.drawn))
+    storage = {value: memory(tensor) for value, tensor in values.items()}
+    return Observed(values, storage, written, random)
+
+
+def memory(tensor: Tensor) -> int:
+    """An identifier of the storage of a live tensor."""
+    return tensor.untyped_storage()._cdata
+
+
+class _Watch(TorchDispatchMode):
+    """Records what the operations under it write and where they draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+        self.drawn: dict[torch.device, None] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for position, declared in enumerate(func._schema.arguments):
+            undeclared = position in UNDECLARED.get(func._schema.name, ())
+            if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
+                self._write(args[position] if position < len(args) else kwargs.get(declared.name))
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            tensors = out if isinstance(out, tuple | list) else (out,)
+            self.drawn.update({tensor.device: None for tensor in tensors if isinstance(tensor, Tensor)})
+        return out
+
+    def _write(self, argument: Any) -> None:
+        for tensor in argument if isinstance(argument, tuple | list) else (argument,):
+            if isinstance(tensor, Tensor):
+                self.written.add(memory(tensor))

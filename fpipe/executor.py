@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies a program to stages.
+
+One interpreter with one handler per kind of action, written as a generator: it yields the handle that it must wait for
+and is sent what arrived; how to wait is the driver's business. It knows actions, stages and posting, neither
+torch.distributed nor models, and is parametric in the stages: given symbolic ones it computes formulas.
+
+All state lives in the running `Execution`. Messages are named `(what, stage, microbatch, peer)`, where `what` is `F` for
+values, `B` for cotangents and `G` for gradients, and the first stage is the one that made them.
+
+Invariant: an entry is removed by its one use, so what a microbatch held is freed as soon as it was used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from fpipe.transport.contract import Handle, Payload, Transport
+from schedules import Action
+
+Name: TypeAlias = tuple[str, int, int, int]
+Waiting: TypeAlias = Generator[Handle, Payload, None]
+
+
+class Port(NamedTuple):
+    """One end of an edge: the stage at the other end, and the specs of the values that cross, in order."""
+
+    peer: int
+    specs: tuple[Any, ...]
+
+
+class StageLike(Protocol):
+    """What the executor asks of a stage; `fpipe.stage.Stage` says what each is."""
+
+    @property
+    def results(self) -> Sequence[Any]: ...  # noqa: D102
+    @property
+    def gets(self) -> Sequence[Port]: ...  # noqa: D102
+    @property
+    def gives(self) -> Sequence[Port]: ...  # noqa: D102
+    @property
+    def pulls(self) -> Sequence[Port]: ...  # noqa: D102
+    @property
+    def pulled_by(self) -> Sequence[Port]: ...  # noqa: D102
+    @property
+    def shares(self) -> Sequence[Port]: ...  # noqa: D102
+    @property
+    def shared_by(self) -> Sequence[Port]: ...  # noqa: D102
+
+    def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]: ...  # noqa: D102
+    def backward(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]: ...  # noqa: D102
+    def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]: ...  # noqa: D102
+    def backward_weight(self, deferred: Any) -> Any: ...  # noqa: D102
+    def accumulate(self, total: Any, grads: Any, count: int) -> Any: ...  # noqa: D102
+    def shared(self, total: Any, peer: int) -> Payload: ...  # noqa: D102
+
+
+class Inputs(NamedTuple):
+    """What one rank is given for one step.
+
+    - `params`, `buffers`: per stage of the rank, in the form that its functions take.
+    - `batch`: `batch(stage, microbatch)` is the stage's part of the batch.
+    - `keys`: per microbatch, the key of its randomness.
+    """
+
+    params: Mapping[int, Any]
+    buffers: Mapping[int, Any]
+    batch: Callable[[int, int], Payload]
+    keys: Sequence[int]
+
+
+class Outcome(NamedTuple):
+    """What one rank has computed.
+
+    - `buffers`, `grads`: per stage of the rank, after all microbatches; a stage without gradients has an empty sum.
+    - `shared`: per (owner, holder), gradients of parameters that a stage of another rank owns.
+    - `results`: per microbatch, what leaves the pipeline on this rank.
+    """
+
+    buffers: dict[int, Any]
+    grads: dict[int, Any]
+    shared: dict[tuple[int, int], Payload]
+    results: dict[int, Payload]
+
+
+Compute: TypeAlias = Callable[..., Any]
+
+
+def plainly(action: Action, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a stage function for an action, and nothing else."""
+    return function(*arguments)
+
+
+class Execution:
+    """One rank's run of one program: its state, and where it stands (`position`, `action`).
+
+    `compute(action, function, *arguments)` calls the stage functions; give another than `plainly` to measure them.
+    """
+
+    def __init__(
+        self,
+        actions: Iterable[Action],
+        stages: Mapping[int, StageLike],
+        transport: Transport,
+        inputs: Inputs,
+        compute: Compute = plainly,
+    ) -> None:
+        self.actions, self.stages, self.transport, self.inputs = actions, stages, transport, inputs
+        self.compute = compute
+        self.position = -1
+        self.action: Action | None = None
+        self.buffers = {s: inputs.buffers[s] for s in stages}
+        self.grads: dict[int, Any] = dict.fromkeys(stages, ())
+        self.counts = dict.fromkeys(stages, 0)
+        self.residuals: dict[tuple[int, int], Any] = {}
+        self.deferred: dict[tuple[int, int], Any] = {}
+        self.results: dict[int, Payload] = {}
+        self.kept: dict[Name, Payload] = {}
+        self.posted: dict[Name, Handle] = {}
+        self.sent: dict[Name, Handle] = {}
+        self.specs = {
+            (what, s, end.peer): end.specs
+            for s, stage in stages.items()
+            for what, ends in (
+                ("SEND_F", stage.gives), ("RECV_F", stage.gets), ("SEND_B", stage.pulls),
+                ("RECV_B", stage.pulled_by), ("SEND_G", stage.shares), ("RECV_G", stage.shared_by),
+            )
+            for end in ends
+        }
+
+    def run(self) -> Generator[Handle, Payload, Outcome]:
+        """Interpret the program: yields handles to wait for, returns the outcome."""
+        handlers: Mapping[str, Callable[..., Iterable[Handle]]] = {
+            "F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight,
+            "SEND_F": self._send, "SEND_B": self._send, "SEND_G": self._send_gradient,
+            "RECV_F": self._receive, "RECV_B": self._receive, "RECV_G": self._receive,
+            "WAIT_F": self._wait, "WAIT_B": self._wait, "WAIT_G": self._wait,
+        }  # fmt: skip
+        for self.position, self.action in enumerate(self.actions):
+            yield from handlers[self.action.kind](self.action)
+        shared = {}
+        for what, owner, i, holder in list(self.posted):
+            shared[owner, holder] = yield self.posted.pop((what, owner, i, holder))
+        return Outcome(self.buffers, self.grads, shared, self.results)
+
+    def _forward(self, action: Action) -> Waiting:
+        _, s, i, _ = action
+        stage, inputs = self.stages[s], self.inputs
+        arguments = inputs.batch(s, i)
+        for p, _ in stage.gets:
+            arguments += yield from self._arrived("F", p, i, s)
+        outputs, self.buffers[s], residuals = self.compute(
+            action, stage.forward, inputs.params[s], self.buffers[s], arguments, inputs.keys[i]
+        )
+        if residuals is not None:
+            self.residuals[s, i] = residuals
+        if stage.results:
+            self.results[i] = outputs[: len(stage.results)]
+        self._keep("F", s, i, stage.gives, outputs, len(stage.results))
+
+    def _backward(self, action: Action) -> Waiting:
+        _, s, i, _ = action
+        stage = self.stages[s]
+        cotangents = yield from self._cotangents(s, i)
+        outgoing, grads = self.compute(action, stage.backward, self.residuals.pop((s, i), None), cotangents)
+        self._keep("B", s, i, stage.pulls, outgoing, 0)
+        self._accumulate(s, grads)
+
+    def _backward_input(self, action: Action) -> Waiting:
+        _, s, i, _ = action
+        stage = self.stages[s]
+        cotangents = yield from self._cotangents(s, i)
+        residuals = self.residuals.pop((s, i), None)
+        outgoing, self.deferred[s, i] = self.compute(action, stage.backward_input, residuals, cotangents)
+        self._keep("B", s, i, stage.pulls, outgoing, 0)
+
+    def _backward_weight(self, action: Action) -> tuple[()]:
+        _, s, i, _ = action
+        self._accumulate(s, self.compute(action, self.stages[s].backward_weight, self.deferred.pop((s, i))))
+        return ()
+
+    def _send(self, action: Action) -> tuple[()]:
+        kind, s, i, t = action
+        name = (kind[5:], s, i, t)
+        self.sent[name] = self.transport.send(action, self.kept.pop(name), self.specs[kind, s, t])
+        return ()
+
+    def _send_gradient(self, action: Action) -> tuple[()]:
+        _, s, i, t = action
+        self.kept["G", s, i, t] = self.stages[s].shared(self.grads[s], t)
+        return self._send(action)
+
+    def _receive(self, action: Action) -> tuple[()]:
+        kind, s, i, peer = action
+        self.posted[kind[5:], peer, i, s] = self.transport.receive(action, self.specs[kind, s, peer])
+        return ()
+
+    def _wait(self, action: Action) -> Waiting:
+        kind, s, i, t = action
+        yield self.sent.pop((kind[5:], s, i, t))
+
+    def _arrived(self, *name: Any) -> Generator[Handle, Payload, Payload]:
+        """A payload that was kept on this rank, or posted and now waited for."""
+        if name in self.kept:
+            return self.kept.pop(name)
+        return (yield self.posted.pop(name))
+
+    def _cotangents(self, s: int, i: int) -> Generator[Handle, Payload, Payload]:
+        found: Payload = ()
+        for t, _ in self.stages[s].pulled_by:
+            found += yield from self._arrived("B", t, i, s)
+        return found
+
+    def _keep(self, what: str, s: int, i: int, ends: Sequence[Port], values: Payload, start: int) -> None:
+        """Keep each peer's part of `values`, from `start` on, until it is sent or used here."""
+        for peer, specs in ends:
+            self.kept[what, s, i, peer] = values[start : start + len(specs)]
+            start += len(specs)
+
+    def _accumulate(self, s: int, grads: Any) -> None:
+        self.grads[s] = self.stages[s].accumulate(self.grads[s], grads, self.counts[s])
+        self.counts[s] += 1

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage graph: which values each stage reads, makes, gets and gives, once the units are cut into stages.
+
+The rules are those of one device, told by stage:
+
+- What a stage reads from the batch it takes from the batch. A buffer lives where it is used.
+- A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it. Each
+  user adds its own share to what comes back, which is the order in which one device adds.
+- A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for them it is a value:
+  its cotangent goes back along the chain.
+
+What modifies memory in place must not change what another stage sees; where it would, the cut is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Parameter, Unit, Value
+from fpipe.capture.observation import Observed
+from fpipe.errors import CutError
+
+Routes = Mapping[int, tuple[Value, ...]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The values of one stage. `gets` and `gives` are keyed by the stage at the other end, in stage order.
+
+    - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads.
+    - `gets`, `gives`: what travels forward, from earlier and to later stages.
+    - `results`: what leaves the pipeline here (the loss, outputs).
+    - `earlier`, `later`: the parameters that it shares with the user before and after it, for their cotangents.
+    - `shares`: for a stage that owns shared parameters, the stages that hold copies.
+    - `modified`: what it modifies in place, and must therefore copy first.
+    """
+
+    units: tuple[Unit, ...]
+    parameters: tuple[Value, ...]
+    buffers: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    batch: tuple[Value, ...]
+    gets: Routes
+    gives: Routes
+    results: tuple[Value, ...]
+    earlier: Routes
+    later: Routes
+    shares: Routes
+    modified: frozenset[Value]
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """All values that the stage's function takes, in order."""
+        received = tuple(value for values in self.gets.values() for value in values)
+        return (*self.parameters, *self.buffers, *self.constants, *self.batch, *received)
+
+    @property
+    def leaving(self) -> tuple[Value, ...]:
+        """All values that leave the stage forward, in order: results, then what each later stage is given."""
+        return (*self.results, *[value for values in self.gives.values() for value in values])
+
+
+def layouts(
+    captured: Captured, observed: Observed, partition: Sequence[int], results: tuple[Value, ...]
+) -> tuple[Layout, ...]:
+    """Cut the units at `partition`, and route every value; `results` leave from the last stage."""
+    bounds = list(pairwise([0, *partition, len(captured.units)]))
+    stages = [captured.units[start:end] for start, end in bounds]
+    homes = {value: s for s, units in enumerate(stages) for unit in units for value in unit.makes}
+    users = _users(stages, results)
+    written = [frozenset().union(*(observed.written[unit] for unit in units)) for units in stages]
+    for s, memory in enumerate(written):
+        _refuse_shared_writes(s, memory, captured, observed, homes, users)
+    gives, later, shares = _routes(captured, homes, users)
+    return tuple(
+        Layout(
+            units,
+            *(_read(captured, users, s, kind) for kind in (Parameter, Buffer, Constant, Batch)),
+            gets=_reverse(gives, s),
+            gives=_frozen(gives[s]),
+            results=results if s == len(stages) - 1 else (),
+            earlier=_reverse(later, s),
+            later=_frozen(later[s]),
+            shares=_frozen(shares[s]),
+            modified=frozenset(
+                v for v in users if s in users[v] and homes.get(v) != s and observed.storage[v] in written[s]
+            ),
+        )
+        for s, units in enumerate(stages)
+    )
+
+
+def _users(stages: Sequence[Sequence[Unit]], results: tuple[Value, ...]) -> dict[Value, list[int]]:
+    """Per value, the stages that read it, ascending; the last stage reads the results."""
+    users: dict[Value, set[int]] = defaultdict(set)
+    for s, units in enumerate(stages):
+        for unit in units:
+            for value in unit.reads:
+                users[value].add(s)
+    for value in results:
+        users[value].add(len(stages) - 1)
+    return {value: sorted(found) for value, found in users.items()}
+
+
+_Table = dict[int, dict[int, list[Value]]]
+
+
+def _routes(
+    captured: Captured, homes: Mapping[Value, int], users: Mapping[Value, list[int]]
+) -> tuple[_Table, _Table, _Table]:
+    """What each stage gives each other one: values, cotangents of shared parameters, gradients of shared parameters."""
+    gives, later, shares = (defaultdict[int, dict[int, list[Value]]](lambda: defaultdict(list)) for _ in range(3))
+    for value in sorted(users):
+        source = captured.sources.get(value)
+        if source is None:
+            chain = [homes[value], *[s for s in users[value] if s > homes[value]]]
+            for a, b in pairwise(chain):
+                gives[a][b].append(value)
+        elif isinstance(source, Parameter) and source.name in captured.trainable:
+            for a, b in pairwise(users[value]):
+                later[a][b].append(value)
+            for holder in users[value][1:]:
+                shares[users[value][0]][holder].append(value)
+    return gives, later, shares
+
+
+def _reverse(table: _Table, end: int) -> Routes:
+    return {start: tuple(table[start][end]) for start in range(end) if start in table and end in table[start]}
+
+
+def _frozen(row: Mapping[int, list[Value]]) -> Routes:
+    return {end: tuple(row[end]) for end in sorted(row)}
+
+
+def _read(captured: Captured, users: Mapping[Value, list[int]], stage: int, kind: type) -> tuple[Value, ...]:
+    return tuple(v for v, source in captured.sources.items() if isinstance(source, kind) and stage in users.get(v, ()))
+
+
+def _refuse_shared_writes(
+    stage: int,
+    memory: frozenset[int],
+    captured: Captured,
+    observed: Observed,
+    homes: Mapping[Value, int],
+    users: Mapping[Value, list[int]],
+) -> None:
+    """Raise `CutError` if what `stage` modifies in place is seen by another stage, which would see the old value."""
+    for value, readers in users.items():
+        if observed.storage[value] not in memory or homes.get(value) == stage:
+            continue
+        source = captured.sources.get(value)
+        if isinstance(source, Parameter):
+            raise CutError(
+                f"stage {stage}: got a forward that modifies the parameter {source.name!r} in place, expected parameters "
+                "to be read only. Make it a buffer, or compute a new tensor."
+            )
+        others = [s for s in readers if s > stage or (s != stage and isinstance(source, Buffer))]
+        if others and homes.get(value, -1) < stage:
+            what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value"
+            raise CutError(
+                f"stage {stage}: got {what} that is modified in place there and used in stage {others[0]} too, expected "
+                "in-place changes to stay within one stage. Move the cut so that both are in one stage, or compute a "
+                "new tensor instead."
+            )

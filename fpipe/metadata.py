@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What will flow, before anything does: one forward and one backward of all stages on fake tensors.
+
+Shapes and dtypes of values could be read off the captured graph; whether a value requires a gradient, whether a
+cotangent comes back for it, and with which strides, cannot. So the stages' own functions are run, each on leaves of its
+own as in the real run, and their backwards in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fpipe.capture.contract import Captured, Function, Parameter, Value
+from fpipe.graph import Layout, Routes
+from fpipe.random import preserved
+from fpipe.spec import Spec
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What flows between stages.
+
+    - `specs`: of every source and of every value that a stage makes for another.
+    - `differentiable`: the values that require a gradient.
+    - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
+    - `grads`: per stage, the parameters that it owns and that get a gradient.
+    """
+
+    specs: dict[Value, Spec] = field(default_factory=dict)
+    differentiable: set[Value] = field(default_factory=set)
+    cotangents: dict[tuple[int, Value], Spec] = field(default_factory=dict)
+    grads: dict[int, tuple[Value, ...]] = field(default_factory=dict)
+
+    def pulls(self, s: int, layout: Layout) -> Routes:
+        """Per earlier stage, the values for which stage `s` sends it a cotangent."""
+        return _merge((layout.gets, layout.earlier), lambda peer, value: (s, value) in self.cotangents)
+
+    def pulled_by(self, layout: Layout) -> Routes:
+        """Per later stage, the values for which it sends a cotangent."""
+        return _merge((layout.gives, layout.later), lambda peer, value: (peer, value) in self.cotangents)
+
+
+def _merge(tables: Sequence[Routes], keep: Callable[[int, Value], bool]) -> Routes:
+    peers = sorted({peer for table in tables for peer in table})
+    rows = {p: tuple(v for table in tables for v in table.get(p, ()) if keep(p, v)) for p in peers}
+    return {peer: values for peer, values in rows.items() if values}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One stage's fake forward: its arguments as leaves, and what its function made."""
+
+    leaves: Mapping[Value, Tensor]
+    made: Mapping[Value, Tensor]
+
+
+def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Function]) -> Metadata:
+    """Run forward and backward of all stages on fake tensors."""
+    metadata = Metadata()
+    trainable = {v for v, s in captured.sources.items() if isinstance(s, Parameter) and s.name in captured.trainable}
+    metadata.differentiable.update(trainable)
+    devices = {tensor.device for tensor in captured.fakes.values()} | {torch.device("cpu")}
+    with preserved(device for device in devices if device.type in ("cpu", "cuda")), captured.mode, torch.enable_grad():
+        values = dict(captured.fakes)
+        metadata.specs.update({value: Spec.of(tensor) for value, tensor in values.items()})
+        runs = [
+            _forward(layout, function, values, metadata) for layout, function in zip(layouts, functions, strict=True)
+        ]
+        found: dict[tuple[int, Value], Tensor] = {}
+        for s in reversed(range(len(runs))):
+            _backward(s, layouts[s], runs[s], captured.loss, found, metadata)
+    return metadata
+
+
+def made_by(layout: Layout) -> tuple[Value, ...]:
+    """The values that leave a stage and were made there, each once."""
+    return tuple(dict.fromkeys(value for value in layout.leaving if value not in layout.inputs))
+
+
+def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], metadata: Metadata) -> _Run:
+    leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in layout.inputs}
+    arguments = [leaf.clone() if value in layout.modified else leaf for value, leaf in leaves.items()]
+    made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
+    for value, tensor in made.items():
+        values[value] = tensor
+        metadata.specs[value] = Spec.of(tensor)
+        if tensor.requires_grad:
+            metadata.differentiable.add(value)
+    return _Run(leaves, made)
+
+
+def _backward(
+    s: int,
+    layout: Layout,
+    run: _Run,
+    loss: Value | None,
+    found: dict[tuple[int, Value], Tensor],
+    metadata: Metadata,
+) -> None:
+    roots, incoming = _roots(layout, run, loss, found)
+    previous = [v for routes in (layout.gets, layout.earlier) for values in routes.values() for v in values]
+    wanted = [v for v in dict.fromkeys((*previous, *layout.parameters)) if v in metadata.differentiable]
+    leaves = [run.leaves[value] for value in wanted]
+    grads = torch.autograd.grad(roots, leaves, incoming, allow_unused=True) if roots and leaves else ()
+    flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
+    for value in previous:
+        if value in flowing:
+            found[s, value] = flowing[value]
+            metadata.cotangents[s, value] = Spec.of(flowing[value])
+    metadata.grads[s] = tuple(value for value in flowing if value not in previous)
+
+
+def _roots(
+    layout: Layout, run: _Run, loss: Value | None, found: Mapping[tuple[int, Value], Tensor]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where cotangents enter: at the loss, and at what later users sent a cotangent for."""
+    roots: list[Tensor] = []
+    incoming: list[Tensor | None] = []
+    tensors = {**run.leaves, **run.made}
+    if loss in layout.results and loss is not None and tensors[loss].requires_grad:
+        roots.append(tensors[loss])
+        incoming.append(None)
+    for routes in (layout.gives, layout.later):
+        for t, values in routes.items():
+            for value in values:
+                if (t, value) in found:
+                    roots.append(tensors[value])
+                    incoming.append(found[t, value])
+    return roots, incoming

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: a model, a loss, a schedule and a partition, bound together and checked; nothing runs yet.
+
+A `Pipeline` holds no parameters. From its model's skeleton it makes *plans*: the model captured in train or eval mode,
+with or without loss and outputs, cut into stages, and the program that drives them. A plan is made once and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from fpipe import partition, random
+from fpipe.assembly import Assembly, assemble
+from fpipe.batch import BatchSpec
+from fpipe.capture.contract import Captured
+from fpipe.capture.fake import evaluation
+from fpipe.capture.losses import Loss
+from fpipe.capture.modules import as_module
+from fpipe.executor import Compute, Execution, Inputs, Outcome, plainly
+from fpipe.spec import Spec
+from fpipe.stage import Stage
+from fpipe.state import require_state
+from fpipe.transport.contract import Ranks, Transport
+from fpipe.tree import Structure
+from schedules import Program, Schedule, check, forwards, lower
+
+FrontEnd: TypeAlias = Callable[[nn.Module, Structure, Sequence[Tensor], Loss | None, int], Captured]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a plan is for: training or evaluation, with the loss or not, with the outputs or not."""
+
+    training: bool
+    loss: bool
+    outputs: bool
+
+
+TRAINING = Variant(training=True, loss=True, outputs=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Stages, the program that drives them, and what this process must be given for it.
+
+    - `held`: the stages of this process's ranks.
+    - `batch`: the batch to be given; `outputs`: whether the model's outputs are asked for.
+    """
+
+    assembly: Assembly
+    program: Program
+    held: tuple[Stage, ...]
+    batch: BatchSpec
+    outputs: bool
+
+    @cached_property
+    def params(self) -> Mapping[str, Spec]:
+        """The parameters that this process holds."""
+        return self._named(lambda stage: (*stage.parameters, *stage.unused), self.assembly.parameters)
+
+    @cached_property
+    def buffers(self) -> Mapping[str, Spec]:
+        """The buffers that this process holds."""
+        return self._named(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
+
+    def _named(
+        self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]
+    ) -> Mapping[str, Spec]:
+        held = {name for stage in self.held for name in names(stage)}
+        return {name: spec for name, spec in specs.items() if name in held}
+
+    @cached_property
+    def actions(self) -> dict[int, tuple[Any, ...]]:
+        """Lowered actions by rank, filled as ranks run."""
+        return {}
+
+    def of(self, rank: int) -> tuple[Any, ...]:
+        """The lowered actions of `rank`, made once."""
+        if rank not in self.actions:
+            self.actions[rank] = tuple(self.program.actions(rank))
+        return self.actions[rank]
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
+
+    `ranks` says which pipeline ranks this process runs: one of them under torch.distributed, else all.
+    """
+
+    schedule: Schedule
+    model: nn.Module
+    loss: Loss
+    example: tuple[Any, Any]
+    front_end: FrontEnd
+    cuts: tuple[str, ...] | None
+    ranks: Ranks
+    plans: dict[Variant, Plan] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the training plan."""
+        return self.training.assembly.stages
+
+    @property
+    def program(self) -> Program:
+        """The schedule lowered for the training plan's stage graph."""
+        return self.training.program
+
+    @property
+    def training(self) -> Plan:
+        """The plan for loss and gradients."""
+        return self.plan(TRAINING)
+
+    def plan(self, variant: Variant) -> Plan:
+        """The plan for a variant, made at its first use; every rank must ask for the same ones in the same order."""
+        if variant not in self.plans:
+            self.plans[variant] = self._plan(variant)
+        return self.plans[variant]
+
+    def _plan(self, variant: Variant) -> Plan:
+        assembly = assemble(*self._captured(variant), outputs=variant.outputs)
+        schedule = self.schedule
+        if variant.training:
+            check(schedule, assembly.graph)
+        else:
+            schedule = forwards(schedule)
+        homes = schedule.placement.homes
+        held = tuple(stage for stage in assembly.stages if homes[stage.index] in self.ranks.ranks)
+        plan = Plan(assembly, lower(schedule, assembly.graph), held, self.batch(variant), variant.outputs)
+        stages = "; ".join(map(str, assembly.stages))
+        self.ranks.prepare(f"{variant} of {schedule!r} with {stages}", plan.program.channels)
+        return plan
+
+    def _captured(self, variant: Variant) -> tuple[Captured, tuple[int, ...]]:
+        """The model as its front end sees it, and where it is cut."""
+        loss = self.loss if variant.loss else None
+        inputs, targets = self.example
+        parts = self.batch(variant).microbatch(inputs, targets if variant.loss else None)
+        with nullcontext() if variant.training else evaluation(self.model):
+            captured = self.front_end(self.model, self.batch(variant).structure, parts, loss, self.schedule.microbatches)
+        captured = captured if variant.training else replace(captured, trainable=frozenset())
+        if self.cuts is None:
+            return captured, partition.even(captured, self.schedule.stages)
+        return captured, partition.cut_at(captured.units, self.cuts, dict(self.model.named_modules()))
+
+    def batch(self, variant: Variant) -> BatchSpec:
+        """The batch that a plan for this variant takes."""
+        inputs, targets = self.example
+        return BatchSpec.of(inputs, targets if variant.loss else None, self.schedule.microbatches)
+
+    def init(self, model: nn.Module | Sequence[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers of this process's ranks, copied out of `model`: dicts keyed by the model's own names.
+
+        A parameter with several names has the first. Parameters are leaves and require a gradient where the model's did
+        when the pipeline was built. Raises `InputError` for a model of other names or shapes, or on the meta device.
+        """
+        module, plan = as_module(model), self.training
+        params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        require_state("model parameters", params, plan.assembly.parameters)
+        require_state("model buffers", buffers, plan.assembly.buffers)
+        trainable = plan.assembly.captured.trainable
+        return (
+            {name: params[name].detach().clone().requires_grad_(name in trainable) for name in plan.params},
+            {name: buffers[name].detach().clone() for name in plan.buffers},
+        )
+
+    def run(
+        self, plan: Plan, inputs: Inputs, compute: Callable[[int], Compute] = lambda rank: plainly
+    ) -> dict[int, Outcome]:
+        """Run the plan's program on this process's ranks; the outcome of each."""
+        stages, held = plan.assembly.stages, self.schedule.placement.stages_on
+
+        def execution(rank: int, transport: Transport) -> Execution:
+            mine = {s: stages[s] for s in held(rank)}
+            return Execution(plan.of(rank), mine, transport, inputs, compute(rank))
+
+        with random.preserved(plan.assembly.devices):
+            return self.ranks.run(execution)
+
+    def __str__(self) -> str:
+        homes = self.schedule.placement.homes
+        lines = [f"  rank {homes[stage.index]}: {stage}" for stage in self.stages]
+        return "\n".join([f"Pipeline of {type(self.model).__name__} under {self.schedule!r}", *lines])

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keyed randomness: what a random operation draws depends on its key alone.
+
+Problem. Dropout draws from a generator whose state depends on everything that drew before it, so a pipeline, which
+runs in another order and in several processes, draws other numbers than one device.
+
+Idea. As in JAX, randomness is a function of a key. Here the key is (seed, microbatch, call path of the operation in
+the uncut model and its ordinal there): nothing in it depends on cuts, schedule or ranks. Before each random operation
+the device's default generator is seeded with the key, and after the step the user's generator state is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import torch
+
+from fpipe.errors import InputError
+
+
+def key(seed: int, microbatch: int) -> int:
+    """The key of one microbatch of one step: 63 bits."""
+    return _digest(f"{seed}/{microbatch}")
+
+
+def label(path: str, ordinal: int) -> int:
+    """The name of a random operation, as 63 bits: call path of its module in the uncut model, and ordinal there."""
+    return _digest(f"{path}#{ordinal}")
+
+
+def reseed(key: int, label: int, device: torch.device) -> None:
+    """Make the next random operation on `device` depend on `key` and `label` only."""
+    generator(device).manual_seed(key ^ label)
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """The default generator of `device`, from which operations without a generator of their own draw."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    raise InputError(
+        f"got a random operation on device {device}, expected cpu or cuda. Move the model there, or make it "
+        "deterministic (dropout 0)."
+    )
+
+
+@contextmanager
+def preserved(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the default generators of `devices` on leaving."""
+    states = [(generator(device), generator(device).get_state()) for device in devices]
+    try:
+        yield
+    finally:
+        for owner, state in states:
+            owner.set_state(state)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a tensor before it exists: shape, stride, dtype, device.
+
+Problem. A receiver must have a buffer before the value arrives, and the value must come out of it as it went in.
+Strides belong to that: a transposed value that arrives contiguous is summed in another order by a bias gradient, and
+the bits differ.
+
+Idea. Metadata are a frozen value, found once with fake tensors. `Spec.pack` lays out exactly the elements that exist
+(a broadcast dimension once, in the order of memory) as contiguous bytes, without a copy where memory is dense;
+`Spec.unpack` is its inverse on the other side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Metadata of a tensor.
+
+    >>> spec = Spec.of(torch.zeros(2, 3).t().expand(4, 3, 2))
+    >>> spec.shape, spec.stride
+    ((4, 3, 2), (0, 1, 3))
+    >>> received = spec.unpack(spec.pack(torch.arange(6.0).reshape(2, 3).t().expand(4, 3, 2)))
+    >>> received.stride(), received[2].tolist()
+    ((0, 1, 3), [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]])
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """The metadata of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """`tensor`, copied into this layout if it has another; shape and dtype must agree."""
+        if tensor.stride() == self.stride:
+            return tensor
+        return self._strided().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
+
+    def buffer(self) -> Tensor:
+        """Uninitialised bytes for what `pack` returns."""
+        return torch.empty(self._packed, dtype=self.dtype, device=self.device).reshape(-1).view(torch.uint8)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """The elements of `tensor` as contiguous bytes, in the order of memory; a view where memory is dense."""
+        for dim, stride in enumerate(self.stride):
+            if not stride:
+                tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))
+        return tensor.permute(self._order).contiguous().reshape(-1).view(torch.uint8)
+
+    def unpack(self, data: Tensor) -> Tensor:
+        """A tensor of this shape and stride around (or, where memory has gaps, copied from) packed bytes."""
+        packed = data.view(self.dtype).reshape(self._packed)
+        if self._dense:
+            return packed.as_strided(self.shape, self.stride)
+        inverse = [self._order.index(dim) for dim in range(len(self.shape))]
+        return self._strided().copy_(packed.permute(inverse))
+
+    def _strided(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        return tuple(sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim]))
+
+    @cached_property
+    def _packed(self) -> tuple[int, ...]:
+        sizes = [min(1, size) if not stride else size for size, stride in zip(self.shape, self.stride, strict=True)]
+        return tuple(sizes[dim] for dim in self._order)
+
+    @cached_property
+    def _dense(self) -> bool:
+        """Whether memory order has no gaps: each dimension's stride is the product of all faster ones."""
+        expected = 1
+        for dim, size in zip(reversed(self._order), reversed(self._packed), strict=True):
+            if size > 1 and self.stride[dim] != expected:
+                return False
+            expected *= size
+        return True
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure stage functions: forward, backward, and the two halves of the backward.
+
+In terms of tuples of tensors:
+
+    forward(params, buffers, inputs, key)  -> outputs, buffers', residuals
+    backward(residuals, cotangents)        -> input_cotangents, grads
+    backward_input(residuals, cotangents)  -> input_cotangents, deferred
+    backward_weight(deferred)              -> grads
+
+`params` are leaves as `Stage.leaves` makes them, once a step. `inputs` are the stage's leaves of the batch, then what it
+gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only passed on
+stands there too. Nothing that is passed in is modified. A stage in which nothing wants a gradient keeps no graph.
+
+The weight half is a second `autograd.grad` over the retained graph: exact, and the input half does not wait for it.
+
+Invariant: a tensor that a later stage uses too is a root as well as a leaf of the backward, so autograd adds the
+stage's own share to the incoming cotangent in the order of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fpipe.capture.contract import Function, Tensors
+from fpipe.executor import Port
+from fpipe.spec import Spec
+
+Scope: TypeAlias = Callable[[Tensors], AbstractContextManager[None]]
+
+
+class Residuals(NamedTuple):
+    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out."""
+
+    roots: tuple[Tensor | GradientEdge, ...]
+    leaves: Tensors
+    arguments: Tensors
+
+
+class Deferred(NamedTuple):
+    """What the input half keeps for the weight half."""
+
+    residuals: Residuals
+    cotangents: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which tensor goes where inside a stage.
+
+    Arguments are counted in the order parameters, buffers, constants, batch, received values; values are the outputs of
+    the function, then the arguments named by `passed`.
+
+    - `trained`: arguments that are parameters and want a gradient; `differentiated`: received values that do.
+    - `modified`: arguments that the function modifies in place, cloned first.
+    - `passed`: arguments that are needed behind the function: values passed on, shared parameters.
+    - `outputs`: the values that leave, in order, and their layouts.
+    - `loss`: the value from which the backward begins, on the stage that computes the loss.
+    - `roots`: the values at which cotangents enter, in the order in which they are received.
+    - `leaves`: arguments at which gradients come out: first for earlier stages, laid out as `cotangents`, then own ones.
+    """
+
+    trained: frozenset[int]
+    differentiated: tuple[int, ...]
+    modified: tuple[int, ...]
+    passed: tuple[int, ...]
+    outputs: tuple[tuple[int, Spec], ...]
+    loss: int | None
+    roots: tuple[int, ...]
+    leaves: tuple[int, ...]
+    cotangents: tuple[Spec, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A piece of the model as pure functions. Positions count the arguments or the outputs of `function`.
+
+    - `parameters`, `buffers`: names, in the order of the arguments; `unused`: held here, read by no operation.
+    - `batch`: which tensor leaves of (inputs, targets) it reads.
+    - `results`: specs of what leaves the pipeline here.
+    - `gets`, `gives`: what travels forward; `pulls`, `pulled_by`: cotangents, to earlier and from later stages.
+    - `shares`, `shared_by`: gradients of shared parameters, to other holders and from owners; `shared_names`: whose,
+      by the stage at the other end.
+    - `grads`: names of the parameters whose gradients this stage computes.
+    """
+
+    index: int
+    function: Function
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    unused: tuple[str, ...]
+    constants: Tensors
+    batch: tuple[int, ...]
+    results: tuple[Spec, ...]
+    gets: tuple[Port, ...]
+    gives: tuple[Port, ...]
+    pulls: tuple[Port, ...]
+    pulled_by: tuple[Port, ...]
+    shares: tuple[Port, ...]
+    shared_by: tuple[Port, ...]
+    shared_names: Mapping[int, tuple[str, ...]]
+    grads: tuple[str, ...]
+    wiring: Wiring
+    scope: Scope | None = None
+
+    def __str__(self) -> str:
+        given = [f"{' '.join(map(str, port.specs))} to stage {port.peer}" for port in self.gives]
+        shared = [f"{' '.join(self.shared_names[port.peer])} with stage {port.peer}" for port in self.shares]
+        parts = [f"parameters {' '.join(self.parameters) or 'none'}"]
+        parts += [f"gives {', '.join(given)}"] * bool(given) + [f"shares {', '.join(shared)}"] * bool(shared)
+        return f"stage {self.index}: {'; '.join(parts)}"
+
+    def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
+        """This stage's parameters as leaves of its own; those that want a gradient require it."""
+        wanted = self.wiring.trained
+        return tuple(params[name].detach().requires_grad_(k in wanted) for k, name in enumerate(self.parameters))
+
+    def forward(
+        self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
+    ) -> tuple[Tensors, Tensors, Residuals | None]:
+        """Run the stage on one microbatch."""
+        wiring = self.wiring
+        arguments = [*params, *buffers, *self.constants, *inputs]
+        for k in wiring.differentiated:
+            arguments[k] = arguments[k].detach().requires_grad_()
+        given = tuple(arguments)
+        for k in wiring.modified:
+            arguments[k] = arguments[k].clone()
+        with torch.set_grad_enabled(bool(wiring.leaves)):
+            made = self.function(key, *arguments)
+        values = (*made, *[given[k] for k in wiring.passed])
+        first = len(params)
+        new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
+        outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
+        return outputs, new, self._residuals(values, given) if wiring.leaves else None
+
+    def _residuals(self, values: Tensors, given: Tensors) -> Residuals:
+        wiring = self.wiring
+        roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
+        if wiring.loss is not None:
+            roots.insert(0, values[wiring.loss])
+        scoped = given if self.scope is not None else ()
+        return Residuals(tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
+
+    def backward(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+        """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
+        if residuals is None:
+            return (), ()
+        found = self._grad(residuals, residuals.leaves, self._incoming(cotangents))
+        split = len(self.wiring.cotangents)
+        return self._outgoing(found[:split]), found[split:]
+
+    def backward_input(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Deferred | None]:
+        """The cotangents for earlier stages, and what is needed for the rest."""
+        if residuals is None:
+            return (), None
+        incoming = self._incoming(cotangents)
+        leaves = residuals.leaves[: len(self.wiring.cotangents)]
+        found = self._grad(residuals, leaves, incoming, retain_graph=bool(self.grads))
+        return self._outgoing(found), Deferred(residuals, incoming)
+
+    def backward_weight(self, deferred: Deferred | None) -> Tensors:
+        """The gradients of this stage's parameters."""
+        if deferred is None:
+            return ()
+        residuals, incoming = deferred
+        return self._grad(residuals, residuals.leaves[len(self.wiring.cotangents) :], incoming)
+
+    def _incoming(self, cotangents: Tensors) -> tuple[Tensor | None, ...]:
+        """One per root; the loss has none, autograd begins there with one."""
+        return cotangents if self.wiring.loss is None else (None, *cotangents)
+
+    def _outgoing(self, found: Tensors) -> Tensors:
+        return tuple([spec.like(cotangent) for spec, cotangent in zip(self.wiring.cotangents, found, strict=True)])
+
+    def _grad(
+        self, residuals: Residuals, leaves: Tensors, incoming: tuple[Tensor | None, ...], retain_graph: bool = False
+    ) -> Tensors:
+        if not leaves or not residuals.roots:
+            return ()
+        with self.scope(residuals.arguments) if self.scope is not None else nullcontext():
+            found = torch.autograd.grad(residuals.roots, leaves, incoming, retain_graph=retain_graph, allow_unused=True)
+        return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)])
+
+    def shared(self, total: Tensors, peer: int) -> Tensors:
+        """The gradients of the parameters of which stage `peer` holds copies."""
+        return tuple([total[self.grads.index(name)] for name in self.shared_names[peer]])
+
+    def accumulate(self, total: Tensors, grads: Tensors, count: int) -> Tensors:
+        """The sum of gradients: `total`, of `count` microbatches, plus one more.
+
+        The second sum is a new tensor, since gradients may share memory with each other; later ones are made in it.
+        """
+        if not grads or not count:
+            return grads
+        if count == 1:
+            return tuple(torch._foreach_add(total, grads))
+        torch._foreach_add_(total, grads)
+        return total
+
+
+def _edge(tensor: Tensor) -> Tensor | GradientEdge:
+    """Where a cotangent enters, without keeping the tensor's data: a leaf stands for itself."""
+    return tensor if tensor.is_leaf else get_gradient_edge(tensor)

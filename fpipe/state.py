@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and buffers as dicts keyed by the model's own names: are they those that were asked for?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.spec import Spec
+
+
+def require_names(wanted: Iterable[str], got: Mapping[str, Tensor]) -> None:
+    """Raise `InputError` if evaluation reads a parameter or buffer on another rank than training does."""
+    missing = [name for name in wanted if name not in got]
+    if missing:
+        raise InputError(
+            f"params, buffers: got none of {missing}, expected them: in eval mode the model reads them on this rank, in "
+            "train mode on another. Cut the model where both modes call the same modules."
+        )
+
+
+def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Spec]) -> None:
+    """Raise `InputError`, naming the leaf, unless `got` has these names with these shapes and dtypes, on these devices."""
+    if not isinstance(got, Mapping) or got.keys() != expected.keys():
+        names = list(got) if isinstance(got, Mapping) else type(got).__name__
+        missing = [name for name in expected if not isinstance(got, Mapping) or name not in got]
+        surplus = [name for name in names if name not in expected] if isinstance(got, Mapping) else []
+        raise InputError(
+            f"{what}: got {names if not isinstance(got, Mapping) else f'{len(got)} leaves'}, expected {len(expected)} "
+            f"(missing {missing}, unexpected {surplus}). Pass what pipe.init(model) returned, updated leaf by leaf."
+        )
+    for name, spec in expected.items():
+        leaf = got[name]
+        if not isinstance(leaf, Tensor):
+            raise InputError(f"{what}[{name!r}]: got {type(leaf).__name__}, expected a tensor {spec}. Pass the tensor itself.")
+        if leaf.device.type == "meta":
+            raise InputError(
+                f"{what}[{name!r}]: got a tensor on the meta device, expected values. Give the model its values first, "
+                "with model.to_empty(device=...) and its initialisation or load_state_dict."
+            )
+        if leaf.shape != spec.shape or leaf.dtype != spec.dtype or leaf.device != spec.device:
+            raise InputError(
+                f"{what}[{name!r}]: got {Spec.of(leaf)} on {leaf.device}, expected {spec} on {spec.device}. Convert it, "
+                "or build the pipeline from the model as it is now."
+            )
