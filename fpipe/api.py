@@ -292,7 +292,7 @@ def _run(
     record: Callable[[Span], None] | None,
 ) -> dict[int, Outcome]:
     """Check everything that can be checked, then run the program."""
-    require_names([*plan.params, *plan.buffers], {**params, **buffers})
+    require_names([name for stage in plan.held for name in (*stage.parameters, *stage.buffers)], {**params, **buffers})
     keys = _keys(plan, seed)
     leaves = plan.batch.take(*batch, needed=[leaf for stage in plan.held for leaf in stage.batch])
     parts = {s.index: list(zip(*[leaves[leaf] for leaf in s.batch], strict=True)) for s in plan.held}

@@ -48,28 +48,33 @@ class DistributedTransport:
     """The channels of this process in `group`, for ranks with these `homes` (stage -> rank)."""
 
     def __init__(self, homes: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
-        self.homes, self.group, self.device = homes, group, device
-        self.rank = dist.get_rank(group)
+        self.homes, self.device = homes, device
+        self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
+        self.replicas = _replicas(self.world, device)
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def setup(self, channels: Iterable[tuple[int, int]]) -> None:
-        """Make and warm up a process group for each channel of this rank that has none yet, in ascending order."""
-        world = dist.get_process_group_ranks(self.group)
+        """Make a process group for each channel that has none yet, in ascending order, and send a first byte through it.
+
+        Every process takes part in making every group: torch.distributed names a group by how many there are.
+        """
         for source, target in channels:
-            if self.rank in (source, target) and (source, target) not in self.channels:
-                ranks = [world[source], world[target]]
-                group = dist.new_group(ranks, use_local_synchronization=True, backend=dist.get_backend(self.group))
-                self.channels[source, target] = group
-                byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                if self.rank == source:
-                    dist.send(byte, dst=world[target], group=group)
-                else:
-                    dist.recv(byte, src=world[source], group=group)
+            if (source, target) not in self.channels:
+                replicas = [dist.new_group([world[source], world[target]]) for world in self.replicas]
+                self.channels[source, target] = replicas[self.replicas.index(self.world)]
+                self._warm_up(source, target)
+
+    def _warm_up(self, source: int, target: int) -> None:
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        if self.rank == source:
+            dist.send(byte, dst=self.world[target], group=self.channels[source, target])
+        elif self.rank == target:
+            dist.recv(byte, src=self.world[source], group=self.channels[source, target])
 
     def send(self, message: Action, payload: Payload, specs: tuple[Spec, ...]) -> Posted:
         """Post the send of a tuple of tensors."""
         channel = ends(message, self.homes)
-        group, target = self.channels[channel], dist.get_process_group_ranks(self.group)[channel[1]]
+        group, target = self.channels[channel], self.world[channel[1]]
         data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
         works = [dist.isend(bytes_, dst=target, group=group) for bytes_ in data if bytes_.numel()]
         return Posted(message, tuple([work for work in works if work is not None]), data, ())
@@ -77,10 +82,18 @@ class DistributedTransport:
     def receive(self, message: Action, specs: tuple[Spec, ...]) -> Posted:
         """Post the receive of tensors of these specs."""
         channel = ends(message, self.homes)
-        group, source = self.channels[channel], dist.get_process_group_ranks(self.group)[channel[0]]
+        group, source = self.channels[channel], self.world[channel[0]]
         data = tuple([spec.buffer() for spec in specs])
         works = [dist.irecv(bytes_, src=source, group=group) for bytes_ in data if bytes_.numel()]
         return Posted(message, tuple([work for work in works if work is not None]), data, specs)
+
+
+def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
+    """The processes of every pipeline in the job, `world` being those of this one, in the same order everywhere."""
+    mine = torch.tensor(world, device=device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return sorted({tuple(other.tolist()): other.tolist() for other in found}.values())
 
 
 class DistributedRanks:
