@@ -121,9 +121,7 @@ def pipeline(
     return pipe
 
 
-def value_and_grad(
-    pipe: Pipeline, outputs: bool = False, record: Callable[[Span], None] | None = None
-) -> ValueAndGrad:
+def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span], None] | None = None) -> ValueAndGrad:
     """The function that computes loss and gradients of one step.
 
     It takes parameters and buffers as `pipe.init` returns them, a whole batch like the example (a rank that reads none of
@@ -155,9 +153,7 @@ def evaluate(pipe: Pipeline) -> Callable[..., Step]:
     are on the rank of the last stage. Whether there are targets must be clear to at least one rank.
     """
 
-    def step(
-        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
-    ) -> Step:
+    def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         require_state("params", params, pipe.training.params)
         require_state("buffers", buffers, pipe.training.buffers)
         plan = pipe.plan(Variant(training=False, loss=pipe.ranks.any(targets is not None), outputs=True))

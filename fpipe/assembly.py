@@ -138,7 +138,9 @@ class _Builder:
 
     def _shares(self, s: int) -> Routes:
         """Per later stage, the parameters owned by stage `s` that it holds too and that get a gradient."""
-        rows = {t: tuple(v for v in values if v in self.metadata.grads[s]) for t, values in self.found[s].shares.items()}
+        rows = {
+            t: tuple(v for v in values if v in self.metadata.grads[s]) for t, values in self.found[s].shares.items()
+        }
         return {t: values for t, values in rows.items() if values}
 
     def _ports(self, routes: Routes) -> tuple[Port, ...]:

@@ -5,21 +5,20 @@ One interpreter with one handler per kind of action, written as a generator: it 
 and is sent what arrived; how to wait is the driver's business. It knows actions, stages and posting, neither
 torch.distributed nor models, and is parametric in the stages: given symbolic ones it computes formulas.
 
-All state lives in the running `Execution`. Messages are named `(what, stage, microbatch, peer)`, where `what` is `F` for
-values, `B` for cotangents and `G` for gradients, and the first stage is the one that made them.
+All state lives in the running `Execution`. Tables of what waits to be used are keyed by `Message`, on
+every rank that it concerns; a message between stages of one rank is kept and never posted.
 
 Invariant: an entry is removed by its one use, so what a microbatch held is freed as soon as it was used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fpipe.transport.contract import Handle, Payload, Transport
+from fpipe.transport.contract import Handle, Message, Payload, Transport, message
 from schedules import Action
 
-Name: TypeAlias = tuple[str, int, int, int]
 Waiting: TypeAlias = Generator[Handle, Payload, None]
 
 
@@ -116,18 +115,10 @@ class Execution:
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
         self.results: dict[int, Payload] = {}
-        self.kept: dict[Name, Payload] = {}
-        self.posted: dict[Name, Handle] = {}
-        self.sent: dict[Name, Handle] = {}
-        self.specs = {
-            (what, s, end.peer): end.specs
-            for s, stage in stages.items()
-            for what, ends in (
-                ("SEND_F", stage.gives), ("RECV_F", stage.gets), ("SEND_B", stage.pulls),
-                ("RECV_B", stage.pulled_by), ("SEND_G", stage.shares), ("RECV_G", stage.shared_by),
-            )
-            for end in ends
-        }
+        self.kept: dict[Message, Payload] = {}
+        self.posted: dict[Message, Handle] = {}
+        self.sent: dict[Message, Handle] = {}
+        self.specs = {key: specs for s, stage in stages.items() for key, specs in _edges(s, stage)}
 
     def run(self) -> Generator[Handle, Payload, Outcome]:
         """Interpret the program: yields handles to wait for, returns the outcome."""
@@ -137,8 +128,9 @@ class Execution:
             "RECV_F": self._receive, "RECV_B": self._receive, "RECV_G": self._receive,
             "WAIT_F": self._wait, "WAIT_B": self._wait, "WAIT_G": self._wait,
         }  # fmt: skip
-        for self.position, self.action in enumerate(self.actions):
-            yield from handlers[self.action.kind](self.action)
+        for position, action in enumerate(self.actions):
+            self.position, self.action = position, action
+            yield from handlers[action.kind](action)
         shared = {}
         for what, owner, i, holder in list(self.posted):
             shared[owner, holder] = yield self.posted.pop((what, owner, i, holder))
@@ -181,24 +173,22 @@ class Execution:
         return ()
 
     def _send(self, action: Action) -> tuple[()]:
-        kind, s, i, t = action
-        name = (kind[5:], s, i, t)
-        self.sent[name] = self.transport.send(action, self.kept.pop(name), self.specs[kind, s, t])
+        name = what, s, _, t = message(action)
+        self.sent[name] = self.transport.send(name, self.kept.pop(name), self.specs[what, s, t])
         return ()
 
     def _send_gradient(self, action: Action) -> tuple[()]:
-        _, s, i, t = action
-        self.kept["G", s, i, t] = self.stages[s].shared(self.grads[s], t)
+        name = _, s, _, t = message(action)
+        self.kept[name] = self.stages[s].shared(self.grads[s], t)
         return self._send(action)
 
     def _receive(self, action: Action) -> tuple[()]:
-        kind, s, i, peer = action
-        self.posted[kind[5:], peer, i, s] = self.transport.receive(action, self.specs[kind, s, peer])
+        name = what, s, _, t = message(action)
+        self.posted[name] = self.transport.receive(name, self.specs[what, s, t])
         return ()
 
     def _wait(self, action: Action) -> Waiting:
-        kind, s, i, t = action
-        yield self.sent.pop((kind[5:], s, i, t))
+        yield self.sent.pop(message(action))
 
     def _arrived(self, *name: Any) -> Generator[Handle, Payload, Payload]:
         """A payload that was kept on this rank, or posted and now waited for."""
@@ -221,3 +211,14 @@ class Execution:
     def _accumulate(self, s: int, grads: Any) -> None:
         self.grads[s] = self.stages[s].accumulate(self.grads[s], grads, self.counts[s])
         self.counts[s] += 1
+
+
+def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
+    """What crosses each edge of a stage: by what, the stage that makes it, and the other stage."""
+    for what, outgoing, incoming in (
+        ("F", stage.gives, stage.gets),
+        ("B", stage.pulls, stage.pulled_by),
+        ("G", stage.shares, stage.shared_by),
+    ):
+        yield from (((what, s, peer), specs) for peer, specs in outgoing)
+        yield from (((what, peer, s), specs) for peer, specs in incoming)

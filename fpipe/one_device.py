@@ -18,7 +18,11 @@ from schedules import Schedule
 
 
 def one_device(
-    plan: Plan, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensors], keys: Sequence[int]
+    plan: Plan,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: Sequence[Tensors],
+    keys: Sequence[int],
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
     """Run all microbatches one after the other: results of each, the final buffers, and gradients by name."""
     whole = plan.assembly.whole

@@ -69,9 +69,7 @@ class Plan:
         """The buffers that this process holds."""
         return self._named(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
 
-    def _named(
-        self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]
-    ) -> Mapping[str, Spec]:
+    def _named(self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
         held = {name for stage in self.held for name in names(stage)}
         return {name: spec for name, spec in specs.items() if name in held}
 
@@ -144,7 +142,9 @@ class Pipeline:
         inputs, targets = self.example
         parts = self.batch(variant).microbatch(inputs, targets if variant.loss else None)
         with nullcontext() if variant.training else evaluation(self.model):
-            captured = self.front_end(self.model, self.batch(variant).structure, parts, loss, self.schedule.microbatches)
+            captured = self.front_end(
+                self.model, self.batch(variant).structure, parts, loss, self.schedule.microbatches
+            )
         captured = captured if variant.training else replace(captured, trainable=frozenset())
         if self.cuts is None:
             return captured, partition.even(captured, self.schedule.stages)

@@ -34,7 +34,9 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
     for name, spec in expected.items():
         leaf = got[name]
         if not isinstance(leaf, Tensor):
-            raise InputError(f"{what}[{name!r}]: got {type(leaf).__name__}, expected a tensor {spec}. Pass the tensor itself.")
+            raise InputError(
+                f"{what}[{name!r}]: got {type(leaf).__name__}, expected a tensor {spec}. Pass the tensor itself."
+            )
         if leaf.device.type == "meta":
             raise InputError(
                 f"{what}[{name!r}]: got a tensor on the meta device, expected values. Give the model its values first, "

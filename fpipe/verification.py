@@ -51,7 +51,9 @@ def require_equal(got: Computed, expected: Computed, against: str) -> int:
         count += 1
         if mine is None or theirs is None:
             which = "nothing" if mine is None else "a tensor"
-            raise MismatchError(f"{name}: got {which}, expected {'a tensor' if mine is None else 'nothing'} as {against} has.")
+            raise MismatchError(
+                f"{name}: got {which}, expected {'a tensor' if mine is None else 'nothing'} as {against} has."
+            )
         if not same_bits(mine, theirs):
             far = (mine.double() - theirs.double()).abs().max().item() if mine.shape == theirs.shape else float("nan")
             raise MismatchError(

@@ -2,8 +2,8 @@
 """What a transport is.
 
 Posting never blocks and returns a handle; waiting for the handle is the only call that blocks, and it is the driver's,
-not the executor's. A message is named by its action: `2SEND_F1>5` at one end is `5RECV_F1<2` at the other. Per channel,
-that is per directed pair of ranks, both ends post the same messages in the same order.
+not the executor's. Both ends of a transfer know it by the same `Message`. Per channel, that is per directed pair of
+ranks, both ends post the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ if TYPE_CHECKING:
     from fpipe.spec import Spec
 
 Payload: TypeAlias = tuple[Any, ...]
+Message: TypeAlias = tuple[str, int, int, int]
+"""What is carried (`F` a value, `B` a cotangent, `G` a gradient), the stage that made it, microbatch, the other stage."""
 
 
 class Handle(Protocol):
     """A posted send or receive, to be waited for by the driver that knows its transport."""
 
     @property
-    def message(self) -> Action:
-        """The action that posted it."""
+    def message(self) -> Message:
+        """What it carries."""
 
 
 class Transport(Protocol):
     """Carries payloads between ranks."""
 
-    def send(self, message: Action, payload: Payload, specs: tuple[Any, ...]) -> Handle:
+    def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Handle:
         """Post a send of values of these specs. They must stay unchanged until the handle has been waited for."""
 
-    def receive(self, message: Action, specs: tuple[Any, ...]) -> Handle:
+    def receive(self, message: Message, specs: tuple[Any, ...]) -> Handle:
         """Post a receive of values of these specs."""
 
 
@@ -60,13 +62,22 @@ class Ranks(Protocol):
         """Whether the flag is set on any rank."""
 
 
-def ends(message: Action, homes: tuple[int, ...]) -> tuple[int, int]:
-    """The channel of a message: source rank, target rank.
+def message(action: Action) -> Message:
+    """What a transfer carries, the same at both ends.
 
     >>> from schedules import parse
-    >>> ends(parse("1RECV_F0<0"), homes=(2, 3)), ends(parse("1SEND_B0>0"), homes=(2, 3))
-    ((2, 3), (3, 2))
+    >>> message(parse("1SEND_B0>0")), message(parse("0RECV_B0<1"))
+    (('B', 1, 0, 0), ('B', 1, 0, 0))
     """
-    assert message.peer is not None, "a message has a peer stage"
-    here, there = homes[message.stage], homes[message.peer]
-    return (there, here) if message.kind.startswith("RECV") else (here, there)
+    kind, stage, microbatch, peer = action
+    assert peer is not None, "a transfer has a peer stage"
+    if kind.startswith("RECV"):
+        return kind[5:], peer, microbatch, stage
+    return kind[5:], stage, microbatch, peer
+
+
+def posted(end: str, carried: Message) -> str:
+    """The text of the action at one end, `SEND` or `RECV`, of a message."""
+    what, source, microbatch, target = carried
+    stage, peer = (source, target) if end == "SEND" else (target, source)
+    return str(Action(f"{end}_{what}", stage, microbatch, peer))

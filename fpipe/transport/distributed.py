@@ -24,15 +24,14 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
-from fpipe.transport.contract import Payload, Transport, ends
-from schedules import Action
+from fpipe.transport.contract import Message, Payload, Transport
 
 
 @dataclass(frozen=True)
 class Posted:
     """A posted send or receive: its works, and the bytes that must live until they are done."""
 
-    message: Action
+    message: Message
     works: tuple[dist.Work, ...]
     data: tuple[Tensor, ...]
     specs: tuple[Spec, ...]
@@ -41,7 +40,9 @@ class Posted:
         """Block until done; a receive returns what arrived."""
         for work in self.works:
             work.wait()
-        return tuple([spec.unpack(data) for spec, data in zip(self.specs, self.data, strict=True)]) if self.specs else ()
+        return (
+            tuple([spec.unpack(data) for spec, data in zip(self.specs, self.data, strict=True)]) if self.specs else ()
+        )
 
 
 class DistributedTransport:
@@ -71,21 +72,24 @@ class DistributedTransport:
         elif self.rank == target:
             dist.recv(byte, src=self.world[source], group=self.channels[source, target])
 
-    def send(self, message: Action, payload: Payload, specs: tuple[Spec, ...]) -> Posted:
+    def send(self, message: Message, payload: Payload, specs: tuple[Spec, ...]) -> Posted:
         """Post the send of a tuple of tensors."""
-        channel = ends(message, self.homes)
-        group, target = self.channels[channel], self.world[channel[1]]
+        group, _, target = self._channel(message)
         data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
         works = [dist.isend(bytes_, dst=target, group=group) for bytes_ in data if bytes_.numel()]
         return Posted(message, tuple([work for work in works if work is not None]), data, ())
 
-    def receive(self, message: Action, specs: tuple[Spec, ...]) -> Posted:
+    def receive(self, message: Message, specs: tuple[Spec, ...]) -> Posted:
         """Post the receive of tensors of these specs."""
-        channel = ends(message, self.homes)
-        group, source = self.channels[channel], self.world[channel[0]]
+        group, source, _ = self._channel(message)
         data = tuple([spec.buffer() for spec in specs])
         works = [dist.irecv(bytes_, src=source, group=group) for bytes_ in data if bytes_.numel()]
         return Posted(message, tuple([work for work in works if work is not None]), data, specs)
+
+    def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
+        """The group that carries a message, and the processes at its two ends."""
+        source, target = self.homes[message[1]], self.homes[message[3]]
+        return self.channels[source, target], self.world[source], self.world[target]
 
 
 def _replicas(world: list[int], device: torch.device) -> list[list[int]]:

@@ -19,17 +19,17 @@ from torch import Tensor
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
-from fpipe.transport.contract import Payload, Transport, ends
-from schedules import Action
+from fpipe.transport.contract import Message, Payload, Transport
+from fpipe.transport.contract import posted as text
 
 
 class Posted:
     """A posted send or receive of this process."""
 
-    __slots__ = ("done", "message", "payload", "waiter")
+    __slots__ = ("done", "end", "message", "payload", "waiter")
 
-    def __init__(self, message: Action, payload: Payload) -> None:
-        self.message, self.payload = message, payload
+    def __init__(self, end: str, message: Message, payload: Payload) -> None:
+        self.end, self.message, self.payload = end, message, payload
         self.done = False
         self.waiter: int | None = None
 
@@ -42,38 +42,33 @@ class LocalTransport:
         self.channels = defaultdict[tuple[int, int], tuple[deque[Posted], deque[Posted]]](lambda: (deque(), deque()))
         self.woken: deque[int] = deque()
 
-    def send(self, message: Action, payload: Payload, specs: tuple[Any, ...]) -> Posted:
+    def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Posted:
         """Post a send."""
-        return self._post(0, Posted(message, payload))
+        return self._post(0, Posted("SEND", message, payload))
 
-    def receive(self, message: Action, specs: tuple[Any, ...]) -> Posted:
+    def receive(self, message: Message, specs: tuple[Any, ...]) -> Posted:
         """Post a receive; what arrives is what was sent."""
-        return self._post(1, Posted(message, ()))
+        return self._post(1, Posted("RECV", message, ()))
 
     def _post(self, end: int, posted: Posted) -> Posted:
-        source, target = ends(posted.message, self.homes)
+        source, target = self.homes[posted.message[1]], self.homes[posted.message[3]]
         queues = self.channels[source, target]
         if not queues[1 - end]:
             queues[end].append(posted)
             return posted
         other = queues[1 - end].popleft()
         send, receive = (posted, other) if end == 0 else (other, posted)
-        self._require_same(send.message, receive.message, source, target)
+        if send.message != receive.message:
+            raise TransportError(
+                f"channel from rank {source} to rank {target}: got {text('SEND', send.message)}, expected the message of "
+                f"{text('RECV', receive.message)}. Post both ends in the same order: run programs as lower() makes them."
+            )
         receive.payload, send.payload = send.payload, ()
         for one in (send, receive):
             one.done = True
             if one.waiter is not None:
                 self.woken.append(one.waiter)
         return posted
-
-    @staticmethod
-    def _require_same(send: Action, receive: Action, source: int, target: int) -> None:
-        same = send.kind[5:] == receive.kind[5:] and send[1:] == (receive.peer, receive.microbatch, receive.stage)
-        if not same:
-            raise TransportError(
-                f"channel from rank {source} to rank {target}: got {send}, expected the message of {receive}. Post both "
-                "ends in the same order: run programs as lower() makes them."
-            )
 
 
 class LocalRanks:
@@ -104,7 +99,7 @@ class LocalRanks:
 def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[int, Outcome]:
     """Step these executions in turn, each as far as it goes; raises `DeadlockError` when none can go on."""
     runs = [execution.run() for execution in executions]
-    waiting: dict[int, Any] = {}
+    waiting: dict[int, Posted] = {}
     outcomes: dict[int, Outcome] = {}
     ready = transport.woken
     ready.extend(range(len(runs)))
@@ -112,27 +107,21 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
         rank = ready.popleft()
         handle, run = waiting.pop(rank, None), runs[rank]
         try:
-            handle = next(run) if handle is None else run.send(handle.payload)
-            while handle.done:
-                handle = run.send(handle.payload)
+            posted: Any = next(run) if handle is None else run.send(handle.payload)
+            while posted.done:
+                posted = run.send(posted.payload)
         except StopIteration as stop:
             outcomes[rank] = stop.value
         else:
-            handle.waiter, waiting[rank] = rank, handle
+            posted.waiter, waiting[rank] = rank, posted
     if waiting:
         raise DeadlockError(_report(executions, waiting))
     return outcomes
 
 
-def _report(executions: Sequence[Execution], waiting: dict[int, Any]) -> str:
-    lines = [
-        f"rank {rank}, position {executions[rank].position}, {executions[rank].action}: waits for {handle.message}"
-        for rank, handle in sorted(waiting.items())
-    ]
-    return "\n".join(
-        [
-            f"got {len(waiting)} of {len(executions)} ranks waiting for messages that nobody will send, expected all to finish:",
-            *lines,
-            "Pass the schedule to schedules.check, and run programs as lower() makes them.",
-        ]
-    )
+def _report(executions: Sequence[Execution], waiting: dict[int, Posted]) -> str:
+    lines = [f"got {len(waiting)} of {len(executions)} ranks waiting for messages that nobody will post, expected none:"]
+    for rank, handle in sorted(waiting.items()):
+        where = f"rank {rank}, position {executions[rank].position}, {executions[rank].action}"
+        lines.append(f"{where}: waits for {text(handle.end, handle.message)}")
+    return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() makes them."])
