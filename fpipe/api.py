@@ -24,9 +24,9 @@ from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
 from fpipe.errors import CutError, InputError
 from fpipe.executor import Inputs, Outcome, plainly
+from fpipe.one_device import one_device
 from fpipe.plan import TRAINING, FrontEnd, Pipeline, Plan, Variant
 from fpipe.recording import timed
-from fpipe.one_device import one_device
 from fpipe.state import require_names, require_state
 from fpipe.transport.contract import Ranks
 from fpipe.transport.distributed import DistributedRanks
@@ -44,8 +44,8 @@ class Step(NamedTuple):
     """What a step computed.
 
     - `loss`: the sum over microbatches of loss / M, on every rank; `None` where no loss was asked for.
-    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the rank of the last stage and
-      if asked for; `None` elsewhere.
+    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the rank of the last stage
+      and if asked for; `None` elsewhere.
     - `buffers`: this process's buffers after the step.
     """
 
@@ -124,10 +124,10 @@ def pipeline(
 def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span], None] | None = None) -> ValueAndGrad:
     """The function that computes loss and gradients of one step.
 
-    It takes parameters and buffers as `pipe.init` returns them, a whole batch like the example (a rank that reads none of
-    the inputs, or of the targets, may pass `None` for them), and a seed, new for each step, if the model draws random
-    numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for which a plain
-    backward would set `.grad`. Nothing that is passed in is modified.
+    It takes parameters and buffers as `pipe.init` returns them, a whole batch like the example (a rank that reads none
+    of the inputs, or of the targets, may pass `None` for them), and a seed, new for each step, if the model draws
+    random numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for which a
+    plain backward would set `.grad`. Nothing that is passed in is modified.
 
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
     compute action of this process.
@@ -149,8 +149,8 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
 def evaluate(pipe: Pipeline) -> Callable[..., Step]:
     """The function that computes outputs, and with targets the loss, in eval mode: forward only, no graph kept.
 
-    It takes what the function of `value_and_grad` takes. The outputs are joined along dimension 0 in microbatch order and
-    are on the rank of the last stage. Whether there are targets must be clear to at least one rank.
+    It takes what the function of `value_and_grad` takes. The outputs are joined along dimension 0 in microbatch order
+    and are on the rank of the last stage. Whether there are targets must be clear to at least one rank.
     """
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
@@ -227,7 +227,8 @@ def verify(
 def _require_arguments(model: Any, example: Any, schedule: Any, capture: str) -> None:
     if not isinstance(schedule, Schedule):
         raise InputError(
-            f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, microbatches=8)."
+            f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
+            "microbatches=8)."
         )
     if capture not in FRONT_ENDS:
         raise InputError(f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}. Name one of them.")
@@ -254,8 +255,8 @@ def _cuts(cuts: Iterable[str] | None, stages: int | None, schedule: Schedule) ->
     count = len(names) + 1 if names is not None else schedule.stages if stages is None else stages
     if count != schedule.stages:
         raise CutError(
-            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Give {schedule.stages - 1} cuts, or "
-            "change the schedule's ranks."
+            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Give {schedule.stages - 1} cuts, "
+            "or change the schedule's ranks."
         )
     return names
 

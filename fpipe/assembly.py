@@ -12,9 +12,9 @@ import torch
 
 from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Tensors, Unit, Value, scopes
 from fpipe.capture.observation import Observed, observe
+from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
 from fpipe.metadata import Metadata, infer, made_by
-from fpipe.executor import Port
 from fpipe.spec import Spec
 from fpipe.stage import Scope, Stage, Wiring
 from schedules import Graph
@@ -136,7 +136,7 @@ class _Builder:
             cotangents=tuple(metadata.cotangents[s, v] for v in previous),
         )
 
-    def _shares(self, s: int) -> Routes:
+    def _shares(self, s: int) -> dict[int, tuple[Value, ...]]:
         """Per later stage, the parameters owned by stage `s` that it holds too and that get a gradient."""
         rows = {
             t: tuple(v for v in values if v in self.metadata.grads[s]) for t, values in self.found[s].shares.items()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
@@ -74,10 +75,10 @@ class BatchSpec:
             )
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype or tensor.device != spec.device:
             raise InputError(
-                f"{name}: got {Spec.of(tensor)} on {tensor.device}, expected {spec} on {spec.device}, as in the example "
-                "that pipeline() was given. Convert it, or build another pipeline for this batch."
+                f"{name}: got {Spec.of(tensor)} on {tensor.device}, expected {spec} on {spec.device}, as in the "
+                "example that pipeline() was given. Convert it, or build another pipeline for this batch."
             )
-        return spec.like(tensor.detach()).split(spec.shape[0] // self.microbatches)
+        return torch.split(spec.like(tensor.detach()), spec.shape[0] // self.microbatches)
 
 
 def _named(path: str) -> str:

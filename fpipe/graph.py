@@ -4,10 +4,10 @@
 The rules are those of one device, told by stage:
 
 - What a stage reads from the batch it takes from the batch. A buffer lives where it is used.
-- A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it. Each
-  user adds its own share to what comes back, which is the order in which one device adds.
-- A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for them it is a value:
-  its cotangent goes back along the chain.
+- A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it.
+  Each user adds its own share to what comes back, which is the order in which one device adds.
+- A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for them it is a
+  value: its cotangent goes back along the chain.
 
 What modifies memory in place must not change what another stage sees; where it would, the cut is refused.
 """
@@ -78,7 +78,10 @@ def layouts(
     return tuple(
         Layout(
             units,
-            *(_read(captured, users, s, kind) for kind in (Parameter, Buffer, Constant, Batch)),
+            parameters=_read(captured, users, s, Parameter),
+            buffers=_read(captured, users, s, Buffer),
+            constants=_read(captured, users, s, Constant),
+            batch=_read(captured, users, s, Batch),
             gets=_reverse(gives, s),
             gives=_frozen(gives[s]),
             results=results if s == len(stages) - 1 else (),
@@ -154,14 +157,14 @@ def _refuse_shared_writes(
         source = captured.sources.get(value)
         if isinstance(source, Parameter):
             raise CutError(
-                f"stage {stage}: got a forward that modifies the parameter {source.name!r} in place, expected parameters "
-                "to be read only. Make it a buffer, or compute a new tensor."
+                f"stage {stage}: got a forward that modifies the parameter {source.name!r} in place, expected "
+                "parameters to be read only. Make it a buffer, or compute a new tensor."
             )
         others = [s for s in readers if s > stage or (s != stage and isinstance(source, Buffer))]
         if others and homes.get(value, -1) < stage:
             what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value"
             raise CutError(
-                f"stage {stage}: got {what} that is modified in place there and used in stage {others[0]} too, expected "
-                "in-place changes to stay within one stage. Move the cut so that both are in one stage, or compute a "
-                "new tensor instead."
+                f"stage {stage}: got {what} that is modified in place there and used in stage {others[0]} too, "
+                "expected in-place changes to stay within one stage. Move the cut so that both are in one stage, or "
+                "compute a new tensor instead."
             )

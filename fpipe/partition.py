@@ -29,8 +29,8 @@ def cut_at(units: Sequence[Unit], cuts: Sequence[str], known: Iterable[str]) -> 
             raise CutError(f"cuts: got {b!r} after {a!r}, expected the order of execution. Put {b!r} first.")
         if end == start:
             raise CutError(
-                f"cuts: got {a!r} and {b!r} with no operation between them, expected at least one. Drop one of the two, "
-                "or cut later."
+                f"cuts: got {a!r} and {b!r} with no operation between them, expected at least one. Drop one of the "
+                "two, or cut later."
             )
     return tuple(positions)
 

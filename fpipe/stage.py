@@ -8,9 +8,9 @@ In terms of tuples of tensors:
     backward_input(residuals, cotangents)  -> input_cotangents, deferred
     backward_weight(deferred)              -> grads
 
-`params` are leaves as `Stage.leaves` makes them, once a step. `inputs` are the stage's leaves of the batch, then what it
-gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only passed on
-stands there too. Nothing that is passed in is modified. A stage in which nothing wants a gradient keeps no graph.
+`params` are leaves as `Stage.leaves` makes them, once a step. `inputs` are the stage's leaves of the batch, then what
+it gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only passed
+on stands there too. Nothing that is passed in is modified. A stage in which nothing wants a gradient keeps no graph.
 
 The weight half is a second `autograd.grad` over the retained graph: exact, and the input half does not wait for it.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Wiring:
     - `outputs`: the values that leave, in order, and their layouts.
     - `loss`: the value from which the backward begins, on the stage that computes the loss.
     - `roots`: the values at which cotangents enter, in the order in which they are received.
-    - `leaves`: arguments at which gradients come out: first for earlier stages, laid out as `cotangents`, then own ones.
+    - `leaves`: arguments at which gradients come out: for earlier stages, laid out as `cotangents`, then own ones.
     """
 
     trained: frozenset[int]
@@ -186,7 +186,8 @@ class Stage:
         if not leaves or not residuals.roots:
             return ()
         with self.scope(residuals.arguments) if self.scope is not None else nullcontext():
-            found = torch.autograd.grad(residuals.roots, leaves, incoming, retain_graph=retain_graph, allow_unused=True)
+            roots = cast("tuple[Tensor, ...]", residuals.roots)  # torch takes tensors and edges together
+            found = torch.autograd.grad(roots, leaves, incoming, retain_graph=retain_graph, allow_unused=True)
         return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)])
 
     def shared(self, total: Tensors, peer: int) -> Tensors:

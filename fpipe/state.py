@@ -16,20 +16,23 @@ def require_names(wanted: Iterable[str], got: Mapping[str, Tensor]) -> None:
     missing = [name for name in wanted if name not in got]
     if missing:
         raise InputError(
-            f"params, buffers: got none of {missing}, expected them: in eval mode the model reads them on this rank, in "
-            "train mode on another. Cut the model where both modes call the same modules."
+            f"params, buffers: got none of {missing}, expected them: in eval mode the model reads them on this rank, "
+            "in train mode on another. Cut the model where both modes call the same modules."
         )
 
 
 def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Spec]) -> None:
-    """Raise `InputError`, naming the leaf, unless `got` has these names with these shapes and dtypes, on these devices."""
-    if not isinstance(got, Mapping) or got.keys() != expected.keys():
-        names = list(got) if isinstance(got, Mapping) else type(got).__name__
-        missing = [name for name in expected if not isinstance(got, Mapping) or name not in got]
-        surplus = [name for name in names if name not in expected] if isinstance(got, Mapping) else []
+    """Raise `InputError`, naming the leaf, unless `got` has these names with these shapes, dtypes and devices."""
+    if not isinstance(got, Mapping):
         raise InputError(
-            f"{what}: got {names if not isinstance(got, Mapping) else f'{len(got)} leaves'}, expected {len(expected)} "
-            f"(missing {missing}, unexpected {surplus}). Pass what pipe.init(model) returned, updated leaf by leaf."
+            f"{what}: got {type(got).__name__}, expected a dict by name. Pass what pipe.init(model) returned."
+        )
+    if got.keys() != expected.keys():
+        missing = [name for name in expected if name not in got]
+        surplus = [name for name in got if name not in expected]
+        raise InputError(
+            f"{what}: got {len(got)} leaves, expected {len(expected)} (missing {missing}, unexpected {surplus}). Pass "
+            "what pipe.init(model) returned, updated leaf by leaf."
         )
     for name, spec in expected.items():
         leaf = got[name]
@@ -44,6 +47,6 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
             )
         if leaf.shape != spec.shape or leaf.dtype != spec.dtype or leaf.device != spec.device:
             raise InputError(
-                f"{what}[{name!r}]: got {Spec.of(leaf)} on {leaf.device}, expected {spec} on {spec.device}. Convert it, "
-                "or build the pipeline from the model as it is now."
+                f"{what}[{name!r}]: got {Spec.of(leaf)} on {leaf.device}, expected {spec} on {spec.device}. Convert "
+                "it, or build the pipeline from the model as it is now."
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is the pipeline what it claims to be? Compare it, bit for bit, with one device.
 
-Two comparisons, because a reference that shares the capture cannot see what the capture lost: with `fpipe.reference`, and
-with the user's own module run eagerly, forward and `.backward()`, in a plain loop that uses nothing of fpipe's.
+Two comparisons, because a reference that shares the capture cannot see what the capture lost: with `fpipe.reference`,
+and with the user's own module run eagerly, forward and `.backward()`, in a plain loop that uses nothing of fpipe's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fpipe.batch import BatchSpec
@@ -38,7 +39,7 @@ def eagerly(model: nn.Module, loss: Loss, spec: BatchSpec, inputs: Any, targets:
         tree, wanted = spec.structure.unflatten([parts[leaf][i] for leaf in range(len(parts))])
         value = scaled_loss(loss, call_model(model, tree), wanted, spec.microbatches)
         if value.requires_grad:
-            value.backward()
+            torch.autograd.backward(value)
         total = total + value.detach()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Computed(total, None, grads, dict(model.named_buffers()))
@@ -57,8 +58,9 @@ def require_equal(got: Computed, expected: Computed, against: str) -> int:
         if not same_bits(mine, theirs):
             far = (mine.double() - theirs.double()).abs().max().item() if mine.shape == theirs.shape else float("nan")
             raise MismatchError(
-                f"{name}: got other bits than {against}, expected the same; the largest difference is {far:.3g}. Compare "
-                "the number of intra-op threads (torch.get_num_threads()) and deterministic kernels on both sides first."
+                f"{name}: got other bits than {against}, expected the same; the largest difference is {far:.3g}. "
+                "Compare the number of intra-op threads (torch.get_num_threads()) and deterministic kernels on both "
+                "sides first."
             )
     return count
 

@@ -79,8 +79,8 @@ def _trace(objective: Objective, leaves: Tensors) -> ExportedProgram:
     except Exception as error:
         where = blame(error.__traceback__, objective.model)
         raise CaptureError(
-            f"{where}: torch.export could not trace it: {error}. Expected control flow and shapes that do not depend on "
-            'data. Rewrite that part, or hand the modules in with capture="modules", where they run as they are.'
+            f"{where}: torch.export could not trace it: {error}. Expected control flow and shapes that do not depend "
+            'on data. Rewrite that part, or hand the modules in with capture="modules", where they run as they are.'
         ) from error
 
 
@@ -148,12 +148,12 @@ class _Graph:
         return unit
 
     def _load(self, node: fx.Node, values: Mapping[Value, Tensor]) -> Any:
-        return operator.attrgetter(node.target)(self.module) if node.op == "get_attr" else values[self.value[node]]
+        return operator.attrgetter(str(node.target))(self.module) if node.op == "get_attr" else values[self.value[node]]
 
     def outputs(self) -> tuple[Value, ...]:
         """The values that the graph returns."""
-        (returned,) = self.nodes[-1].args
-        return tuple(self.value[node] for node in returned)  # type: ignore[union-attr]
+        returned: Any = self.nodes[-1].args[0]
+        return tuple(self.value[node] for node in returned)
 
     def fuse(
         self,

@@ -2,8 +2,8 @@
 """Refuse what a traced graph would lose without a word.
 
 A graph of operators keeps what was computed, and loses: the backward of a custom `autograd.Function`, activation
-checkpointing and other saved-tensor hooks, hooks on modules, tensors and parameters, and state that the forward assigns to
-its modules. While the model runs under capture these are watched, and refused with the name of the module.
+checkpointing and other saved-tensor hooks, hooks on modules, tensors and parameters, and state that the forward assigns
+to its modules. While the model runs under capture these are watched, and refused with the name of the module.
 
 Invariant: the watch is on only while the user's forward and loss run, so what the tracer itself does is not seen.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -53,9 +53,9 @@ def refuse_hooks(model: nn.Module) -> None:
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
     """Refuse, inside, what the graph would lose of what `model` does."""
-    modules = {id(module): _where(name, module) for name, module in model.named_modules()}
+    modules = _where_all(model)
 
-    def custom_function(cls: type, *args: object, **kwargs: object) -> NoReturn:
+    def custom_function(cls: Any, /, *args: object, **kwargs: object) -> NoReturn:
         refuse(f"the custom autograd function {cls.__name__}", here(modules), "its backward would be lost")
 
     def saved_tensor_hooks(hooks: object) -> NoReturn:
@@ -65,42 +65,50 @@ def watched(model: nn.Module) -> Iterator[None]:
     def tensor_hook(tensor: Tensor, hook: object) -> NoReturn:
         refuse(f"the tensor hook {_name(hook)}", here(modules), "it would be lost")
 
-    assign: Callable[[nn.Module, str, object], None] = nn.Module.__setattr__
+    def assignment(module: nn.Module, name: str, where: str) -> NoReturn:
+        kind = "buffer" if name in module._buffers else "attribute"
+        refuse(f"an assignment to the {kind} {name!r}", where, "the new value would be lost")
 
-    def assignment(module: nn.Module, name: str, value: object) -> None:
-        if id(module) in modules and not _harmless(getattr(module, name, None), value):
-            kind = "buffer" if name in module._buffers else "attribute"
-            refuse(f"an assignment to the {kind} {name!r}", modules[id(module)], "the new value would be lost")
-        assign(module, name, value)
-
-    patches = (
+    with (
         patch.object(torch.autograd.Function, "apply", classmethod(custom_function)),
         patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
         patch.object(Tensor, "register_hook", tensor_hook),
-        patch.object(nn.Module, "__setattr__", assignment),
-    )
-    with ExitStack() as stack:
-        for one in patches:
-            stack.enter_context(one)
+        _assignments(modules, lambda old, new: not _harmless(old, new), assignment),
+    ):
         yield
 
 
 @contextmanager
 def kept_buffers(model: nn.Module, prefix: str) -> Iterator[None]:
     """Refuse, inside, tensors assigned to a module: where parts run as they are, only in-place changes come out."""
-    modules = {id(module): _where(f"{prefix}.{name}".rstrip("."), module) for name, module in model.named_modules()}
-    assign: Callable[[nn.Module, str, object], None] = nn.Module.__setattr__
 
-    def assignment(module: nn.Module, name: str, value: object) -> None:
-        if id(module) in modules and isinstance(value, Tensor) and value is not getattr(module, name, None):
-            raise CaptureError(
-                f"{modules[id(module)]}: got an assignment of a tensor to {name!r}, expected buffers that are changed in "
-                "place; the new value would be lost. Register it as a buffer and write self."
-                f"{name}.copy_(...) instead."
-            )
+    def assignment(module: nn.Module, name: str, where: str) -> NoReturn:
+        raise CaptureError(
+            f"{where}: got an assignment of a tensor to {name!r}, expected buffers that are changed in place; the new "
+            f"value would be lost. Register it as a buffer and write self.{name}.copy_(...) instead."
+        )
+
+    with _assignments(
+        _where_all(model, prefix), lambda old, new: isinstance(new, Tensor) and new is not old, assignment
+    ):
+        yield
+
+
+@contextmanager
+def _assignments(
+    modules: Mapping[int, str],
+    unwanted: Callable[[object, object], bool],
+    refuse: Callable[[nn.Module, str, str], NoReturn],
+) -> Iterator[None]:
+    """Call `refuse(module, name, where)` for each assignment to one of `modules` of an unwanted (old, new) value."""
+    assign: Callable[..., None] = nn.Module.__setattr__
+
+    def watching(module: nn.Module, name: str, value: object) -> None:
+        if id(module) in modules and unwanted(getattr(module, name, None), value):
+            refuse(module, name, modules[id(module)])
         assign(module, name, value)
 
-    with patch.object(nn.Module, "__setattr__", assignment):
+    with patch.object(nn.Module, "__setattr__", watching):
         yield
 
 
@@ -117,7 +125,7 @@ def here(modules: Mapping[int, str]) -> str:
 
 def blame(traceback: TracebackType | None, model: nn.Module) -> str:
     """The innermost module of `model` in whose method an exception arose."""
-    modules = {id(module): _where(name, module) for name, module in model.named_modules()}
+    modules = _where_all(model)
     found = "the loss"
     while traceback is not None:
         found = modules.get(id(traceback.tb_frame.f_locals.get("self")), found)
@@ -128,6 +136,10 @@ def blame(traceback: TracebackType | None, model: nn.Module) -> str:
 def _harmless(old: object, new: object) -> bool:
     """Whether an assignment leaves the module as it was; in-place operators assign the same tensor again."""
     return old is new or (type(old) is type(new) and isinstance(old, bool | int | float | str) and old == new)
+
+
+def _where_all(model: nn.Module, prefix: str = "") -> dict[int, str]:
+    return {id(m): _where(".".join(filter(None, (prefix, name))), m) for name, m in model.named_modules()}
 
 
 def _where(name: str, module: nn.Module) -> str:

@@ -8,7 +8,7 @@ so the sum over microbatches is the loss of the step, and no stage is special to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -53,25 +53,35 @@ def without_parameters(loss: Loss | None) -> None:
         )
 
 
+class _Settings(NamedTuple):
+    """What is no part of the model's state, a loss that is a module included."""
+
+    loss: Loss | None
+    batch: Structure
+    microbatches: int
+
+
 class Objective(nn.Module):
-    """`(tensor leaves of (inputs, targets)) -> (loss, output tensors...)`; without a loss, the outputs alone.
-
-    `structure` is the tree of the outputs, known after a call.
-    """
-
-    structure: Structure
+    """`(tensor leaves of (inputs, targets)) -> (loss, output tensors...)`; without a loss, the outputs alone."""
 
     def __init__(self, model: nn.Module, loss: Loss | None, batch: Structure, microbatches: int) -> None:
         super().__init__()
         self.model = model
-        self.__dict__.update(loss=loss, batch=batch, microbatches=microbatches)  # not part of the model's state
+        self.settings = _Settings(loss, batch, microbatches)
+        self.structures: list[Structure] = []
+
+    @property
+    def structure(self) -> Structure:
+        """The tree of the outputs, of the last call."""
+        return self.structures[-1]
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Call the model and the loss."""
-        inputs, targets = self.batch.unflatten(leaves)
+        loss, batch, microbatches = self.settings
+        inputs, targets = batch.unflatten(leaves)
         with watched(self.model):
             outputs = call_model(self.model, inputs)
-            loss = () if self.loss is None else (scaled_loss(self.loss, outputs, targets, self.microbatches),)
+            scaled = () if loss is None else (scaled_loss(loss, outputs, targets, microbatches),)
         tensors, structure = flatten(outputs)
-        self.__dict__["structure"] = structure
-        return *loss, *tensors
+        self.structures.append(structure)
+        return *scaled, *tensors

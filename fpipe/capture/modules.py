@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Front end: modules or functions in order, which run as they are. One unit per part.
 
-`[a, b, c]` means what `nn.Sequential(a, b, c)` means: each part is called with what the one before it returned, the first
-with the inputs, the loss with what the last returned. Whatever pytree a part returns is taken apart into tensors; what
-is no tensor must be the same for every microbatch. A tensor that a part returns untouched stays the same value, so it
-goes straight to its next user.
+`[a, b, c]` means what `nn.Sequential(a, b, c)` means: each part is called with what the one before it returned, the
+first with the inputs, the loss with what the last returned. Whatever pytree a part returns is taken apart into tensors;
+what is no tensor must be the same for every microbatch. A tensor that a part returns untouched stays the same value, so
+it goes straight to its next user.
 
 Parts keep everything that a graph would lose: custom autograd functions, checkpointing, hooks, autocast. They run on a
 copy without tensors of its own (on meta), with the step's parameters and buffers in place.
@@ -62,7 +62,8 @@ def modules(
         model = Chain(model)
     if not isinstance(model, Chain):
         raise CaptureError(
-            f"model: got {type(model).__name__}, expected a list of modules or functions, or an nn.Sequential. Hand the "
+            f"model: got {type(model).__name__}, expected a list of modules or functions, or an nn.Sequential. Hand "
+            "the "
             'parts in in order, or use capture="export".'
         )
     device = leaves[0].device if leaves else torch.device("cpu")
@@ -112,16 +113,19 @@ class _Recorder:
         outputs = tuple(self.values[id(tensor)] for tensor in tensors)
         made: Value | None = None
         if loss is not None:
-            total = self._part("loss", None, lambda both: scaled_loss(loss, *both, microbatches), (value, targets))
+            total = self._part(
+                "loss", None, lambda both: scaled_loss(loss, both[0], both[1], microbatches), (value, targets)
+            )
             made = self.values[id(total)]
         sources = {value: self.fakes[value] for value in self.sources}
         return Captured(tuple(self.units), self.sources, made, outputs, structure, sources, self.mode, self.trainable)
 
     def _part(self, name: str, part: object, call: Callable[[Any], Any], tree: Any) -> Any:
         tensors, structure = flatten(tree)
-        module = part if isinstance(part, nn.Module) else nn.Module()
-        state = {n.removeprefix(f"{name}."): v for n, v in self.state.items() if n.startswith(f"{name}.")}
-        state = state if isinstance(part, nn.Module) else {}
+        module, state = nn.Module(), {}
+        if isinstance(part, nn.Module):
+            module = part
+            state = {n.removeprefix(f"{name}."): v for n, v in self.state.items() if n.startswith(f"{name}.")}
         reads = tuple(dict.fromkeys([*state.values(), *[self.values[id(tensor)] for tensor in tensors]]))
         unit = _Part(name, module, state, reads, tuple(self.values[id(tensor)] for tensor in tensors), structure, call)
         with self.mode, torch.no_grad(), kept_buffers(module, name):

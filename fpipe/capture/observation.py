@@ -66,14 +66,14 @@ def observe(captured: Captured) -> Observed:
 
 def memory(tensor: Tensor) -> int:
     """An identifier of the storage of a live tensor."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what the operations under it write and where they draw."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.drawn: dict[torch.device, None] = {}
 

@@ -55,7 +55,7 @@ class DistributedTransport:
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def setup(self, channels: Iterable[tuple[int, int]]) -> None:
-        """Make a process group for each channel that has none yet, in ascending order, and send a first byte through it.
+        """Make a process group for each channel that has none yet, in ascending order, and send a first byte through
 
         Every process takes part in making every group: torch.distributed names a group by how many there are.
         """
@@ -101,14 +101,15 @@ def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
 
 
 class DistributedRanks:
-    """One rank of a schedule with these `homes`: this process in `group`, which has as many processes as there are ranks."""
+    """One rank of a schedule with these `homes`: this process in `group`, which has as many processes as there are "
+    "ranks."""
 
     def __init__(self, ranks: int, homes: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         size = dist.get_world_size(group)
         if size != ranks:
             raise TransportError(
-                f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} ranks. "
-                f"Start {ranks} processes, or build the schedule for ranks={size}."
+                f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
+                f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
             )
         self.group, self.device = group, device
         self.ranks = (dist.get_rank(group),)
@@ -124,7 +125,8 @@ class DistributedRanks:
         if different:
             raise TransportError(
                 f"rank {self.ranks[0]}: got another pipeline on ranks {different}, expected the same model, example, "
-                f"schedule and cuts on every rank. Here it is: {description}. Build it from the same arguments everywhere."
+                f"schedule and cuts on every rank. Here it is: {description}. Build it from the same arguments "
+                "everywhere."
             )
         self.transport.setup(channels)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks in one process: values pass by reference, and the driver steps the ranks in turn.
 
-A channel is a queue of zero capacity: the oldest send meets the oldest receive, and both are done. So a program that runs
-here has its sends and receives in the same order, as any transport needs it.
+A channel is a queue of zero capacity: the oldest send meets the oldest receive, and both are done. So a program that
+runs here has its sends and receives in the same order, as any transport needs it.
 
 A rank runs until it must wait; it is stepped again when its handle is done. If nobody can be stepped and somebody is
 unfinished, that is a deadlock, known at once.
@@ -60,8 +60,9 @@ class LocalTransport:
         send, receive = (posted, other) if end == 0 else (other, posted)
         if send.message != receive.message:
             raise TransportError(
-                f"channel from rank {source} to rank {target}: got {text('SEND', send.message)}, expected the message of "
-                f"{text('RECV', receive.message)}. Post both ends in the same order: run programs as lower() makes them."
+                f"channel from rank {source} to rank {target}: got {text('SEND', send.message)}, expected the message "
+                f"of {text('RECV', receive.message)}. Post both ends in the same order: run programs as lower() makes "
+                "them."
             )
         receive.payload, send.payload = send.payload, ()
         for one in (send, receive):
@@ -120,7 +121,9 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
 
 
 def _report(executions: Sequence[Execution], waiting: dict[int, Posted]) -> str:
-    lines = [f"got {len(waiting)} of {len(executions)} ranks waiting for messages that nobody will post, expected none:"]
+    lines = [
+        f"got {len(waiting)} of {len(executions)} ranks waiting for messages that nobody will post, expected none:"
+    ]
     for rank, handle in sorted(waiting.items()):
         where = f"rank {rank}, position {executions[rank].position}, {executions[rank].action}"
         lines.append(f"{where}: waits for {text(handle.end, handle.message)}")
