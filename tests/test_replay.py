@@ -4,7 +4,7 @@
 import pytest
 from hypothesis import given, settings
 
-from schedules import B, F, I, ScheduleError, W, chain, linear
+from schedules import B, F, I, Placement, ScheduleError, W, chain, linear
 from schedules.replay import InFlight, makes, needs, replay
 from schedules.testing import orders
 
@@ -64,3 +64,8 @@ def test_a_block_is_followed_to_its_cause(rows, where, why):
         list(replay([iter(row) for row in rows], chain(2), linear(2)))
     assert (caught.value.rank, caught.value.position, caught.value.action) == where
     assert caught.value.rule == "ordered"
+
+
+def test_a_circle_may_go_through_what_a_rank_is_about_to_do():
+    with pytest.raises(ScheduleError, match=r"in a circle: rank 0 at 2F0 needs 1F0, rank 1 at 1F0 needs 0F0"):
+        list(replay([iter([F(2, 0), F(0, 0)]), iter([F(1, 0)])], chain(3), Placement(2, (0, 1, 0))))

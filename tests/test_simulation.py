@@ -12,7 +12,9 @@ from schedules import (
     Action,
     Costs,
     F,
+    I,
     ScheduleError,
+    W,
     check,
     gpipe,
     one_f_one_b,
@@ -122,6 +124,12 @@ def test_a_measured_timeline_is_summed_up_alike():
 @transform
 def edited(rank, schedule, rows):
     yield from rows[rank]
+
+
+def test_activations_are_held_until_the_weight_half_is_done():
+    deferred = (F(0, 0), I(0, 0), F(0, 1), I(0, 1), W(0, 0), W(0, 1))
+    assert simulate(edited(gpipe(1, 2), (deferred,))).peak_memory == (2,)
+    assert simulate(split_backward(one_f_one_b(1, 2))).peak_memory == (1,)
 
 
 @pytest.mark.parametrize(
