@@ -53,7 +53,8 @@ def export(
     device = leaves[0].device if leaves else torch.device("cpu")
     mode = fake_mode()
     copy = skeleton(model, lambda tensor: fake(mode, tensor, device))
-    objective = Objective(copy, loss, batch, microbatches)
+    trees: list[Structure] = []
+    objective = Objective(copy, loss, batch, microbatches, trees.append)
     program = _trace(objective, tuple(fake(mode, leaf, device) for leaf in leaves))
     graph = _Graph(program, _first_names(objective.model))
     outputs = graph.outputs()
@@ -63,7 +64,7 @@ def export(
         sources=graph.sources,
         loss=outputs[0] if loss is not None else None,
         outputs=outputs if loss is None else outputs[1:],
-        structure=objective.structure,
+        structure=trees[-1],
         fakes=fakes,
         mode=mode,
         trainable=frozenset(name for name, p in model.named_parameters() if p.requires_grad),

@@ -59,29 +59,34 @@ class _Settings(NamedTuple):
     loss: Loss | None
     batch: Structure
     microbatches: int
+    report: Callable[[Structure], None]
 
 
 class Objective(nn.Module):
-    """`(tensor leaves of (inputs, targets)) -> (loss, output tensors...)`; without a loss, the outputs alone."""
+    """`(tensor leaves of (inputs, targets)) -> (loss, output tensors...)`; without a loss, the outputs alone.
 
-    def __init__(self, model: nn.Module, loss: Loss | None, batch: Structure, microbatches: int) -> None:
+    `report` is called with the tree of the outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        batch: Structure,
+        microbatches: int,
+        report: Callable[[Structure], None],
+    ) -> None:
         super().__init__()
         self.model = model
-        self.settings = _Settings(loss, batch, microbatches)
-        self.structures: list[Structure] = []
-
-    @property
-    def structure(self) -> Structure:
-        """The tree of the outputs, of the last call."""
-        return self.structures[-1]
+        self.settings = _Settings(loss, batch, microbatches, report)
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Call the model and the loss."""
-        loss, batch, microbatches = self.settings
+        loss, batch, microbatches, report = self.settings
         inputs, targets = batch.unflatten(leaves)
         with watched(self.model):
             outputs = call_model(self.model, inputs)
             scaled = () if loss is None else (scaled_loss(loss, outputs, targets, microbatches),)
         tensors, structure = flatten(outputs)
-        self.structures.append(structure)
+        report(structure)
         return *scaled, *tensors

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 Payload: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[str, int, int, int]
-"""What is carried (`F` a value, `B` a cotangent, `G` a gradient), the stage that made it, microbatch, the other "
-"stage."""
+"""What is carried (`F` a value, `B` a cotangent, `G` a gradient), from which stage, microbatch, for which stage."""
 
 
 class Handle(Protocol):

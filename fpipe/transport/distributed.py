@@ -55,7 +55,7 @@ class DistributedTransport:
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def setup(self, channels: Iterable[tuple[int, int]]) -> None:
-        """Make a process group for each channel that has none yet, in ascending order, and send a first byte through
+        """Make a process group for each new channel, in ascending order, and send a first byte through it.
 
         Every process takes part in making every group: torch.distributed names a group by how many there are.
         """
@@ -101,8 +101,7 @@ def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
 
 
 class DistributedRanks:
-    """One rank of a schedule with these `homes`: this process in `group`, which has as many processes as there are "
-    "ranks."""
+    """One rank of a schedule with these `homes`: this process, in a `group` of as many processes as ranks."""
 
     def __init__(self, ranks: int, homes: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
         size = dist.get_world_size(group)
