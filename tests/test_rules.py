@@ -88,14 +88,14 @@ def computes_the_model(schedule, graph):
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(orders())
 def test_every_correct_order_is_accepted_and_proved(case):
     check(*case)
     prove(*case)
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(edits())
 def test_accepts_exactly_what_computes_the_whole_model(case):
     assert accepted(*case) == computes_the_model(*case)
