@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe import random
-from fpipe.batch import BatchSpec
+from fpipe.batch import BatchSpec, join
 from fpipe.capture.export import export
 from fpipe.capture.fake import fake, fake_mode, skeleton
 from fpipe.capture.losses import Loss, without_parameters
@@ -335,5 +335,4 @@ def _joined(plan: Plan, results: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tens
         loss = sum(rest, start=first)
     if not plan.outputs:
         return loss, None
-    leaves = [torch.cat(column) if column[0].dim() else torch.stack(column) for column in columns]
-    return loss, plan.assembly.captured.structure.unflatten(leaves)
+    return loss, plan.assembly.captured.structure.unflatten([join(column) for column in columns])

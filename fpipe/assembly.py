@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
-from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Tensors, Unit, Value, scopes
+from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Value, scopes
 from fpipe.capture.observation import Observed, observe
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
@@ -157,9 +156,7 @@ class _Builder:
 
 
 def _scope(layout: Layout) -> Scope | None:
-    units = [unit for unit in layout.units if unit.scope is not None]
-    return partial(_open, units, layout.inputs) if units else None
-
-
-def _open(units: Sequence[Unit], inputs: tuple[Value, ...], arguments: Tensors) -> AbstractContextManager[None]:
-    return scopes(units, inputs, arguments)
+    units, inputs = [unit for unit in layout.units if unit.scope is not None], layout.inputs
+    if not units:
+        return None
+    return lambda arguments: scopes(units, dict(zip(inputs, arguments, strict=True)))

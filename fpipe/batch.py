@@ -81,6 +81,11 @@ class BatchSpec:
         return torch.split(spec.like(tensor.detach()), spec.shape[0] // self.microbatches)
 
 
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """A leaf of all microbatches: joined along dimension 0, stacked if it has none."""
+    return torch.cat(tuple(parts)) if parts[0].dim() else torch.stack(tuple(parts))
+
+
 def _named(path: str) -> str:
     """`[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
     return ("inputs" if path.startswith("[0]") else "targets") + path[3:]

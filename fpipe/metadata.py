@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fpipe.capture.contract import Captured, Function, Parameter, Value
+from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value, scopes
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
 from fpipe.spec import Spec
@@ -105,7 +105,10 @@ def _backward(
     previous = [v for routes in (layout.gets, layout.earlier) for values in routes.values() for v in values]
     wanted = [v for v in dict.fromkeys((*previous, *layout.parameters)) if v in metadata.differentiable]
     leaves = [run.leaves[value] for value in wanted]
-    grads = torch.autograd.grad(roots, leaves, incoming, allow_unused=True) if roots and leaves else ()
+    grads: Tensors = ()
+    if roots and leaves:
+        with scopes(layout.units, run.leaves):
+            grads = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
     for value in previous:
         if value in flowing:

@@ -16,11 +16,12 @@ from fpipe.errors import CutError
 
 
 def cut_at(units: Sequence[Unit], cuts: Sequence[str], known: Iterable[str]) -> tuple[int, ...]:
-    """The positions at which the modules `cuts` are first called; `known` are the names of all modules.
+    """The positions at which the modules `cuts` are first called; `known` are the names of the model's modules.
 
     Raises `CutError` for a name that is unknown, repeated, out of order, or at which no stage can begin.
     """
-    known = [name for name in known if name]
+    known = dict.fromkeys([*known, *[unit.path for unit in units]])
+    known.pop("", None)
     positions = [_position(units, name, known) for name in cuts]
     for (a, start), (b, end) in pairwise([("the model's first operation", 0), *zip(cuts, positions, strict=True)]):
         if a == b:
@@ -35,9 +36,9 @@ def cut_at(units: Sequence[Unit], cuts: Sequence[str], known: Iterable[str]) -> 
     return tuple(positions)
 
 
-def _position(units: Sequence[Unit], name: str, known: Sequence[str]) -> int:
+def _position(units: Sequence[Unit], name: str, known: Iterable[str]) -> int:
     if name not in known:
-        close = difflib.get_close_matches(str(name), known, n=3) or list(known)[:8]
+        close = difflib.get_close_matches(str(name), list(known), n=3) or list(known)[:8]
         raise CutError(f"cuts: got {name!r}, expected the name of a module. Did you mean one of {close}?")
     for position, unit in enumerate(units):
         path = unit.path.split("@")[0]

@@ -53,6 +53,7 @@ class Spec:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The elements of `tensor` as contiguous bytes, in the order of memory; a view where memory is dense."""
+        tensor = tensor.resolve_conj().resolve_neg()
         for dim, stride in enumerate(self.stride):
             if not stride:
                 tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))

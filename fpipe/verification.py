@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fpipe.batch import BatchSpec
+from fpipe.batch import BatchSpec, join
 from fpipe.capture.losses import Loss, call_model, scaled_loss
 from fpipe.errors import MismatchError
 from fpipe.tree import flatten, same_bits
@@ -35,14 +35,19 @@ def eagerly(model: nn.Module, loss: Loss, spec: BatchSpec, inputs: Any, targets:
     model.zero_grad(set_to_none=True)
     parts = spec.take(inputs, targets, range(len(spec.specs)))
     total: Any = 0
+    columns = []
     for i in range(spec.microbatches):
         tree, wanted = spec.structure.unflatten([parts[leaf][i] for leaf in range(len(parts))])
-        value = scaled_loss(loss, call_model(model, tree), wanted, spec.microbatches)
+        outputs = call_model(model, tree)
+        value = scaled_loss(loss, outputs, wanted, spec.microbatches)
         if value.requires_grad:
             torch.autograd.backward(value)
         total = total + value.detach()
+        leaves, structure = flatten(outputs)
+        columns.append([leaf.detach() for leaf in leaves])
+    joined = structure.unflatten([join(column) for column in zip(*columns, strict=True)])
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Computed(total, None, grads, dict(model.named_buffers()))
+    return Computed(total, joined, grads, dict(model.named_buffers()))
 
 
 def require_equal(got: Computed, expected: Computed, against: str) -> int:

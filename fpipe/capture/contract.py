@@ -16,7 +16,7 @@ Invariants. Units are in execution order: every value is made before it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
@@ -67,7 +67,8 @@ def _no_scope(*_: Tensor) -> AbstractContextManager[None]:
 class Unit:
     """A piece of the model that is never cut.
 
-    `path` is its call path in the uncut model. `scope`, given the same values as `call`, is a context in which a
+    `path` is its call path in the uncut model. `scope`, given the same values as `call` (`None` for values that were
+    made on the way), is a context in which a
     backward through the unit must run (a checkpointed module looks up its parameters again then).
     """
 
@@ -140,9 +141,8 @@ class Captured:
 
 
 @contextmanager
-def scopes(units: Sequence[Unit], inputs: tuple[Value, ...], tensors: Tensors) -> Iterator[None]:
-    """The contexts of all units that have one, given the inputs of the run; their reads must be among these."""
-    values = dict(zip(inputs, tensors, strict=True))
+def scopes(units: Iterable[Unit], values: Mapping[Value, Tensor]) -> Iterator[None]:
+    """The contexts of all units that have one; `values` are those that the run was given, parameters among them."""
     with ExitStack() as stack:
         for unit in units:
             if unit.scope is not None:

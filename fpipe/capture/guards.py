@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from fpipe.errors import CaptureError
 
@@ -79,8 +80,19 @@ def watched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept_buffers(model: nn.Module, prefix: str) -> Iterator[None]:
-    """Refuse, inside, tensors assigned to a module: where parts run as they are, only in-place changes come out."""
+def watched_parts(model: nn.Module, prefix: str) -> Iterator[None]:
+    """Refuse, inside, what is lost even where parts run as they are.
+
+    Tensors assigned to a module, since only in-place changes come out, and reentrant checkpoints, which cannot be
+    differentiated with respect to chosen tensors.
+    """
+    modules = _where_all(model, prefix)
+
+    def reentrant(cls: Any, /, *args: object) -> NoReturn:
+        raise CaptureError(
+            f"{here(modules)}: got a reentrant checkpoint, expected a non-reentrant one: it does not work with "
+            "autograd.grad. Pass use_reentrant=False to checkpoint()."
+        )
 
     def assignment(module: nn.Module, name: str, where: str) -> NoReturn:
         raise CaptureError(
@@ -88,8 +100,9 @@ def kept_buffers(model: nn.Module, prefix: str) -> Iterator[None]:
             f"value would be lost. Register it as a buffer and write self.{name}.copy_(...) instead."
         )
 
-    with _assignments(
-        _where_all(model, prefix), lambda old, new: isinstance(new, Tensor) and new is not old, assignment
+    with (
+        patch.object(CheckpointFunction, "apply", classmethod(reentrant)),
+        _assignments(modules, lambda old, new: isinstance(new, Tensor) and new is not old, assignment),
     ):
         yield
 
@@ -104,7 +117,8 @@ def _assignments(
     assign: Callable[..., None] = nn.Module.__setattr__
 
     def watching(module: nn.Module, name: str, value: object) -> None:
-        if id(module) in modules and unwanted(getattr(module, name, None), value):
+        torchs = type(module).__module__.startswith("torch.nn.")  # torch's own modules assign nothing but caches
+        if not torchs and id(module) in modules and unwanted(getattr(module, name, None), value):
             refuse(module, name, modules[id(module)])
         assign(module, name, value)
 

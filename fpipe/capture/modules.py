@@ -23,7 +23,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from fpipe.capture.contract import Batch, Buffer, Captured, Parameter, Source, Tensors, Unit, Value
 from fpipe.capture.fake import fake, fake_mode, skeleton
-from fpipe.capture.guards import kept_buffers
+from fpipe.capture.guards import watched_parts
 from fpipe.capture.losses import Loss, call_model, scaled_loss
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import Structure, flatten, names, require_same
@@ -128,14 +128,25 @@ class _Recorder:
             state = {n.removeprefix(f"{name}."): v for n, v in self.state.items() if n.startswith(f"{name}.")}
         reads = tuple(dict.fromkeys([*state.values(), *[self.values[id(tensor)] for tensor in tensors]]))
         unit = _Part(name, module, state, reads, tuple(self.values[id(tensor)] for tensor in tensors), structure, call)
-        with self.mode, torch.no_grad(), kept_buffers(module, name):
-            out = unit.run(self.fakes)
+        with self.mode, torch.no_grad(), watched_parts(module, name):
+            out = self._run(unit)
         returned, unit.returns = flatten(out)
         known = set(self.values)
         unit.picks = tuple(k for k, tensor in enumerate(returned) if id(tensor) not in known)
         makes = tuple(self._add(returned[k]) for k in unit.picks)
         self.units.append(Unit(name, reads, makes, unit.call, unit.scope))
         return out
+
+    def _run(self, part: _Part) -> Any:
+        try:
+            return part.run(self.fakes)
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"part {part.name}: got {type(error).__name__}: {error}, expected a part that runs on fake tensors, "
+                "which have shapes but no values. Repair it, or take what depends on values out of the model."
+            ) from error
 
 
 class _Part:
@@ -161,13 +172,7 @@ class _Part:
         """Call the part with the tensors of these values in place."""
         tree = self.structure.unflatten([values[value] for value in self.inputs])
         with self._placed(values):
-            try:
-                return self.function(tree)
-            except PipelineError:
-                raise
-            except Exception as error:
-                error.add_note(f"in part {self.name} of the model")
-                raise
+            return self.function(tree)
 
     def call(self, *tensors: Tensor) -> Tensors:
         """What the part makes of the tensors that it reads."""

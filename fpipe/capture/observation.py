@@ -86,7 +86,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
                 self._write(args[position] if position < len(args) else kwargs.get(declared.name))
         out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
             tensors = out if isinstance(out, tuple | list) else (out,)
             self.drawn.update({tensor.device: None for tensor in tensors if isinstance(tensor, Tensor)})
         return out
@@ -95,3 +95,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in argument if isinstance(argument, tuple | list) else (argument,):
             if isinstance(tensor, Tensor):
                 self.written.add(memory(tensor))
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a call passes for the argument `name` of an operator; `None` if there is none of that name."""
+    for position, declared in enumerate(func._schema.arguments):
+        if declared.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, declared.default_value)
+    return None
