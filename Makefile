@@ -1,0 +1,32 @@
+# Two commands on a fresh machine with Python 3.11 (and its venv) and make:
+#   make demo   trains a small GPT on four ranks and shows that it equals one device bit for bit
+#   make test   linter, types, unit, property, doctest, README and distributed tests
+# Both make .venv first, if it is not there or not up to date.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test bench nightly clean
+
+demo: .venv/installed
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+nightly: .venv/installed
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/overhead.py --end-to-end
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tests]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
