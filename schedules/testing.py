@@ -132,8 +132,8 @@ def conformance(factory: Callable[..., Schedule]) -> Callable[[], None]:
     - its simulated makespan is at least the busiest rank's work and the time of one microbatch on its way.
 
     >>> from schedules import one_f_one_b, split_backward
-    >>> conformance(one_f_one_b)()
-    >>> conformance(lambda ranks, microbatches: split_backward(one_f_one_b(ranks, microbatches)))()
+    >>> test_one_f_one_b = conformance(one_f_one_b)
+    >>> test_split = conformance(lambda ranks, microbatches: split_backward(one_f_one_b(ranks, microbatches)))
     """
 
     @settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
