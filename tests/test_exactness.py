@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline computes what one device computes, bit for bit: loss, outputs, every gradient, every buffer.
+
+Held against two things: `fpipe.reference`, and a plain PyTorch loop that knows nothing of fpipe (models.loop).
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import (
+    SCHEDULES,
+    WIDTH,
+    ZOO,
+    Case,
+    assert_same,
+    build,
+    descending,
+    differences,
+    eval_loop,
+    few,
+    linear_fill_drain,
+    loop,
+    looped_fill_drain,
+    mse,
+    rows_of,
+    run,
+    run_reference,
+    vee_fill_drain,
+)
+from torch import nn
+
+import fpipe
+from fpipe.tree import same_bits
+from schedules import gpipe, one_f_one_b
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+
+CASES = [(name, front) for name, case in ZOO.items() for front in case.fronts]
+SEED = 5
+
+
+def require_exact(case, how, rows, cuts=None, capture="export", order=None):
+    """Build and run a case, and compare it with everything that it must be equal to."""
+    pipe, model, inputs, targets = built = build(case, how, rows, cuts, capture)
+    got = run(*built, seed=SEED if case.random else None)
+    assert_same(got, run_reference(*built, seed=SEED if case.random else None))
+    if not case.random:
+        assert_same(got, loop(model, case.loss, inputs, targets, how.microbatches, order))
+    return got
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("one_f_one_b", 4), ("split_backward", 4), ("gpipe", 2)])
+@pytest.mark.parametrize(("name", "capture"), CASES)
+def test_the_zoo(name, capture, kind, ranks):
+    require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=3), 6, capture=capture)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "capture"),
+    [
+        ("skips", "export"),
+        ("chained", "export"),
+        ("mlp", "modules"),
+        ("tied_sequence", "modules"),
+        ("dicts", "modules"),
+    ],
+)
+def test_every_schedule_on_every_number_of_ranks(name, capture, kind, ranks):
+    require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=4), 8, capture=capture)
+
+
+@pytest.mark.parametrize("microbatches", range(1, 10))
+@pytest.mark.parametrize(
+    ("name", "capture"),
+    [("mlp", "export"), ("normalised", "modules"), ("tied_sequence", "modules"), ("dropping", "modules")],
+)
+def test_any_number_of_microbatches(name, capture, microbatches):
+    for how in (SCHEDULES["one_f_one_b"](2, microbatches), SCHEDULES["split_backward"](4, microbatches)):
+        require_exact(ZOO[name], how, 2 * microbatches, capture=capture)
+
+
+@pytest.mark.parametrize("name", ["skips", "chained", "normalised", "in_place", "dropping"])
+@pytest.mark.parametrize("factory", [linear_fill_drain, looped_fill_drain, vee_fill_drain])
+def test_several_stages_on_a_rank(name, factory):
+    require_exact(ZOO[name], factory(ranks=2, microbatches=3, chunks=2), 6)
+
+
+def test_all_stages_on_one_rank():
+    require_exact(ZOO["skips"], vee_fill_drain(ranks=1, microbatches=3, chunks=4), 6)
+
+
+def test_six_stages_on_three_ranks():
+    layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+    layers[5].weight = layers[1].weight
+    case = Case(lambda: layers, rows_of(), mse, ("1", "2", "3"))
+    for factory in (looped_fill_drain, vee_fill_drain):
+        require_exact(case, factory(ranks=3, microbatches=4), 8, tuple("12345"))
+
+
+@pytest.mark.parametrize("name", ["chained", "tied_sequence", "normalised"])
+def test_gradients_are_added_in_the_order_of_the_schedule(name):
+    case, how = ZOO[name], descending(ranks=4, microbatches=5)
+    got = require_exact(case, how, 10, order=[4, 3, 2, 1, 0])
+    ascending = run(*build(case, gpipe(ranks=4, microbatches=5), 10))
+    assert any(not same_bits(got.grads[name], ascending.grads[name]) for name in got.grads), "the order must matter"
+
+
+@settings(max_examples=few(12))
+@given(
+    which=st.sampled_from(CASES),
+    kind=st.sampled_from([*SCHEDULES.values(), descending, looped_fill_drain, vee_fill_drain, linear_fill_drain]),
+    ranks=st.sampled_from([1, 2, 4]),
+    microbatches=st.integers(1, 9),
+)
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+def test_any_of_them_in_any_way(which, kind, ranks, microbatches):
+    chunks = {"chunks": 4 // ranks} if "fill_drain" in kind.__name__ else {}
+    how = kind(ranks=ranks, microbatches=microbatches, **chunks)
+    order = range(microbatches)[::-1] if kind is descending else None
+    require_exact(ZOO[which[0]], how, 2 * microbatches, capture=which[1], order=order)
+
+
+# ------------------------------------------------------------------------------------------------------- random models
+
+
+class Layer(nn.Module):
+    """One of several kinds of layers."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if kind == "norm" else None
+        self.register_buffer("seen", torch.zeros(WIDTH) if kind == "buffer" else None)
+
+    def forward(self, x):
+        if self.kind == "dropout":
+            return nn.functional.dropout(self.linear(x), 0.4, self.training)
+        if self.kind == "norm":
+            return self.norm(self.linear(x))
+        if self.kind == "buffer":
+            self.seen.mul_(0.5).add_(x.detach().sum(0))
+            return self.linear(x) * self.seen
+        if self.kind == "in_place":
+            return self.linear(x).mul_(2).relu_()
+        if self.kind == "constant":
+            return x.detach() * 0.5
+        if self.kind == "turned":
+            return self.linear(x.t().contiguous().t())
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Layers, each fed by the sum or the product of some earlier values."""
+
+    def __init__(self, layers, feeds, ties, frozen):
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, layers))
+        self.feeds = feeds
+        for k, tied in enumerate(ties):
+            if tied is not None and tied < k:
+                self.layers[k].linear.weight = self.layers[tied].linear.weight
+        for k in frozen:
+            self.layers[k].linear.requires_grad_(False)
+
+    def forward(self, x):
+        values = [x]
+        for layer, feeds in zip(self.layers, self.feeds, strict=True):
+            total = values[-1]
+            for feed in feeds:
+                total = total * values[feed] if feed % 2 else total + values[feed]
+            values.append(layer(total))
+        return values[-1] + values[len(values) // 2]
+
+
+KINDS = ["plain", "dropout", "norm", "buffer", "in_place", "constant", "turned"]
+
+
+@st.composite
+def nets(draw):
+    """The arguments of a `Net`, and places to cut it."""
+    depth = draw(st.integers(2, 6))
+    layers = draw(st.lists(st.sampled_from(KINDS), min_size=depth, max_size=depth))
+    feeds = [draw(st.sets(st.integers(0, k), max_size=2).map(sorted)) for k in range(depth)]
+    ties = draw(st.lists(st.none() | st.integers(0, depth - 1), min_size=depth, max_size=depth))
+    frozen = draw(st.sets(st.integers(0, depth - 1), max_size=2).map(sorted))
+    cuts = draw(st.sets(st.integers(1, depth - 1), max_size=4).map(sorted))
+    return layers, feeds, ties, frozen, tuple(f"layers.{k}" for k in cuts)
+
+
+@settings(max_examples=few(30))
+@given(net=nets(), kind=st.sampled_from([*SCHEDULES.values()]), microbatches=st.integers(1, 4))
+def test_any_model_cut_anywhere(net, kind, microbatches):
+    *arguments, cuts = net
+    case = Case(lambda: Net(*arguments), rows_of(), mse, ("", "", ""), random="dropout" in arguments[0])
+    require_exact(case, kind(ranks=len(cuts) + 1, microbatches=microbatches), 3 * microbatches, cuts)
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("targets_given", [True, False])
+@pytest.mark.parametrize(("name", "capture"), CASES)
+def test_evaluation(name, capture, targets_given):
+    case = ZOO[name]
+    pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=3), 6, capture=capture)
+    wanted = targets if targets_given else None
+    seed = SEED if name == "dropping" else None  # its noise is not dropout: it draws in eval mode too
+    got = fpipe.evaluate(pipe)(*pipe.init(model), inputs, wanted, seed=seed)
+    want = eval_loop(model, case.loss if wanted is not None else None, inputs, wanted, 3)
+    if name != "dropping":
+        mine, theirs = ((one.loss, one.outputs, {}, one.buffers) for one in (got, want))
+        assert_same(*(type(want)(*one) for one in (mine, theirs)))
+    assert (got.loss is None) == (wanted is None)
+    assert all(not leaf.requires_grad for leaf in got.buffers.values())
+
+
+def test_the_loss_carries_no_graph():
+    built = build(ZOO["mlp"], one_f_one_b(ranks=2, microbatches=2), 4)
+    got = run(*built)
+    assert not got.loss.requires_grad
+    assert not got.outputs.requires_grad
+    assert not any(grad.requires_grad for grad in got.grads.values())
+
+
+def test_modules_stay_in_the_mode_that_they_were_in():
+    def half_frozen():
+        model = ZOO["normalised"].build()
+        model[1].eval()
+        return model
+
+    case = Case(half_frozen, rows_of(), mse, ("1", "3", "5"), random=False)
+    got = require_exact(case, one_f_one_b(ranks=4, microbatches=3), 6)
+    assert got.buffers["1.num_batches_tracked"] == 0
+    assert got.buffers["5.num_batches_tracked"] == 3
+
+
+def test_several_steps_in_a_row():
+    """Parameters and buffers go round, as in training; a plain loop does the same."""
+    case, how = ZOO["normalised"], one_f_one_b(ranks=4, microbatches=3)
+    pipe, model, inputs, targets = build(case, how, 6)
+    params, buffers = pipe.init(model)
+    step = fpipe.value_and_grad(pipe)
+    for _ in range(3):
+        out, grads = step(params, buffers, inputs, targets)
+        want = loop(model, case.loss, inputs, targets, 3)
+        assert_same(want._replace(loss=out.loss, grads=grads, buffers=out.buffers), want)
+        params, buffers = {n: p - 0.1 * grads[n] if n in grads else p for n, p in params.items()}, out.buffers
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.sub_(0.1 * want.grads[name]) if name in want.grads else None
+        model.load_state_dict(want.buffers, strict=False)
+
+
+# ------------------------------------------------------------------------------------------------- the tests themselves
+
+
+@pytest.mark.parametrize("leaf", ["loss", "outputs", "grads", "buffers"])
+def test_the_comparison_sees_one_bit(leaf):
+    built = build(ZOO["normalised"], one_f_one_b(ranks=2, microbatches=2), 4)
+    got = run(*built)
+    other = run_reference(*built)
+    tensor = getattr(other, leaf)
+    tensor = next(iter(tensor.values())) if isinstance(tensor, dict) else tensor
+    tensor.view(-1)[:1].view(torch.int32)[0] ^= 1
+    assert len(list(differences(got, other))) == 1
+    assert list(differences(got, got._replace(grads=dict(list(got.grads.items())[1:]))))
