@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the executor costs: microseconds per compute action over a bare loop of the same stage functions.
+"""What the executor costs, beside torch.distributed.pipelining in the same run.
 
-    python benchmarks/overhead.py              # all ranks in one process
-    python benchmarks/overhead.py --end-to-end # and two Gloo ranks, steps per second on a GPT
+    python benchmarks/overhead.py               # microseconds per compute action, all ranks in one process
+    python benchmarks/overhead.py --end-to-end  # and steps per second of two Gloo ranks on a GPT of 3.3 million parameters
 
-Both libraries run four stages of Linear(8, 8) under the same schedule in one process, GC off, best of several rounds; the
-bare loop calls the same stage functions (ours), or the same modules with `.backward()` (the incumbent's), microbatch
-after microbatch, and accumulates gradients. In one process the incumbent holds all stages on one rank, since its
-transport needs one process per rank, so it sends nothing; ours is measured both so and with one stage per rank, where
-every value passes through the transport.
+Overhead is time over a bare loop, per compute action (one forward or one backward of one stage for one microbatch). The
+bare loop calls the same stage functions (for the incumbent: the same modules, then `.backward()`), microbatch after
+microbatch, and accumulates gradients. Both run four stages of Linear(8, 8), GC off, best of many rounds in turns.
+
+In one process the incumbent holds all stages on one rank, since its transport needs a process per rank, so it sends
+nothing. Ours is measured both so and with a rank per stage, where every value passes through the transport.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -25,11 +26,11 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import fpipe
 from fpipe.executor import Inputs
-from schedules import Action, B, F, gpipe, linear, one_f_one_b, schedule
+from schedules import Action, B, F, Schedule, gpipe, linear, one_f_one_b, schedule
 
 STAGES, MICROBATCHES, WIDTH = 4, 32, 8
 
@@ -67,12 +68,12 @@ def mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - targets).square().mean()
 
 
-def ours(name: str, made: object) -> dict[str, Callable[[], object]]:
+def ours(name: str, made: Schedule) -> dict[str, Callable[[], object]]:
     """The executor under one schedule, and the bare loop of the same stage functions."""
     model = layers()
     x, y = torch.randn(2, MICROBATCHES, WIDTH)
     cuts = [str(stage) for stage in range(1, STAGES)]
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=made, cuts=cuts, capture="modules")
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=made, cuts=cuts)
     plan, stages = pipe.training, pipe.stages
     params, buffers = pipe.init(model)
     leaves = plan.batch.take((x,), y, range(2))
@@ -100,24 +101,136 @@ def ours(name: str, made: object) -> dict[str, Callable[[], object]]:
 
 
 def incumbents() -> dict[str, Callable[[], object]]:
-    """The incumbent's two runtimes with all stages in this process, and the bare loop of the same modules."""
+    """The incumbent's two runtimes with all stages in this process, each with the bare loop of its modules."""
     modules = layers()
     x, y = torch.randn(2, MICROBATCHES, WIDTH)
     device = torch.device("cpu")
-    whole = PipelineStage(nn.Sequential(*modules), 0, 1, device)
-    single = Schedule1F1B(whole, MICROBATCHES, loss_fn=mean_square)
+    single = Schedule1F1B(PipelineStage(modules[0], 0, 1, device), MICROBATCHES, loss_fn=mean_square)
     parts = [PipelineStage(module, s, STAGES, device) for s, module in enumerate(modules)]
     general = ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_fn=mean_square)
 
-    def bare() -> None:
+    def bare(used: list[nn.Module]) -> None:
         for a, b in zip(x.split(1), y.split(1), strict=True):
             value = a
-            for module in modules:
+            for module in used:
                 value = module(value)
             (mean_square(value, b) / MICROBATCHES).backward()
 
     return {
-        "incumbent 1F1B": lambda: single.step(x, target=y),
-        "incumbent general": lambda: general.step(x, target=y),
-        "incumbent, bare": bare,
+        "incumbent, 1F1B, 1 stage": lambda: single.step(x, target=y),
+        "incumbent, 1F1B, 1 stage, bare": lambda: bare(modules[:1]),
+        "incumbent, general, 1 rank": lambda: general.step(x, target=y),
+        "incumbent, general, 1 rank, bare": lambda: bare(modules),
     }
+
+
+def overhead(rounds: int) -> None:
+    """Print microseconds per compute action over the bare loops."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    theirs = incumbents()
+    dist.destroy_process_group()
+    everything = {
+        **ours("fpipe, 1F1B, 4 ranks", one_f_one_b(ranks=STAGES, microbatches=MICROBATCHES)),
+        **ours("fpipe, GPipe, 4 ranks", gpipe(ranks=STAGES, microbatches=MICROBATCHES)),
+        **ours("fpipe, 1 rank", depth_first(ranks=1, microbatches=MICROBATCHES)),
+        **theirs,
+    }
+    times = best(everything, rounds)
+    print(f"{'overhead, us per compute action':<34}{'over bare loop':>16}{'bare loop':>12}")
+    for name in everything:
+        if not name.endswith("bare"):
+            actions = 2 * MICROBATCHES * (1 if "1 stage" in name else STAGES)
+            loop = times[f"{name}, bare"]
+            print(f"{name:<34}{(times[name] - loop) / actions * 1e6:>16.2f}{loop / actions * 1e6:>12.2f}")
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention and MLP, each with a residual."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 8, width // 8).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class Embedding(nn.Module):
+    """Tokens and positions."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Parameter(torch.zeros(length, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed."""
+        return self.tokens(tokens) + self.positions
+
+
+def flat_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss over all positions."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def end_to_end(rounds: int) -> None:
+    """One of two Gloo ranks: steps per second of both libraries in turns, median over rounds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, (width, length, batch, microbatches) = dist.get_rank(), (256, 128, 16, 8)
+    torch.manual_seed(0)
+    model = nn.Sequential(Embedding(width, length), *[Block(width) for _ in range(4)], nn.Linear(width, 256))
+    tokens, targets = torch.randint(0, 256, (2, batch, length))
+    made = one_f_one_b(ranks=2, microbatches=microbatches)
+    pipe = fpipe.pipeline(model, example=(tokens,), targets=targets, loss=flat_cross_entropy, schedule=made, cuts=["3"])
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    half = model[:3] if rank == 0 else model[3:]
+    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
+    theirs = Schedule1F1B(stage, microbatches, loss_fn=flat_cross_entropy)
+
+    def incumbent() -> None:
+        half.zero_grad(set_to_none=True)
+        theirs.step(tokens) if rank == 0 else theirs.step(target=targets)
+
+    functions = {"fpipe": lambda: step(*state, (tokens,), targets), "incumbent": incumbent}
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(rounds + 2):
+        for name, function in functions.items():
+            dist.barrier()
+            start = time.perf_counter()
+            function()
+            dist.barrier()
+            times[name] += [time.perf_counter() - start] if turn >= 2 else []
+    if rank == 0:
+        mine, other = (statistics.median(times[name]) for name in functions)
+        parameters = sum(p.numel() for p in model.parameters())
+        print(
+            f"two Gloo ranks, 1F1B, {microbatches} microbatches, GPT of {parameters:,} parameters, median of {rounds}:"
+        )
+        print(f"fpipe {1 / mine:.2f} steps/s, incumbent {1 / other:.2f} steps/s, ratio {other / mine:.3f}")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="rounds of the overhead measurement")
+    parser.add_argument("--end-to-end", action="store_true", help="two Gloo ranks, too")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        return end_to_end(rounds=30)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    overhead(arguments.rounds)
+    if arguments.end_to_end:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        subprocess.run(launch, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,13 +13,11 @@ Invariant: an entry is removed by its one use, so what a microbatch held is free
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fpipe.transport.contract import Handle, Message, Payload, Transport, message
 from schedules import Action
-
-Waiting: TypeAlias = Generator[Handle, Payload, None]
 
 
 class Port(NamedTuple):
@@ -92,14 +90,18 @@ def plainly(action: Action, function: Callable[..., Any], *arguments: Any) -> An
 
 
 class Execution:
-    """One rank's run of one program: its state, and where it stands (`position`, `action`).
+    """One rank's run of one program: its state, and where it stands (`position`).
 
     `compute(action, function, *arguments)` calls the stage functions; give another than `plainly` to measure them.
+
+    - `kept`: payloads made on this rank, until they are sent or used here.
+    - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
+    - `residuals`, `deferred`: what a stage's forward, or input half, keeps for what follows.
     """
 
     def __init__(
         self,
-        actions: Iterable[Action],
+        actions: Sequence[Action],
         stages: Mapping[int, StageLike],
         transport: Transport,
         inputs: Inputs,
@@ -108,42 +110,46 @@ class Execution:
         self.actions, self.stages, self.transport, self.inputs = actions, stages, transport, inputs
         self.compute = compute
         self.position = -1
-        self.action: Action | None = None
         self.buffers = {s: inputs.buffers[s] for s in stages}
         self.grads: dict[int, Any] = dict.fromkeys(stages, ())
         self.counts = dict.fromkeys(stages, 0)
+        self.results: dict[int, Payload] = {}
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
-        self.results: dict[int, Payload] = {}
         self.kept: dict[Message, Payload] = {}
         self.posted: dict[Message, Handle] = {}
-        self.sent: dict[Message, Handle] = {}
-        self.specs = {key: specs for s, stage in stages.items() for key, specs in _edges(s, stage)}
+        self.specs = {edge: specs for s, stage in stages.items() for edge, specs in _edges(s, stage)}
+        self.arriving = {arrival: froms for s, stage in stages.items() for arrival, froms in _arrivals(s, stage)}
 
     def run(self) -> Generator[Handle, Payload, Outcome]:
         """Interpret the program: yields handles to wait for, returns the outcome."""
-        handlers: Mapping[str, Callable[..., Iterable[Handle]]] = {
+        handlers: Mapping[str, Callable[[Action, Payload], None]] = {
             "F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight,
             "SEND_F": self._send, "SEND_B": self._send, "SEND_G": self._send_gradient,
             "RECV_F": self._receive, "RECV_B": self._receive, "RECV_G": self._receive,
-            "WAIT_F": self._wait, "WAIT_B": self._wait, "WAIT_G": self._wait,
         }  # fmt: skip
+        kept, posted, arriving = self.kept, self.posted, self.arriving
         for position, action in enumerate(self.actions):
-            self.position, self.action = position, action
-            yield from handlers[action.kind](action)
+            self.position = position
+            kind, s, i, _ = action
+            if kind in _WAITS:
+                yield posted.pop(message(action))
+                continue
+            arrived: Payload = ()
+            for what, peer in arriving.get((kind, s), ()):
+                name = (what, peer, i, s)
+                arrived += kept.pop(name) if name in kept else (yield posted.pop(name))
+            handlers[kind](action, arrived)
         shared = {}
-        for what, owner, i, holder in list(self.posted):
-            shared[owner, holder] = yield self.posted.pop((what, owner, i, holder))
+        for name in list(posted):
+            shared[name[1], name[3]] = yield posted.pop(name)
         return Outcome(self.buffers, self.grads, shared, self.results)
 
-    def _forward(self, action: Action) -> Waiting:
+    def _forward(self, action: Action, arrived: Payload) -> None:
         _, s, i, _ = action
         stage, inputs = self.stages[s], self.inputs
-        arguments = inputs.batch(s, i)
-        for p, _ in stage.gets:
-            arguments += yield from self._arrived("F", p, i, s)
         outputs, self.buffers[s], residuals = self.compute(
-            action, stage.forward, inputs.params[s], self.buffers[s], arguments, inputs.keys[i]
+            action, stage.forward, inputs.params[s], self.buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i]
         )
         if residuals is not None:
             self.residuals[s, i] = residuals
@@ -151,66 +157,48 @@ class Execution:
             self.results[i] = outputs[: len(stage.results)]
         self._keep("F", s, i, stage.gives, outputs, len(stage.results))
 
-    def _backward(self, action: Action) -> Waiting:
+    def _backward(self, action: Action, arrived: Payload) -> None:
         _, s, i, _ = action
         stage = self.stages[s]
-        cotangents = yield from self._cotangents(s, i)
-        outgoing, grads = self.compute(action, stage.backward, self.residuals.pop((s, i), None), cotangents)
-        self._keep("B", s, i, stage.pulls, outgoing, 0)
+        outgoing, grads = self.compute(action, stage.backward, self.residuals.pop((s, i), None), arrived)
+        self._keep("B", s, i, stage.pulls, outgoing)
         self._accumulate(s, grads)
 
-    def _backward_input(self, action: Action) -> Waiting:
+    def _backward_input(self, action: Action, arrived: Payload) -> None:
         _, s, i, _ = action
-        stage = self.stages[s]
-        cotangents = yield from self._cotangents(s, i)
-        residuals = self.residuals.pop((s, i), None)
-        outgoing, self.deferred[s, i] = self.compute(action, stage.backward_input, residuals, cotangents)
-        self._keep("B", s, i, stage.pulls, outgoing, 0)
+        stage, residuals = self.stages[s], self.residuals.pop((s, i), None)
+        outgoing, self.deferred[s, i] = self.compute(action, stage.backward_input, residuals, arrived)
+        self._keep("B", s, i, stage.pulls, outgoing)
 
-    def _backward_weight(self, action: Action) -> tuple[()]:
+    def _backward_weight(self, action: Action, arrived: Payload) -> None:
         _, s, i, _ = action
         self._accumulate(s, self.compute(action, self.stages[s].backward_weight, self.deferred.pop((s, i))))
-        return ()
 
-    def _send(self, action: Action) -> tuple[()]:
+    def _send(self, action: Action, arrived: Payload) -> None:
         name = what, s, _, t = message(action)
-        self.sent[name] = self.transport.send(name, self.kept.pop(name), self.specs[what, s, t])
-        return ()
+        self.posted[name] = self.transport.send(name, self.kept.pop(name), self.specs[what, s, t])
 
-    def _send_gradient(self, action: Action) -> tuple[()]:
+    def _send_gradient(self, action: Action, arrived: Payload) -> None:
         name = _, s, _, t = message(action)
         self.kept[name] = self.stages[s].shared(self.grads[s], t)
-        return self._send(action)
+        self._send(action, arrived)
 
-    def _receive(self, action: Action) -> tuple[()]:
+    def _receive(self, action: Action, arrived: Payload) -> None:
         name = what, s, _, t = message(action)
         self.posted[name] = self.transport.receive(name, self.specs[what, s, t])
-        return ()
 
-    def _wait(self, action: Action) -> Waiting:
-        yield self.sent.pop(message(action))
-
-    def _arrived(self, *name: Any) -> Generator[Handle, Payload, Payload]:
-        """A payload that was kept on this rank, or posted and now waited for."""
-        if name in self.kept:
-            return self.kept.pop(name)
-        return (yield self.posted.pop(name))
-
-    def _cotangents(self, s: int, i: int) -> Generator[Handle, Payload, Payload]:
-        found: Payload = ()
-        for t, _ in self.stages[s].pulled_by:
-            found += yield from self._arrived("B", t, i, s)
-        return found
-
-    def _keep(self, what: str, s: int, i: int, ends: Sequence[Port], values: Payload, start: int) -> None:
+    def _keep(self, what: str, s: int, i: int, ports: Sequence[Port], values: Payload, start: int = 0) -> None:
         """Keep each peer's part of `values`, from `start` on, until it is sent or used here."""
-        for peer, specs in ends:
+        for peer, specs in ports:
             self.kept[what, s, i, peer] = values[start : start + len(specs)]
             start += len(specs)
 
     def _accumulate(self, s: int, grads: Any) -> None:
         self.grads[s] = self.stages[s].accumulate(self.grads[s], grads, self.counts[s])
         self.counts[s] += 1
+
+
+_WAITS = frozenset(("WAIT_F", "WAIT_B", "WAIT_G"))
 
 
 def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
@@ -222,3 +210,10 @@ def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tup
     ):
         yield from (((what, s, peer), specs) for peer, specs in outgoing)
         yield from (((what, peer, s), specs) for peer, specs in incoming)
+
+
+def _arrivals(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int], tuple[tuple[str, int], ...]]]:
+    """Per kind of action on a stage, what must have arrived and from which stages, in the order of the arguments."""
+    yield ("F", s), tuple(("F", peer) for peer, _ in stage.gets)
+    for kind in "BI":
+        yield (kind, s), tuple(("B", peer) for peer, _ in stage.pulled_by)

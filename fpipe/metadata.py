@@ -64,7 +64,11 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
     trainable = {v for v, s in captured.sources.items() if isinstance(s, Parameter) and s.name in captured.trainable}
     metadata.differentiable.update(trainable)
     devices = {tensor.device for tensor in captured.fakes.values()} | {torch.device("cpu")}
-    with preserved(device for device in devices if device.type in ("cpu", "cuda")), captured.mode, torch.enable_grad():
+    with (
+        preserved(device for device in devices if device.type in ("cpu", "cuda")),
+        captured.mode,
+        torch.set_grad_enabled(captured.backward),
+    ):
         values = dict(captured.fakes)
         metadata.specs.update({value: Spec.of(tensor) for value, tensor in values.items()})
         runs = [

@@ -145,7 +145,7 @@ class Pipeline:
             captured = self.front_end(
                 self.model, self.batch(variant).structure, parts, loss, self.schedule.microbatches
             )
-        captured = captured if variant.training else replace(captured, trainable=frozenset())
+        captured = captured if variant.training else replace(captured, backward=False)
         if self.cuts is None:
             return captured, partition.even(captured, self.schedule.stages)
         return captured, partition.cut_at(captured.units, self.cuts, dict(self.model.named_modules()))

@@ -126,7 +126,8 @@ class Captured:
     - `loss`: the value of the loss, already divided by the number of microbatches; `None` if none was asked for.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
-    - `trainable`: names of the parameters that want a gradient.
+    - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
+      In evaluation they are not, but the parameters still require one, since kernels are chosen by that too.
     """
 
     units: tuple[Unit, ...]
@@ -138,6 +139,7 @@ class Captured:
     mode: FakeTensorMode
     trainable: frozenset[str]
     fuse: Fuse = field(default=interpret)
+    backward: bool = True
 
 
 @contextmanager

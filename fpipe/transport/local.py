@@ -24,52 +24,55 @@ from fpipe.transport.contract import posted as text
 
 
 class Posted:
-    """A posted send or receive of this process."""
+    """A posted send or receive (`end`) of this process; `waiter` is the rank that is stepped again when it is done."""
 
-    __slots__ = ("done", "end", "message", "payload", "waiter")
+    done = False
+    waiter: int | None = None
 
     def __init__(self, end: str, message: Message, payload: Payload) -> None:
         self.end, self.message, self.payload = end, message, payload
-        self.done = False
-        self.waiter: int | None = None
 
 
 class LocalTransport:
-    """Channels inside one process, for ranks with these `homes` (stage -> rank)."""
+    """Channels inside one process, for ranks with these `homes` (stage -> rank).
+
+    Invariant: what a channel holds are all sends or all receives, since opposite ends meet at once.
+    """
 
     def __init__(self, homes: tuple[int, ...]) -> None:
         self.homes = homes
-        self.channels = defaultdict[tuple[int, int], tuple[deque[Posted], deque[Posted]]](lambda: (deque(), deque()))
+        self.channels = defaultdict[tuple[int, int], deque[Posted]](deque)
         self.woken: deque[int] = deque()
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Posted:
         """Post a send."""
-        return self._post(0, Posted("SEND", message, payload))
+        return self._post(Posted("SEND", message, payload))
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> Posted:
         """Post a receive; what arrives is what was sent."""
-        return self._post(1, Posted("RECV", message, ()))
+        return self._post(Posted("RECV", message, ()))
 
-    def _post(self, end: int, posted: Posted) -> Posted:
-        source, target = self.homes[posted.message[1]], self.homes[posted.message[3]]
-        queues = self.channels[source, target]
-        if not queues[1 - end]:
-            queues[end].append(posted)
+    def _post(self, posted: Posted) -> Posted:
+        _, source, _, target = posted.message
+        waiting = self.channels[self.homes[source], self.homes[target]]
+        if not waiting or waiting[0].end == posted.end:
+            waiting.append(posted)
             return posted
-        other = queues[1 - end].popleft()
-        send, receive = (posted, other) if end == 0 else (other, posted)
-        if send.message != receive.message:
-            raise TransportError(
-                f"channel from rank {source} to rank {target}: got {text('SEND', send.message)}, expected the message "
-                f"of {text('RECV', receive.message)}. Post both ends in the same order: run programs as lower() makes "
-                "them."
-            )
-        receive.payload, send.payload = send.payload, ()
-        for one in (send, receive):
-            one.done = True
-            if one.waiter is not None:
-                self.woken.append(one.waiter)
+        other = waiting.popleft()
+        if other.message != posted.message:
+            raise _disorder(*(posted, other) if posted.end == "SEND" else (other, posted))
+        posted.payload, other.payload = other.payload, posted.payload
+        posted.done = other.done = True
+        if other.waiter is not None:
+            self.woken.append(other.waiter)
         return posted
+
+
+def _disorder(send: Posted, receive: Posted) -> TransportError:
+    return TransportError(
+        f"a channel: got {text('SEND', send.message)} first, expected the message of {text('RECV', receive.message)}. "
+        "Post both ends in the same order: run programs as lower() makes them."
+    )
 
 
 class LocalRanks:
@@ -121,10 +124,10 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
 
 
 def _report(executions: Sequence[Execution], waiting: dict[int, Posted]) -> str:
-    lines = [
-        f"got {len(waiting)} of {len(executions)} ranks waiting for messages that nobody will post, expected none:"
-    ]
+    lines = [f"got {len(waiting)} ranks waiting for messages that nobody will post, expected all to finish:"]
     for rank, handle in sorted(waiting.items()):
-        where = f"rank {rank}, position {executions[rank].position}, {executions[rank].action}"
-        lines.append(f"{where}: waits for {text(handle.end, handle.message)}")
+        position, actions = executions[rank].position, executions[rank].actions
+        lines.append(
+            f"rank {rank}, position {position}, {actions[position]}: waits for {text(handle.end, handle.message)}"
+        )
     return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() makes them."])
