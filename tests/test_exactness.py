@@ -42,7 +42,7 @@ SEED = 5
 
 def require_exact(case, how, rows, cuts=None, capture="export", order=None):
     """Build and run a case, and compare it with everything that it must be equal to."""
-    pipe, model, inputs, targets = built = build(case, how, rows, cuts, capture)
+    _, model, inputs, targets = built = build(case, how, rows, cuts, capture)
     got = run(*built, seed=SEED if case.random else None)
     assert_same(got, run_reference(*built, seed=SEED if case.random else None))
     if not case.random:

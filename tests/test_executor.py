@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the executor computes, shown on formulas: symbolic stages over any schedule of any stage graph.
+
+A symbolic stage makes a formula of everything that it is given: parameters, buffers, batch, key, values and cotangents,
+told apart by port. What all stages make under a program must be what the whole model makes, one microbatch after the
+other. Formulas are objects of their own, so it can also be seen when the executor lets go of them.
+"""
+
+import gc
+import weakref
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fpipe.executor import Execution, Inputs, Port, plainly
+from fpipe.transport.local import LocalTransport, drive
+from schedules import B, F, Graph, I, W, chain, gpipe, lower, one_f_one_b, split_backward
+from schedules.meaning import formula
+from schedules.testing import orders
+
+
+class Formula(str):
+    """A formula that can be watched."""
+
+
+def make(*parts):
+    return Formula(formula(*parts))
+
+
+def width(s, t):
+    """How many values cross an edge."""
+    return 1 + (s + t) % 2
+
+
+class Symbolic:
+    """Stage `s` of a graph."""
+
+    def __init__(self, graph: Graph, s: int) -> None:
+        self.index, last = s, graph.stages - 1
+        self.results = ("result",) if s == last else ()
+        self.gets = self._ports("F", [(p, s) for p in graph.fed_by[s]])
+        self.gives = self._ports("F", [(s, t) for t in graph.feeds[s]])
+        self.pulls = self._ports("B", [(p, s) for p in graph.pulls[s]])
+        self.pulled_by = self._ports("B", [(s, t) for t in graph.pulled_by[s]])
+        self.shares = self._ports("G", [(s, t) for t in graph.shares[s]])
+        self.shared_by = self._ports("G", [(p, s) for p in graph.shared_by[s]])
+
+    def _ports(self, what, edges):
+        return [
+            Port(t if s == self.index else s, tuple(f"{what}{s}>{t}/{k}" for k in range(width(s, t)))) for s, t in edges
+        ]
+
+    def forward(self, params, buffers, inputs, key):
+        kept = make("F", params, inputs, key)
+        outputs = [make(spec, kept) for spec in self.results]
+        outputs += [make(spec, kept) for port in self.gives for spec in port.specs]
+        return tuple(outputs), (*buffers, key), Residuals(kept)
+
+    def backward(self, residuals, cotangents):
+        return self._pull(residuals, cotangents), make("W", residuals.kept, cotangents)
+
+    def _pull(self, residuals, cotangents):
+        return tuple(make(spec, residuals.kept, cotangents) for port in self.pulls for spec in port.specs)
+
+    def backward_input(self, residuals, cotangents):
+        return self._pull(residuals, cotangents), (residuals, cotangents)
+
+    def backward_weight(self, deferred):
+        residuals, cotangents = deferred
+        return make("W", residuals.kept, cotangents)
+
+    def accumulate(self, total, grads, count):
+        assert count == len(total)
+        return (*total, grads)
+
+    def shared(self, total, peer):
+        (specs,) = [port.specs for port in self.shares if port.peer == peer]
+        return tuple(make(spec, *total) for spec in specs)
+
+
+class Residuals:
+    """What a forward keeps."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+
+def batch(s, i):
+    return (make("batch", s, i),)
+
+
+def key(i):
+    return 100 + i
+
+
+def whole(graph: Graph, microbatches: int):
+    """The model itself, microbatch by microbatch: results, and the terms of every gradient by (stage, microbatch)."""
+    stages = [Symbolic(graph, s) for s in range(graph.stages)]
+    results, terms = {}, {}
+    for i in range(microbatches):
+        crossing, kept, back = {}, {}, {}
+        for s, stage in enumerate(stages):
+            got = tuple(value for port in stage.gets for value in crossing[port.peer, s])
+            outputs, _, kept[s] = stage.forward(f"params {s}", (), batch(s, i) + got, key(i))
+            outputs = list(outputs)
+            if stage.results:
+                results[i] = tuple(outputs[:1])
+                outputs = outputs[1:]
+            for port in stage.gives:
+                crossing[s, port.peer] = [outputs.pop(0) for _ in port.specs]
+        for s, stage in reversed(list(enumerate(stages))):
+            cotangents = tuple(value for port in stage.pulled_by for value in back[port.peer, s])
+            outgoing, terms[s, i] = stage.backward(kept[s], cotangents)
+            outgoing = list(outgoing)
+            for port in stage.pulls:
+                back[s, port.peer] = [outgoing.pop(0) for _ in port.specs]
+    return results, terms
+
+
+def execute(schedule, graph, compute=plainly, rows=None):
+    """Run a schedule's program, or these rows of actions, in one process: the executions, and their outcomes."""
+    homes = schedule.placement.homes
+    program = lower(schedule, graph)
+    transport = LocalTransport(homes)
+    executions = []
+    for rank in range(schedule.ranks):
+        held = schedule.placement.stages_on(rank)
+        inputs = Inputs(
+            params={s: f"params {s}" for s in held},
+            buffers=dict.fromkeys(held, ()),
+            batch=batch,
+            keys=[key(i) for i in range(schedule.microbatches)],
+        )
+        stages = {s: Symbolic(graph, s) for s in held}
+        actions = list(program.actions(rank)) if rows is None else rows[rank]
+        executions.append(Execution(actions, stages, transport, inputs, compute))
+    return executions, drive(transport, executions)
+
+
+def order(schedule, s, kinds):
+    actions = schedule.actions(schedule.placement.homes[s])
+    return [action.microbatch for action in actions if action.stage == s and action.kind in kinds]
+
+
+@given(orders())
+def test_any_schedule_of_any_graph_computes_the_whole_model(case):
+    schedule, graph = case
+    _, outcomes = execute(schedule, graph)
+    results, terms = whole(graph, schedule.microbatches)
+    homes = schedule.placement.homes
+    assert sorted(outcomes) == list(range(schedule.ranks))
+    assert outcomes[homes[-1]].results == results
+    for s, home in enumerate(homes):
+        outcome = outcomes[home]
+        assert outcome.buffers[s] == tuple(key(i) for i in order(schedule, s, "F")), "buffers go in the order of F"
+        assert outcome.grads[s] == tuple(terms[s, i] for i in order(schedule, s, "BW")), "and gradients as scheduled"
+        assert sorted(outcome.grads[s]) == sorted(terms[s, i] for i in range(schedule.microbatches))
+    got = {edge: copy for outcome in outcomes.values() for edge, copy in outcome.shared.items()}
+    crossing = {(s, t) for s, t in graph.gradients if homes[s] != homes[t]}
+    assert got == {(s, t): Symbolic(graph, s).shared(outcomes[homes[s]].grads[s], t) for s, t in crossing}
+
+
+@given(orders())
+def test_nothing_is_left_at_the_end(case):
+    for execution in execute(*case)[0]:
+        assert [execution.kept, execution.posted, execution.residuals, execution.deferred] == [{}] * 4
+
+
+@given(orders())
+def test_results_stay_on_the_last_stage_s_rank(case):
+    schedule, graph = case
+    _, outcomes = execute(schedule, graph)
+    assert [rank for rank in outcomes if outcomes[rank].results] == [schedule.placement.homes[-1]]
+
+
+@given(orders())
+def test_every_stage_function_is_called_through_compute(case):
+    schedule, graph = case
+    calls = defaultdict(list)
+
+    def compute(action, function, *arguments):
+        calls[schedule.placement.homes[action.stage]].append((action, function.__name__))
+        return function(*arguments)
+
+    execute(schedule, graph, compute)
+    names = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+    for rank in range(schedule.ranks):
+        assert calls[rank] == [(action, names[action.kind]) for action in schedule.actions(rank)]
+
+
+@given(orders())
+def test_everything_is_let_go_of_at_its_last_use(case):
+    """Between two compute actions a rank keeps the residuals of what is in flight, and nothing of what is done.
+
+    But for two messages: those that arrived last, which the driver holds until it steps on.
+    """
+    schedule, graph = case
+    kept, arguments = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+    done = set()
+
+    def compute(action, function, *given):
+        kind, s, i, _ = action
+        flying = {(t, j) for k, t, j in done if k == "F" and not {("B", t, j), ("W", t, j)} & done} - {(s, i)}
+        assert {name for name in kept.values() if name != (s, i)} == flying
+        used = {(t, j) for k, t, j in done if k == "F"} - {(s, i)}
+        assert len({name for name in arguments.values() if name in used}) <= 2
+        out = function(*given)
+        if kind == "F":
+            kept[out[2]] = s, i
+            for value in given[2]:
+                arguments[value] = s, i
+        done.add((kind, s, i))
+        return out
+
+    gc.disable()
+    try:
+        execute(schedule, graph, compute)
+    finally:
+        gc.enable()
+    assert not kept
+
+
+def test_a_sent_value_is_let_go_of_by_both_ends():
+    alive = weakref.WeakSet()
+    most = 0
+
+    def compute(action, function, *arguments):
+        nonlocal most
+        most = max(most, len(alive))
+        out = function(*arguments)
+        if action.kind == "F":
+            alive.update(out[0])
+        return out
+
+    microbatches = 20
+    executions, outcomes = execute(one_f_one_b(ranks=3, microbatches=microbatches), chain(3), compute)
+    del executions, outcomes
+    assert most < microbatches + 8, "results of the last stage stay; values that crossed do not"
+    assert not alive
+
+
+@pytest.mark.parametrize("kinds", ["B", "IW"])
+def test_the_position_tells_where_a_rank_stands(kinds):
+    schedule = gpipe(ranks=2, microbatches=2)
+    schedule = split_backward(schedule) if kinds == "IW" else schedule
+    seen = []
+
+    def compute(action, function, *arguments):
+        if action.stage == 0:
+            seen.append((execution.position, action))
+        return function(*arguments)
+
+    program = list(lower(schedule, chain(2)).actions(0))
+    homes, graph = schedule.placement.homes, chain(2)
+    transport = LocalTransport(homes)
+    inputs = [Inputs({s: ""}, {s: ()}, batch, [0, 1]) for s in range(2)]
+    execution = Execution(program, {0: Symbolic(graph, 0)}, transport, inputs[0], compute)
+    other = Execution(list(lower(schedule, graph).actions(1)), {1: Symbolic(graph, 1)}, transport, inputs[1], compute)
+    drive(transport, [execution, other])
+    assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
+    assert execution.position == len(program) - 1
+
+
+@given(st.integers(1, 3), st.integers(1, 5))
+def test_a_wrong_program_is_not_taken_for_a_right_one(ranks, microbatches):
+    """Backwards of another order than stated give other sums: what the properties above would see."""
+    schedule = gpipe(ranks=ranks, microbatches=microbatches)
+    _, outcomes = execute(schedule, chain(ranks))
+    _, terms = whole(chain(ranks), microbatches)
+    backwards = tuple(terms[0, i] for i in reversed(range(microbatches)))
+    assert (outcomes[0].grads[0] == backwards) == (microbatches == 1)
+
+
+def test_an_action_of_no_known_kind_or_order_is_an_error():
+    schedule = gpipe(ranks=1, microbatches=1)
+    with pytest.raises(KeyError):
+        execute(schedule, chain(1), rows=[[F(0, 0)._replace(kind="X")]])
+    for rows in ([[W(0, 0)]], [[F(0, 0), I(0, 0), W(0, 0), W(0, 0)]]):
+        with pytest.raises(KeyError):
+            execute(schedule, chain(1), rows=rows)
+    assert execute(schedule, chain(1), rows=[[F(0, 0), B(0, 0)]])[1][0].grads[0]
