@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README tells the truth: its Python runs, and its picture is what the command draws."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_python_block_runs(number, capsys):
+    namespace = {"__name__": f"readme_{number}"}
+    exec(compile(BLOCKS[number], f"README block {number}", "exec"), namespace)
+    for name, value in namespace.items():
+        if name.startswith("test_"):
+            value()
+    printed = capsys.readouterr().out
+    for expected in re.findall(r"print\(.*\)\s+# ([0-9.]+)$", BLOCKS[number], re.MULTILINE):
+        assert expected in printed
+
+
+def test_the_first_screen_is_a_runnable_example():
+    assert "```python" in README[:500]
+    assert len(BLOCKS) >= 4
+
+
+def test_the_picture_is_what_the_command_draws():
+    command = re.search(r"^    python (-m schedules show .*)$", README, re.MULTILINE)[1].split()
+    drawn = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=True).stdout
+    picture = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1]
+    assert picture.strip() in drawn
+
+
+def test_the_two_commands_are_in_the_makefile():
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
