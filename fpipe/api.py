@@ -20,6 +20,7 @@ from fpipe import random
 from fpipe.batch import BatchSpec, join
 from fpipe.capture.export import export
 from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
 from fpipe.errors import CutError, InputError
@@ -107,10 +108,11 @@ def pipeline(
     BatchSpec.of(example, targets, schedule.microbatches)
     leaves, structure = flatten((example, targets))
     device = leaves[0].device if leaves else torch.device("cpu")
-    mode = fake_mode()
+    mode, module = fake_mode(), as_module(model)
+    refuse_gradient_hooks(module)
     pipe = Pipeline(
         schedule=schedule,
-        model=skeleton(as_module(model), lambda tensor: fake(mode, tensor, device)),
+        model=skeleton(module, lambda tensor: fake(mode, tensor, device)),
         loss=loss,
         example=structure.unflatten([fake(mode, leaf, device) for leaf in leaves]),
         front_end=FRONT_ENDS[capture],

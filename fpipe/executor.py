@@ -132,10 +132,10 @@ class Execution:
         for position, action in enumerate(self.actions):
             self.position = position
             kind, s, i, _ = action
+            arrived: Payload = ()
             if kind in _WAITS:
                 yield posted.pop(message(action))
                 continue
-            arrived: Payload = ()
             for what, peer in arriving.get((kind, s), ()):
                 name = (what, peer, i, s)
                 arrived += kept.pop(name) if name in kept else (yield posted.pop(name))

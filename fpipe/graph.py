@@ -150,21 +150,23 @@ def _refuse_shared_writes(
     homes: Mapping[Value, int],
     users: Mapping[Value, list[int]],
 ) -> None:
-    """Raise `CutError` if what `stage` modifies in place is seen by another stage, which would see the old value."""
-    for value, readers in users.items():
-        if observed.storage[value] not in memory or homes.get(value) == stage:
-            continue
+    """Raise `CutError` if what `stage` modifies in place was made outside, and is seen by more than this stage's "
+    "copy."""
+    outside = [v for v in users if observed.storage[v] in memory and homes.get(v, -1) < stage]
+    for value in outside:
         source = captured.sources.get(value)
         if isinstance(source, Parameter):
             raise CutError(
                 f"stage {stage}: got a forward that modifies the parameter {source.name!r} in place, expected "
                 "parameters to be read only. Make it a buffer, or compute a new tensor."
             )
-        others = [s for s in readers if s > stage or (s != stage and isinstance(source, Buffer))]
-        if others and homes.get(value, -1) < stage:
-            what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value"
+        aliases = [v for v in outside if observed.storage[v] == observed.storage[value] and stage in users[v]]
+        seen = [s for s in users[value] if s > stage or (s != stage and isinstance(source, Buffer))]
+        if seen or len(aliases) > 1:
+            what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value from outside"
+            where = f"used in stage {seen[0]} too" if seen else "reaches it under two names (a view)"
             raise CutError(
-                f"stage {stage}: got {what} that is modified in place there and used in stage {others[0]} too, "
-                "expected in-place changes to stay within one stage. Move the cut so that both are in one stage, or "
-                "compute a new tensor instead."
+                f"stage {stage}: got {what} that is modified in place there and {where}, expected in-place changes to "
+                "stay within one stage. Move the cut so that all of it is in one stage, or compute a new tensor "
+                "instead."
             )

@@ -30,6 +30,7 @@ from fpipe.transport.contract import Ranks, Transport
 from fpipe.tree import Structure
 from schedules import Program, Schedule, check, forwards, lower
 
+Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 FrontEnd: TypeAlias = Callable[[nn.Module, Structure, Sequence[Tensor], Loss | None, int], Captured]
 
 
@@ -100,6 +101,7 @@ class Pipeline:
     cuts: tuple[str, ...] | None
     ranks: Ranks
     plans: dict[Variant, Plan] = field(default_factory=dict)
+    captures: dict[Variant, Cut] = field(default_factory=dict)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -123,7 +125,7 @@ class Pipeline:
         return self.plans[variant]
 
     def _plan(self, variant: Variant) -> Plan:
-        assembly = assemble(*self._captured(variant), outputs=variant.outputs)
+        assembly = assemble(*self._captured(replace(variant, outputs=True)), outputs=variant.outputs)
         schedule = self.schedule
         if variant.training:
             check(schedule, assembly.graph)
@@ -136,8 +138,13 @@ class Pipeline:
         self.ranks.prepare(f"{variant} of {schedule!r} with {stages}", plan.program.channels)
         return plan
 
-    def _captured(self, variant: Variant) -> tuple[Captured, tuple[int, ...]]:
-        """The model as its front end sees it, and where it is cut."""
+    def _captured(self, variant: Variant) -> Cut:
+        """The model as its front end sees it, and where it is cut; made once for with and without outputs."""
+        if variant not in self.captures:
+            self.captures[variant] = self._capture(variant)
+        return self.captures[variant]
+
+    def _capture(self, variant: Variant) -> Cut:
         loss = self.loss if variant.loss else None
         inputs, targets = self.example
         parts = self.batch(variant).microbatch(inputs, targets if variant.loss else None)

@@ -18,6 +18,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fpipe.errors import InputError
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -42,22 +44,27 @@ class Spec:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """`tensor`, copied into this layout if it has another; shape and dtype must agree."""
+        """`tensor`, copied into this layout if it has another.
+
+        Raises `InputError` if it has another shape or dtype: metadata were inferred for other circumstances.
+        """
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise InputError(
+                f"a value between stages: got {Spec.of(tensor)}, expected {self} as inferred when the pipeline was "
+                "built. Put autocast inside the model's modules, not around the step, and keep shapes independent of "
+                "data."
+            )
         if tensor.stride() == self.stride:
             return tensor
         return self._strided().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
 
     def buffer(self) -> Tensor:
         """Uninitialised bytes for what `pack` returns."""
-        return torch.empty(self._packed, dtype=self.dtype, device=self.device).reshape(-1).view(torch.uint8)
+        return as_bytes(torch.empty(self._packed, dtype=self.dtype, device=self.device))
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The elements of `tensor` as contiguous bytes, in the order of memory; a view where memory is dense."""
-        tensor = tensor.resolve_conj().resolve_neg()
-        for dim, stride in enumerate(self.stride):
-            if not stride:
-                tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))
-        return tensor.permute(self._order).contiguous().reshape(-1).view(torch.uint8)
+        return as_bytes(self._once(tensor).permute(self._order))
 
     def unpack(self, data: Tensor) -> Tensor:
         """A tensor of this shape and stride around (or, where memory has gaps, copied from) packed bytes."""
@@ -65,7 +72,16 @@ class Spec:
         if self._dense:
             return packed.as_strided(self.shape, self.stride)
         inverse = [self._order.index(dim) for dim in range(len(self.shape))]
-        return self._strided().copy_(packed.permute(inverse))
+        tensor = self._strided()
+        self._once(tensor).copy_(packed.permute(inverse))
+        return tensor
+
+    def _once(self, tensor: Tensor) -> Tensor:
+        """`tensor` without repetitions along broadcast dimensions."""
+        for dim, stride in enumerate(self.stride):
+            if not stride:
+                tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))
+        return tensor
 
     def _strided(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -91,3 +107,9 @@ class Spec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` in row-major order, as one-dimensional bytes; a view where it is contiguous."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a lone element may have any stride

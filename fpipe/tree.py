@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
+from fpipe.spec import as_bytes
 
 Tree: TypeAlias = Any
 
@@ -90,8 +91,4 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; unlike `torch.equal`, nan equals itself, 0 not -0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return torch.equal(as_bytes(a.detach()), as_bytes(b.detach()))

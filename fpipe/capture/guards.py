@@ -40,15 +40,22 @@ def refuse(what: str, where: str, why: str) -> NoReturn:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise `CaptureError` for hooks on modules or parameters: forward hooks would run once, backward hooks never."""
+    """Raise `CaptureError` for hooks on modules: forward hooks would run once, at capture, backward hooks never."""
     for name, module in model.named_modules():
         for table in _HOOKS:
             if getattr(module, table):
                 hook = next(iter(getattr(module, table).values()))
                 refuse(f"a hook {_name(hook)} in {table}", _where(name, module), "hooks are not part of the graph")
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Raise `CaptureError` for hooks on parameters: the stages' leaves are other tensors, so they would never run."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            refuse("a gradient hook", f"parameter {name}", "hooks are not part of the graph")
+            raise CaptureError(
+                f"parameter {name}: got a gradient hook, expected none: it would never run. Remove it, and apply what "
+                "it does to the gradients that the step returns."
+            )
 
 
 @contextmanager
