@@ -94,7 +94,7 @@ def test_a_broken_order_names_both_messages():
 
 def test_messages_of_two_stages_on_one_channel_are_told_apart():
     transport, executions = start("0F0 0SEND_F0>1 2RECV_F0<1", "3RECV_F0<2", homes=(0, 1, 0, 1))
-    with pytest.raises(TransportError, match="got 0SEND_F0>1.*, expected the message of 3RECV_F0<2"):
+    with pytest.raises(TransportError, match=r"got 0SEND_F0>1.*, expected the message of 3RECV_F0<2"):
         drive(transport, executions)
 
 
