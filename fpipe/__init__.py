@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
-from fpipe.api import Step, Verification, evaluate, pipeline, reference, value_and_grad, verify
+from fpipe.api import Verification, evaluate, pipeline, reference, value_and_grad, verify
 from fpipe.errors import (
     CaptureError,
     CutError,
@@ -16,6 +16,7 @@ from fpipe.errors import (
     VocabularyError,
 )
 from fpipe.plan import Pipeline
+from fpipe.step import Step
 
 __all__ = [
     "CaptureError",

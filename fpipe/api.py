@@ -8,27 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe import random
-from fpipe.batch import BatchSpec, join
+from fpipe.batch import BatchSpec
 from fpipe.capture.export import export
 from fpipe.capture.fake import fake, fake_mode, skeleton
 from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
 from fpipe.errors import CutError, InputError
-from fpipe.executor import Inputs, Outcome, plainly
 from fpipe.one_device import one_device
-from fpipe.plan import TRAINING, FrontEnd, Pipeline, Plan, Variant
-from fpipe.recording import timed
-from fpipe.state import require_names, require_state
+from fpipe.plan import TRAINING, FrontEnd, Pipeline, Variant
+from fpipe.state import require_state
+from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
 from fpipe.transport.contract import Ranks
 from fpipe.transport.distributed import DistributedRanks
 from fpipe.transport.local import LocalRanks
@@ -38,21 +37,6 @@ from schedules import Schedule, Span
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export, "modules": modules})
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
-State: TypeAlias = dict[str, Tensor]
-
-
-class Step(NamedTuple):
-    """What a step computed.
-
-    - `loss`: the sum over microbatches of loss / M, on every rank; `None` where no loss was asked for.
-    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the rank of the last stage
-      and if asked for; `None` elsewhere.
-    - `buffers`: this process's buffers after the step.
-    """
-
-    loss: Tensor | None
-    outputs: Any
-    buffers: State
 
 
 class ValueAndGrad(Protocol):
@@ -141,9 +125,9 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
     ) -> tuple[Step, State]:
         require_state("params", params, plan.params)
         require_state("buffers", buffers, plan.buffers)
-        outcomes = _run(pipe, plan, params, buffers, (inputs, targets), seed, record)
-        grads = _gradients(plan, outcomes)
-        return _step(pipe, plan, outcomes, buffers), {name: grads[name] for name in params if name in grads}
+        outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed), record)
+        grads = gradients(plan, outcomes)
+        return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
 
     return step
 
@@ -159,8 +143,8 @@ def evaluate(pipe: Pipeline) -> Callable[..., Step]:
         require_state("params", params, pipe.training.params)
         require_state("buffers", buffers, pipe.training.buffers)
         plan = pipe.plan(Variant(training=False, loss=pipe.ranks.any(targets is not None), outputs=True))
-        outcomes = _run(pipe, plan, params, buffers, (inputs, targets), seed, None)
-        return _step(pipe, plan, outcomes, buffers)
+        outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed))
+        return gather(plan, pipe.ranks, outcomes, buffers)
 
     return step
 
@@ -182,9 +166,9 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
         batch = plan.batch.take(inputs, targets, whole.batch)
         parts = [tuple(batch[leaf][i] for leaf in whole.batch) for i in range(pipe.schedule.microbatches)]
         with random.preserved(plan.assembly.devices):
-            results, state, grads = one_device(plan, params, buffers, parts, _keys(plan, seed))
+            results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
         new = {**buffers, **dict(zip(whole.buffers, state, strict=True))}
-        return Step(*_joined(plan, results), new), {name: grads[name] for name in params if name in grads}
+        return Step(*joined(plan, results), new), {name: grads[name] for name in params if name in grads}
 
     return step
 
@@ -270,71 +254,3 @@ def _ranks(schedule: Schedule, group: dist.ProcessGroup | None, device: torch.de
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialised"
     return DistributedRanks(schedule.ranks, homes, group, device)
-
-
-def _keys(plan: Plan, seed: int | None) -> list[int]:
-    """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed."""
-    if seed is None and plan.assembly.devices:
-        raise InputError(
-            "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
-        )
-    return [random.key(seed or 0, i) for i in range(plan.program.schedule.microbatches)]
-
-
-def _run(
-    pipe: Pipeline,
-    plan: Plan,
-    params: State,
-    buffers: State,
-    batch: tuple[Any, Any],
-    seed: int | None,
-    record: Callable[[Span], None] | None,
-) -> dict[int, Outcome]:
-    """Check everything that can be checked, then run the program."""
-    require_names([name for stage in plan.held for name in (*stage.parameters, *stage.buffers)], {**params, **buffers})
-    keys = _keys(plan, seed)
-    leaves = plan.batch.take(*batch, needed=[leaf for stage in plan.held for leaf in stage.batch])
-    parts = {s.index: list(zip(*[leaves[leaf] for leaf in s.batch], strict=True)) for s in plan.held}
-    inputs = Inputs(
-        params={stage.index: stage.leaves(params) for stage in plan.held},
-        buffers={stage.index: tuple(buffers[name] for name in stage.buffers) for stage in plan.held},
-        batch=lambda stage, i: parts[stage][i] if parts[stage] else (),
-        keys=keys,
-    )
-    return pipe.run(plan, inputs, (lambda rank: plainly) if record is None else (lambda rank: timed(rank, record)))
-
-
-def _gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
-    """Gradients by name; a shared parameter's comes from its owner."""
-    stages = plan.assembly.stages
-    grads: State = {}
-    for outcome in outcomes.values():
-        for s, total in outcome.grads.items():
-            grads.update(zip(stages[s].grads, total, strict=True))
-        for (owner, holder), total in outcome.shared.items():
-            grads.update(zip(stages[holder].shared_names[owner], total, strict=True))
-    return grads
-
-
-def _step(pipe: Pipeline, plan: Plan, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
-    stages, new = plan.assembly.stages, dict(buffers)
-    for outcome in outcomes.values():
-        for s, state in outcome.buffers.items():
-            new.update(zip(stages[s].buffers, state, strict=True))
-    last = pipe.schedule.placement.homes[-1]
-    loss, outputs = _joined(plan, outcomes[last].results) if last in outcomes else (None, None)
-    if plan.assembly.captured.loss is not None:
-        loss = pipe.ranks.share(loss, stages[-1].results[0], last)
-    return Step(loss, outputs, new)
-
-
-def _joined(plan: Plan, results: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor | None, Any]:
-    """The sum of the losses, and the tree of outputs with microbatches joined, both in microbatch order."""
-    columns = list(zip(*[results[i] for i in sorted(results)], strict=True))
-    loss = None
-    if plan.assembly.captured.loss is not None:
-        first, *rest = columns.pop(0)
-        loss = sum(rest, start=first)
-    if not plan.outputs:
-        return loss, None
-    return loss, plan.assembly.captured.structure.unflatten([join(column) for column in columns])

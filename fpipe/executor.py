@@ -31,26 +31,50 @@ class StageLike(Protocol):
     """What the executor asks of a stage; `fpipe.stage.Stage` says what each is."""
 
     @property
-    def results(self) -> Sequence[Any]: ...  # noqa: D102
-    @property
-    def gets(self) -> Sequence[Port]: ...  # noqa: D102
-    @property
-    def gives(self) -> Sequence[Port]: ...  # noqa: D102
-    @property
-    def pulls(self) -> Sequence[Port]: ...  # noqa: D102
-    @property
-    def pulled_by(self) -> Sequence[Port]: ...  # noqa: D102
-    @property
-    def shares(self) -> Sequence[Port]: ...  # noqa: D102
-    @property
-    def shared_by(self) -> Sequence[Port]: ...  # noqa: D102
+    def results(self) -> Sequence[Any]:
+        """What leaves the pipeline here."""
 
-    def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]: ...  # noqa: D102
-    def backward(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]: ...  # noqa: D102
-    def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]: ...  # noqa: D102
-    def backward_weight(self, deferred: Any) -> Any: ...  # noqa: D102
-    def accumulate(self, total: Any, grads: Any, count: int) -> Any: ...  # noqa: D102
-    def shared(self, total: Any, peer: int) -> Payload: ...  # noqa: D102
+    @property
+    def gets(self) -> Sequence[Port]:
+        """Values from earlier stages."""
+
+    @property
+    def gives(self) -> Sequence[Port]:
+        """Values for later stages."""
+
+    @property
+    def pulls(self) -> Sequence[Port]:
+        """Cotangents for earlier stages."""
+
+    @property
+    def pulled_by(self) -> Sequence[Port]:
+        """Cotangents from later stages."""
+
+    @property
+    def shares(self) -> Sequence[Port]:
+        """Gradients for later stages that hold copies of parameters."""
+
+    @property
+    def shared_by(self) -> Sequence[Port]:
+        """Gradients from earlier stages that own parameters."""
+
+    def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:
+        """Outputs, buffers, and residuals or `None`."""
+
+    def backward(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
+        """Cotangents and gradients."""
+
+    def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
+        """Cotangents, and what the weight half needs."""
+
+    def backward_weight(self, deferred: Any) -> Any:
+        """Gradients."""
+
+    def accumulate(self, total: Any, grads: Any, count: int) -> Any:
+        """The sum of `count` gradients and one more; `total` is `()` at first."""
+
+    def shared(self, total: Any, peer: int) -> Payload:
+        """What stage `peer` needs of the summed gradients."""
 
 
 class Inputs(NamedTuple):

@@ -22,13 +22,14 @@ from fpipe.capture.contract import Captured
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
-from fpipe.executor import Compute, Execution, Inputs, Outcome, plainly
+from fpipe.executor import Execution, Inputs, Outcome, plainly
+from fpipe.recording import timed
 from fpipe.spec import Spec
 from fpipe.stage import Stage
 from fpipe.state import require_state
 from fpipe.transport.contract import Ranks, Transport
 from fpipe.tree import Structure
-from schedules import Program, Schedule, check, forwards, lower
+from schedules import Program, Schedule, Span, check, forwards, lower
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 FrontEnd: TypeAlias = Callable[[nn.Module, Structure, Sequence[Tensor], Loss | None, int], Captured]
@@ -178,15 +179,14 @@ class Pipeline:
             {name: buffers[name].detach().clone() for name in plan.buffers},
         )
 
-    def run(
-        self, plan: Plan, inputs: Inputs, compute: Callable[[int], Compute] = lambda rank: plainly
-    ) -> dict[int, Outcome]:
-        """Run the plan's program on this process's ranks; the outcome of each."""
+    def run(self, plan: Plan, inputs: Inputs, record: Callable[[Span], None] | None = None) -> dict[int, Outcome]:
+        """Run the plan's program on this process's ranks; the outcome of each. `record` gets a span per action."""
         stages, held = plan.assembly.stages, self.schedule.placement.stages_on
 
         def execution(rank: int, transport: Transport) -> Execution:
             mine = {s: stages[s] for s in held(rank)}
-            return Execution(plan.of(rank), mine, transport, inputs, compute(rank))
+            compute = plainly if record is None else timed(rank, record)
+            return Execution(plan.of(rank), mine, transport, inputs, compute)
 
         with random.preserved(plan.assembly.devices):
             return self.ranks.run(execution)

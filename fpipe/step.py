@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step: from what users pass to what ranks are given, and from what ranks computed to what users get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from fpipe import random
+from fpipe.batch import join
+from fpipe.errors import InputError
+from fpipe.executor import Inputs, Outcome
+from fpipe.plan import Plan
+from fpipe.state import require_names
+from fpipe.transport.contract import Ranks
+
+State: TypeAlias = dict[str, Tensor]
+
+
+class Step(NamedTuple):
+    """What a step computed.
+
+    - `loss`: the sum over microbatches of loss / M, on every rank; `None` where no loss was asked for.
+    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the rank of the last stage
+      and if asked for; `None` elsewhere.
+    - `buffers`: this process's buffers after the step.
+    """
+
+    loss: Tensor | None
+    outputs: Any
+    buffers: State
+
+
+def scatter(plan: Plan, params: State, buffers: State, batch: tuple[Any, Any], seed: int | None) -> Inputs:
+    """What the executor takes, for the stages of this process; raises `InputError` for what is missing or wrong."""
+    held = plan.held
+    require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], {**params, **buffers})
+    leaves = plan.batch.take(*batch, needed=[leaf for stage in held for leaf in stage.batch])
+    parts = {stage.index: list(zip(*[leaves[leaf] for leaf in stage.batch], strict=True)) for stage in held}
+    return Inputs(
+        params={stage.index: stage.leaves(params) for stage in held},
+        buffers={stage.index: tuple(buffers[name] for name in stage.buffers) for stage in held},
+        batch=lambda stage, i: parts[stage][i] if parts[stage] else (),
+        keys=keys(plan, seed),
+    )
+
+
+def keys(plan: Plan, seed: int | None) -> list[int]:
+    """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed."""
+    if seed is None and plan.assembly.devices:
+        raise InputError(
+            "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
+        )
+    return [random.key(seed or 0, i) for i in range(plan.program.schedule.microbatches)]
+
+
+def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
+    """The step that ranks computed; the loss is shared with all of them."""
+    stages, new = plan.assembly.stages, dict(buffers)
+    for outcome in outcomes.values():
+        for s, state in outcome.buffers.items():
+            new.update(zip(stages[s].buffers, state, strict=True))
+    last = plan.program.schedule.placement.homes[-1]
+    loss, outputs = joined(plan, outcomes[last].results) if last in outcomes else (None, None)
+    if plan.assembly.captured.loss is not None:
+        loss = ranks.share(loss, stages[-1].results[0], last)
+    return Step(loss, outputs, new)
+
+
+def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
+    """Gradients by name; a shared parameter's comes from its owner."""
+    stages = plan.assembly.stages
+    grads: State = {}
+    for outcome in outcomes.values():
+        for s, total in outcome.grads.items():
+            grads.update(zip(stages[s].grads, total, strict=True))
+        for (owner, holder), total in outcome.shared.items():
+            grads.update(zip(stages[holder].shared_names[owner], total, strict=True))
+    return grads
+
+
+def joined(plan: Plan, results: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor | None, Any]:
+    """The sum of the losses, and the tree of outputs with microbatches joined, both in microbatch order."""
+    columns = list(zip(*[results[i] for i in sorted(results)], strict=True))
+    loss = None
+    if plan.assembly.captured.loss is not None:
+        first, *rest = columns.pop(0)
+        loss = sum(rest, start=first)
+    if not plan.outputs:
+        return loss, None
+    return loss, plan.assembly.captured.structure.unflatten([join(column) for column in columns])
