@@ -2,11 +2,14 @@
 """What the executor costs, beside torch.distributed.pipelining in the same run.
 
     python benchmarks/overhead.py               # microseconds per compute action, all ranks in one process
-    python benchmarks/overhead.py --end-to-end  # and steps per second of two Gloo ranks on a GPT of 3.3 million parameters
+    python benchmarks/overhead.py --end-to-end  # and steps per second of two Gloo ranks on a GPT of 3.3 million
+                                                # parameters
 
 Overhead is time over a bare loop, per compute action (one forward or one backward of one stage for one microbatch). The
-bare loop calls the same stage functions (for the incumbent: the same modules, then `.backward()`), microbatch after
-microbatch, and accumulates gradients. Both run four stages of Linear(8, 8), GC off, best of many rounds in turns.
+bare loop calls the same stage functions and accumulates gradients, and does nothing else: once in the order in which
+the executor calls them, and once microbatch after microbatch, which is kinder to the processor's caches than 1F1B is.
+For the incumbent it calls the same modules and `.backward()`. All run stages of Linear(8, 8), GC off, best of many
+rounds in turns.
 
 In one process the incumbent holds all stages on one rank, since its transport needs a process per rank, so it sends
 nothing. Ours is measured both so and with a rank per stage, where every value passes through the transport.
@@ -30,7 +33,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 import fpipe
 from fpipe.executor import Inputs
-from schedules import Action, B, F, Schedule, gpipe, linear, one_f_one_b, schedule
+from fpipe.stage import Stage
+from fpipe.step import scatter
+from schedules import Action, B, F, Schedule, Span, gpipe, linear, one_f_one_b, schedule
 
 STAGES, MICROBATCHES, WIDTH = 4, 32, 8
 
@@ -69,35 +74,45 @@ def mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def ours(name: str, made: Schedule) -> dict[str, Callable[[], object]]:
-    """The executor under one schedule, and the bare loop of the same stage functions."""
+    """The executor under one schedule, and the bare loops of the same stage functions."""
     model = layers()
     x, y = torch.randn(2, MICROBATCHES, WIDTH)
     cuts = [str(stage) for stage in range(1, STAGES)]
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=made, cuts=cuts)
-    plan, stages = pipe.training, pipe.stages
     params, buffers = pipe.init(model)
-    leaves = plan.batch.take((x,), y, range(2))
-    inputs = Inputs(
-        params={s.index: s.leaves(params) for s in stages},
-        buffers={s.index: () for s in stages},
-        batch=lambda s, i: tuple(leaves[leaf][i] for leaf in stages[s].batch),
-        keys=[0] * MICROBATCHES,
-    )
+    inputs = scatter(pipe.training, params, buffers, ((x,), y), None)
+    spans: list[Span] = []
+    pipe.run(pipe.training, inputs, spans.append)
+    plain = [action for i in range(MICROBATCHES) for action in microbatch(i)]
+    return {
+        name: lambda: pipe.run(pipe.training, inputs),
+        f"{name}, bare": lambda: bare(pipe.stages, inputs, [span.action for span in spans]),
+        f"{name}, plain": lambda: bare(pipe.stages, inputs, plain),
+    }
 
-    def bare() -> None:
-        totals: list[tuple[torch.Tensor, ...]] = [()] * STAGES
-        for i in range(MICROBATCHES):
-            values: tuple[torch.Tensor, ...] = ()
-            kept = []
-            for s, stage in enumerate(stages):
-                values, _, residuals = stage.forward(inputs.params[s], (), inputs.batch(s, i) + values, 0)
-                kept.append(residuals)
-            values = ()
-            for s in reversed(range(STAGES)):
-                values, grads = stages[s].backward(kept.pop(), values)
-                totals[s] = stages[s].accumulate(totals[s], grads, i)
 
-    return {name: lambda: pipe.run(plan, inputs), f"{name}, bare": bare}
+def microbatch(i: int) -> list[Action]:
+    """One microbatch through all stages and back."""
+    return [F(s, i) for s in range(STAGES)] + [B(s, i) for s in reversed(range(STAGES))]
+
+
+def bare(stages: tuple[Stage, ...], inputs: Inputs, order: list[Action]) -> None:
+    """Call the stage functions of a chain in this order."""
+    totals: list[tuple[torch.Tensor, ...]] = [()] * STAGES
+    counts = [0] * STAGES
+    values: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+    kept = {}
+    for kind, s, i, _ in order:
+        stage = stages[s]
+        if kind == "F":
+            arguments = inputs.batch(s, i) + values.pop((s, i), ())
+            values[s + 1, i], _, kept[s, i] = stage.forward(inputs.params[s], (), arguments, 0)
+            if s == STAGES - 1:
+                values[s, i] = ()
+        else:
+            values[s - 1, i], grads = stage.backward(kept.pop((s, i)), values.pop((s, i)))
+            totals[s] = stage.accumulate(totals[s], grads, counts[s])
+            counts[s] += 1
 
 
 def incumbents() -> dict[str, Callable[[], object]]:
@@ -109,7 +124,7 @@ def incumbents() -> dict[str, Callable[[], object]]:
     parts = [PipelineStage(module, s, STAGES, device) for s, module in enumerate(modules)]
     general = ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_fn=mean_square)
 
-    def bare(used: list[nn.Module]) -> None:
+    def loop(used: list[nn.Module]) -> None:
         for a, b in zip(x.split(1), y.split(1), strict=True):
             value = a
             for module in used:
@@ -118,9 +133,9 @@ def incumbents() -> dict[str, Callable[[], object]]:
 
     return {
         "incumbent, 1F1B, 1 stage": lambda: single.step(x, target=y),
-        "incumbent, 1F1B, 1 stage, bare": lambda: bare(modules[:1]),
+        "incumbent, 1F1B, 1 stage, bare": lambda: loop(modules[:1]),
         "incumbent, general, 1 rank": lambda: general.step(x, target=y),
-        "incumbent, general, 1 rank, bare": lambda: bare(modules),
+        "incumbent, general, 1 rank, bare": lambda: loop(modules),
     }
 
 
@@ -136,12 +151,14 @@ def overhead(rounds: int) -> None:
         **theirs,
     }
     times = best(everything, rounds)
-    print(f"{'overhead, us per compute action':<34}{'over bare loop':>16}{'bare loop':>12}")
+    print(f"{'us per compute action':<28}{'over same order':>16}{'over microbatches':>18}{'bare, same order':>18}")
     for name in everything:
-        if not name.endswith("bare"):
+        if not name.endswith(("bare", "plain")):
             actions = 2 * MICROBATCHES * (1 if "1 stage" in name else STAGES)
             loop = times[f"{name}, bare"]
-            print(f"{name:<34}{(times[name] - loop) / actions * 1e6:>16.2f}{loop / actions * 1e6:>12.2f}")
+            plain = times.get(f"{name}, plain", loop)
+            row = ((times[name] - loop) / actions, (times[name] - plain) / actions, loop / actions)
+            print(f"{name:<28}{row[0] * 1e6:>16.2f}{row[1] * 1e6:>18.2f}{row[2] * 1e6:>18.2f}")
 
 
 class Block(nn.Module):

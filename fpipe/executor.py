@@ -13,7 +13,7 @@ Invariant: an entry is removed by its one use, so what a microbatch held is free
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fpipe.transport.contract import Handle, Message, Payload, Transport, message
@@ -113,116 +113,32 @@ def plainly(action: Action, function: Callable[..., Any], *arguments: Any) -> An
     return function(*arguments)
 
 
-class Execution:
-    """One rank's run of one program: its state, and where it stands (`position`).
+class Instruction(NamedTuple):
+    """An action linked to its stage: the messages that it waits for, and those that it makes or posts, with their "
+    "specs."""
 
-    `compute(action, function, *arguments)` calls the stage functions; give another than `plainly` to measure them.
-
-    - `kept`: payloads made on this rank, until they are sent or used here.
-    - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
-    - `residuals`, `deferred`: what a stage's forward, or input half, keeps for what follows.
-    """
-
-    def __init__(
-        self,
-        actions: Sequence[Action],
-        stages: Mapping[int, StageLike],
-        transport: Transport,
-        inputs: Inputs,
-        compute: Compute = plainly,
-    ) -> None:
-        self.actions, self.stages, self.transport, self.inputs = actions, stages, transport, inputs
-        self.compute = compute
-        self.position = -1
-        self.buffers = {s: inputs.buffers[s] for s in stages}
-        self.grads: dict[int, Any] = dict.fromkeys(stages, ())
-        self.counts = dict.fromkeys(stages, 0)
-        self.results: dict[int, Payload] = {}
-        self.residuals: dict[tuple[int, int], Any] = {}
-        self.deferred: dict[tuple[int, int], Any] = {}
-        self.kept: dict[Message, Payload] = {}
-        self.posted: dict[Message, Handle] = {}
-        self.specs = {edge: specs for s, stage in stages.items() for edge, specs in _edges(s, stage)}
-        self.arriving = {arrival: froms for s, stage in stages.items() for arrival, froms in _arrivals(s, stage)}
-
-    def run(self) -> Generator[Handle, Payload, Outcome]:
-        """Interpret the program: yields handles to wait for, returns the outcome."""
-        handlers: Mapping[str, Callable[[Action, Payload], None]] = {
-            "F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight,
-            "SEND_F": self._send, "SEND_B": self._send, "SEND_G": self._send_gradient,
-            "RECV_F": self._receive, "RECV_B": self._receive, "RECV_G": self._receive,
-        }  # fmt: skip
-        kept, posted, arriving = self.kept, self.posted, self.arriving
-        for position, action in enumerate(self.actions):
-            self.position = position
-            kind, s, i, _ = action
-            arrived: Payload = ()
-            if kind in _WAITS:
-                yield posted.pop(message(action))
-                continue
-            for what, peer in arriving.get((kind, s), ()):
-                name = (what, peer, i, s)
-                arrived += kept.pop(name) if name in kept else (yield posted.pop(name))
-            handlers[kind](action, arrived)
-        shared = {}
-        for name in list(posted):
-            shared[name[1], name[3]] = yield posted.pop(name)
-        return Outcome(self.buffers, self.grads, shared, self.results)
-
-    def _forward(self, action: Action, arrived: Payload) -> None:
-        _, s, i, _ = action
-        stage, inputs = self.stages[s], self.inputs
-        outputs, self.buffers[s], residuals = self.compute(
-            action, stage.forward, inputs.params[s], self.buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i]
-        )
-        if residuals is not None:
-            self.residuals[s, i] = residuals
-        if stage.results:
-            self.results[i] = outputs[: len(stage.results)]
-        self._keep("F", s, i, stage.gives, outputs, len(stage.results))
-
-    def _backward(self, action: Action, arrived: Payload) -> None:
-        _, s, i, _ = action
-        stage = self.stages[s]
-        outgoing, grads = self.compute(action, stage.backward, self.residuals.pop((s, i), None), arrived)
-        self._keep("B", s, i, stage.pulls, outgoing)
-        self._accumulate(s, grads)
-
-    def _backward_input(self, action: Action, arrived: Payload) -> None:
-        _, s, i, _ = action
-        stage, residuals = self.stages[s], self.residuals.pop((s, i), None)
-        outgoing, self.deferred[s, i] = self.compute(action, stage.backward_input, residuals, arrived)
-        self._keep("B", s, i, stage.pulls, outgoing)
-
-    def _backward_weight(self, action: Action, arrived: Payload) -> None:
-        _, s, i, _ = action
-        self._accumulate(s, self.compute(action, self.stages[s].backward_weight, self.deferred.pop((s, i))))
-
-    def _send(self, action: Action, arrived: Payload) -> None:
-        name = what, s, _, t = message(action)
-        self.posted[name] = self.transport.send(name, self.kept.pop(name), self.specs[what, s, t])
-
-    def _send_gradient(self, action: Action, arrived: Payload) -> None:
-        name = _, s, _, t = message(action)
-        self.kept[name] = self.stages[s].shared(self.grads[s], t)
-        self._send(action, arrived)
-
-    def _receive(self, action: Action, arrived: Payload) -> None:
-        name = what, s, _, t = message(action)
-        self.posted[name] = self.transport.receive(name, self.specs[what, s, t])
-
-    def _keep(self, what: str, s: int, i: int, ports: Sequence[Port], values: Payload, start: int = 0) -> None:
-        """Keep each peer's part of `values`, from `start` on, until it is sent or used here."""
-        for peer, specs in ports:
-            self.kept[what, s, i, peer] = values[start : start + len(specs)]
-            start += len(specs)
-
-    def _accumulate(self, s: int, grads: Any) -> None:
-        self.grads[s] = self.stages[s].accumulate(self.grads[s], grads, self.counts[s])
-        self.counts[s] += 1
+    action: Action
+    awaited: tuple[Message, ...] = ()
+    carried: tuple[tuple[Message, tuple[Any, ...]], ...] = ()
 
 
-_WAITS = frozenset(("WAIT_F", "WAIT_B", "WAIT_G"))
+def link(actions: Iterable[Action], stages: Mapping[int, StageLike]) -> tuple[Instruction, ...]:
+    """One rank's program, linked to its stages; it depends on neither parameters nor data."""
+    specs = {edge: specs for s, stage in stages.items() for edge, specs in _edges(s, stage)}
+    return tuple(_linked(action, stages[action.stage], specs) for action in actions)
+
+
+def _linked(action: Action, stage: StageLike, specs: Mapping[tuple[str, int, int], tuple[Any, ...]]) -> Instruction:
+    kind, s, i, _ = action
+    if kind == "W":
+        return Instruction(action)
+    if kind in ("F", "B", "I"):
+        sources, targets = (stage.gets, stage.gives) if kind == "F" else (stage.pulled_by, stage.pulls)
+        what = "F" if kind == "F" else "B"
+        made = tuple(((what, s, i, peer), specs) for peer, specs in targets)
+        return Instruction(action, tuple((what, peer, i, s) for peer, _ in sources), made)
+    name = what, source, _, target = message(action)
+    return Instruction(action, (name,) * kind.startswith("WAIT"), ((name, specs[what, source, target]),))
 
 
 def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
@@ -236,8 +152,113 @@ def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tup
         yield from (((what, peer, s), specs) for peer, specs in incoming)
 
 
-def _arrivals(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int], tuple[tuple[str, int], ...]]]:
-    """Per kind of action on a stage, what must have arrived and from which stages, in the order of the arguments."""
-    yield ("F", s), tuple(("F", peer) for peer, _ in stage.gets)
-    for kind in "BI":
-        yield (kind, s), tuple(("B", peer) for peer, _ in stage.pulled_by)
+class Execution:
+    """One rank's run of one program: its state, and where it stands (`position`).
+
+    `compute(action, function, *arguments)` calls the stage functions; give another than `plainly` to measure them.
+
+    - `kept`: payloads made on this rank, until they are sent or used here.
+    - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
+    - `residuals`, `deferred`: what a stage's forward, or input half, keeps for what follows.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[Instruction],
+        stages: Mapping[int, StageLike],
+        transport: Transport,
+        inputs: Inputs,
+        compute: Compute = plainly,
+    ) -> None:
+        self.program, self.stages, self.transport, self.inputs = program, stages, transport, inputs
+        self.compute = compute
+        self.position = -1
+        self.buffers = {s: inputs.buffers[s] for s in stages}
+        self.grads: dict[int, Any] = dict.fromkeys(stages, ())
+        self.counts = dict.fromkeys(stages, 0)
+        self.results: dict[int, Payload] = {}
+        self.residuals: dict[tuple[int, int], Any] = {}
+        self.deferred: dict[tuple[int, int], Any] = {}
+        self.kept: dict[Message, Payload] = {}
+        self.posted: dict[Message, Handle] = {}
+
+    def run(self) -> Generator[Handle, Payload, Outcome]:
+        """Interpret the program: yields handles to wait for, returns the outcome."""
+        handlers: Mapping[str, Callable[[Instruction, Payload], None]] = {
+            "F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight,
+            "SEND_F": self._send, "SEND_B": self._send, "SEND_G": self._send_gradient,
+            "RECV_F": self._receive, "RECV_B": self._receive, "RECV_G": self._receive,
+            "WAIT_F": self._done, "WAIT_B": self._done, "WAIT_G": self._done,
+        }  # fmt: skip
+        kept, posted = self.kept, self.posted
+        for position, instruction in enumerate(self.program):
+            self.position = position
+            arrived: Payload = ()
+            for name in instruction.awaited:
+                arrived += kept.pop(name) if name in kept else (yield posted.pop(name))
+            handlers[instruction.action.kind](instruction, arrived)
+        shared = {}
+        for name in list(posted):
+            shared[name[1], name[3]] = yield posted.pop(name)
+        return Outcome(self.buffers, self.grads, shared, self.results)
+
+    def _forward(self, instruction: Instruction, arrived: Payload) -> None:
+        action = instruction.action
+        _, s, i, _ = action
+        stage, inputs = self.stages[s], self.inputs
+        outputs, self.buffers[s], residuals = self.compute(
+            action, stage.forward, inputs.params[s], self.buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i]
+        )
+        if residuals is not None:
+            self.residuals[s, i] = residuals
+        results = len(stage.results)
+        if results:
+            self.results[i] = outputs[:results]
+        self._keep(instruction, outputs, results)
+
+    def _backward(self, instruction: Instruction, arrived: Payload) -> None:
+        action = instruction.action
+        _, s, i, _ = action
+        residuals = self.residuals.pop((s, i), None)
+        outgoing, grads = self.compute(action, self.stages[s].backward, residuals, arrived)
+        self._keep(instruction, outgoing)
+        self._accumulate(s, grads)
+
+    def _backward_input(self, instruction: Instruction, arrived: Payload) -> None:
+        action = instruction.action
+        _, s, i, _ = action
+        residuals = self.residuals.pop((s, i), None)
+        outgoing, self.deferred[s, i] = self.compute(action, self.stages[s].backward_input, residuals, arrived)
+        self._keep(instruction, outgoing)
+
+    def _backward_weight(self, instruction: Instruction, arrived: Payload) -> None:
+        action = instruction.action
+        _, s, i, _ = action
+        self._accumulate(s, self.compute(action, self.stages[s].backward_weight, self.deferred.pop((s, i))))
+
+    def _send(self, instruction: Instruction, arrived: Payload) -> None:
+        ((name, specs),) = instruction.carried
+        self.posted[name] = self.transport.send(name, self.kept.pop(name), specs)
+
+    def _send_gradient(self, instruction: Instruction, arrived: Payload) -> None:
+        ((name, _),) = instruction.carried
+        _, s, _, t = name
+        self.kept[name] = self.stages[s].shared(self.grads[s], t)
+        self._send(instruction, arrived)
+
+    def _receive(self, instruction: Instruction, arrived: Payload) -> None:
+        ((name, specs),) = instruction.carried
+        self.posted[name] = self.transport.receive(name, specs)
+
+    def _done(self, instruction: Instruction, arrived: Payload) -> None:
+        """A sent message has been waited for, and with its handle its payload is gone."""
+
+    def _keep(self, instruction: Instruction, values: Payload, start: int = 0) -> None:
+        """Keep each message's part of `values`, from `start` on, until it is sent or used here."""
+        for name, specs in instruction.carried:
+            self.kept[name] = values[start : start + len(specs)]
+            start += len(specs)
+
+    def _accumulate(self, s: int, grads: Any) -> None:
+        self.grads[s] = self.stages[s].accumulate(self.grads[s], grads, self.counts[s])
+        self.counts[s] += 1

@@ -22,7 +22,7 @@ from fpipe.capture.contract import Captured
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
-from fpipe.executor import Execution, Inputs, Outcome, plainly
+from fpipe.executor import Execution, Inputs, Instruction, Outcome, link, plainly
 from fpipe.recording import timed
 from fpipe.spec import Spec
 from fpipe.stage import Stage
@@ -75,16 +75,15 @@ class Plan:
         held = {name for stage in self.held for name in names(stage)}
         return {name: spec for name, spec in specs.items() if name in held}
 
-    @cached_property
-    def actions(self) -> dict[int, tuple[Any, ...]]:
-        """Lowered actions by rank, filled as ranks run."""
-        return {}
+    def stages_on(self, rank: int) -> dict[int, Stage]:
+        """The stages of `rank`, by index."""
+        return {s: self.assembly.stages[s] for s in self.program.schedule.placement.stages_on(rank)}
 
-    def of(self, rank: int) -> tuple[Any, ...]:
-        """The lowered actions of `rank`, made once."""
-        if rank not in self.actions:
-            self.actions[rank] = tuple(self.program.actions(rank))
-        return self.actions[rank]
+    @cached_property
+    def linked(self) -> Mapping[int, tuple[Instruction, ...]]:
+        """For each rank of this process, its lowered program linked to its stages."""
+        ranks = sorted({self.program.schedule.placement.homes[stage.index] for stage in self.held})
+        return {rank: link(self.program.actions(rank), self.stages_on(rank)) for rank in ranks}
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +125,8 @@ class Pipeline:
         return self.plans[variant]
 
     def _plan(self, variant: Variant) -> Plan:
-        assembly = assemble(*self._captured(replace(variant, outputs=True)), outputs=variant.outputs)
+        captured, positions = self._captured(replace(variant, outputs=True))
+        assembly = assemble(captured, positions, outputs=variant.outputs)
         schedule = self.schedule
         if variant.training:
             check(schedule, assembly.graph)
@@ -136,7 +136,8 @@ class Pipeline:
         held = tuple(stage for stage in assembly.stages if homes[stage.index] in self.ranks.ranks)
         plan = Plan(assembly, lower(schedule, assembly.graph), held, self.batch(variant), variant.outputs)
         stages = "; ".join(map(str, assembly.stages))
-        self.ranks.prepare(f"{variant} of {schedule!r} with {stages}", plan.program.channels)
+        cut = f"cut before units {list(positions)} of {len(captured.units)}"
+        self.ranks.prepare(f"{variant} of {schedule!r}, {cut}, with {stages}", plan.program.channels)
         return plan
 
     def _captured(self, variant: Variant) -> Cut:
@@ -181,12 +182,10 @@ class Pipeline:
 
     def run(self, plan: Plan, inputs: Inputs, record: Callable[[Span], None] | None = None) -> dict[int, Outcome]:
         """Run the plan's program on this process's ranks; the outcome of each. `record` gets a span per action."""
-        stages, held = plan.assembly.stages, self.schedule.placement.stages_on
 
         def execution(rank: int, transport: Transport) -> Execution:
-            mine = {s: stages[s] for s in held(rank)}
             compute = plainly if record is None else timed(rank, record)
-            return Execution(plan.of(rank), mine, transport, inputs, compute)
+            return Execution(plan.linked[rank], plan.stages_on(rank), transport, inputs, compute)
 
         with random.preserved(plan.assembly.devices):
             return self.ranks.run(execution)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.executor import Execution, Inputs, Port, plainly
+from fpipe.executor import Execution, Inputs, Port, link, plainly
 from fpipe.transport.local import LocalTransport, drive
 from schedules import B, F, Graph, I, W, chain, gpipe, lower, one_f_one_b, split_backward
 from schedules.meaning import formula
@@ -135,7 +135,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
         )
         stages = {s: Symbolic(graph, s) for s in held}
         actions = list(program.actions(rank)) if rows is None else rows[rank]
-        executions.append(Execution(actions, stages, transport, inputs, compute))
+        executions.append(Execution(link(actions, stages), stages, transport, inputs, compute))
     return executions, drive(transport, executions)
 
 
@@ -256,8 +256,16 @@ def test_the_position_tells_where_a_rank_stands(kinds):
     homes, graph = schedule.placement.homes, chain(2)
     transport = LocalTransport(homes)
     inputs = [Inputs({s: ""}, {s: ()}, batch, [0, 1]) for s in range(2)]
-    execution = Execution(program, {0: Symbolic(graph, 0)}, transport, inputs[0], compute)
-    other = Execution(list(lower(schedule, graph).actions(1)), {1: Symbolic(graph, 1)}, transport, inputs[1], compute)
+    execution = Execution(
+        link(program, {0: Symbolic(graph, 0)}), {0: Symbolic(graph, 0)}, transport, inputs[0], compute
+    )
+    other = Execution(
+        link(lower(schedule, graph).actions(1), {1: Symbolic(graph, 1)}),
+        {1: Symbolic(graph, 1)},
+        transport,
+        inputs[1],
+        compute,
+    )
     drive(transport, [execution, other])
     assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
     assert execution.position == len(program) - 1
@@ -275,7 +283,7 @@ def test_a_wrong_program_is_not_taken_for_a_right_one(ranks, microbatches):
 
 def test_an_action_of_no_known_kind_or_order_is_an_error():
     schedule = gpipe(ranks=1, microbatches=1)
-    with pytest.raises(KeyError):
+    with pytest.raises(AssertionError, match="a transfer has a peer stage"):
         execute(schedule, chain(1), rows=[[F(0, 0)._replace(kind="X")]])
     for rows in ([[W(0, 0)]], [[F(0, 0), I(0, 0), W(0, 0), W(0, 0)]]):
         with pytest.raises(KeyError):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import DeadlockError, PipelineError, TransportError
-from fpipe.executor import Execution, Inputs, Port
+from fpipe.executor import Execution, Inputs, Port, link
 from fpipe.transport.contract import message, posted
 from fpipe.transport.local import LocalRanks, LocalTransport, drive
 from schedules import parse
@@ -40,7 +40,7 @@ def start(*rows, homes=None):
     for rank, row in enumerate(rows):
         stages = {s: Echo(s, len(homes)) for s, home in enumerate(homes) if home == rank}
         inputs = Inputs(dict.fromkeys(stages), dict.fromkeys(stages), lambda s, i: ("x",) if s == 0 else (), range(9))
-        executions.append(Execution(list(map(parse, row.split())), stages, transport, inputs))
+        executions.append(Execution(link(map(parse, row.split()), stages), stages, transport, inputs))
     return transport, executions
 
 

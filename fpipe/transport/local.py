@@ -126,8 +126,7 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
 def _report(executions: Sequence[Execution], waiting: dict[int, Posted]) -> str:
     lines = [f"got {len(waiting)} ranks waiting for messages that nobody will post, expected all to finish:"]
     for rank, handle in sorted(waiting.items()):
-        position, actions = executions[rank].position, executions[rank].actions
-        lines.append(
-            f"rank {rank}, position {position}, {actions[position]}: waits for {text(handle.end, handle.message)}"
-        )
+        position = executions[rank].position
+        action = executions[rank].program[position].action
+        lines.append(f"rank {rank}, position {position}, {action}: waits for {text(handle.end, handle.message)}")
     return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() makes them."])
