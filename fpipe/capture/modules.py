@@ -34,7 +34,8 @@ class Chain(nn.Module):
 
     def __init__(self, parts: Sequence[Callable[..., Any]] | nn.Sequential) -> None:
         super().__init__()
-        named = parts.named_children() if isinstance(parts, nn.Sequential) else enumerate(parts)
+        # not named_children(), which lists a module that is used twice only once
+        named = parts._modules.items() if isinstance(parts, nn.Sequential) else enumerate(parts)
         self.parts: dict[str, Callable[..., Any]] = {str(name): part for name, part in named}
         for name, part in self.parts.items():
             if isinstance(part, nn.Module):
