@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "distributed")]
 
 torch.set_num_threads(1)
 

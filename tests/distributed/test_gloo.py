@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes over Gloo: what one process computes, bit for bit, and clear ends where something is wrong.
+
+One job per number of ranks runs all cases of worker.py; here every case is a test.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import worker
+from models import SCHEDULES, ZOO, build, run
+
+from fpipe.tree import same_bits
+
+WORKER = Path(worker.__file__)
+LIMIT = 240
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def finish(commands, folder, limit):
+    """Run these commands at once: exit codes, and what was printed.
+
+    What runs longer than `limit` seconds is killed, with its children, and so is what outlives a failure by 40 seconds.
+    """
+    logs = [folder / f"log-{k}" for k in range(len(commands))]
+    processes = [begin(command, log) for command, log in zip(commands, logs, strict=True)]
+    deadline = time.monotonic() + limit
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + 40)
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return [process.wait() for process in processes], [log.read_text() for log in logs]
+
+
+def begin(command, log):
+    with log.open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", *map(str, command)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+
+
+def ranks(size, folder, *names):
+    """The commands that start `size` ranks by hand."""
+    return [(WORKER, rank, size, folder / "store", folder, *names) for rank in range(size)]
+
+
+class Job:
+    """What all ranks reported."""
+
+    def __init__(self, size, folder, codes, printed):
+        self.folder, self.codes, self.printed = folder, codes, printed
+        paths = [folder / f"{rank}.json" for rank in range(size)]
+        self.reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+
+    def require(self, name):
+        for rank, report in enumerate(self.reports):
+            found = report.get(name, f"did not run; the job ended with\n{self.ending()}")
+            assert found.startswith("passed"), f"rank {rank}: {found}"
+
+    def ending(self):
+        failed = [
+            f"{name}, rank {rank}: {text}" for rank, report in enumerate(self.reports) for name, text in report.items()
+        ]
+        failed = [text for text in failed if ": passed" not in text]
+        return "\n".join([*failed, *(text[-3000:] for text in self.printed)])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """All cases on two ranks, started as users start them."""
+    folder = tmp_path_factory.mktemp("two")
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, WORKER, folder)
+    return Job(2, folder, *finish([command], folder, LIMIT))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """All cases on four ranks."""
+    folder = tmp_path_factory.mktemp("four")
+    return Job(4, folder, *finish(ranks(4, folder), folder, LIMIT))
+
+
+@pytest.mark.parametrize("name", worker.names(2))
+def test_two_ranks(two, name):
+    two.require(name)
+
+
+@pytest.mark.parametrize("name", worker.names(4))
+def test_four_ranks(four, name):
+    four.require(name)
+
+
+def test_jobs_end_well(two, four):
+    assert (two.codes, four.codes) == ([0], [0] * 4), "\n".join(two.printed + four.printed)
+
+
+def test_dropout_is_the_same_on_one_process_two_and_four(two, four):
+    """Ranks, cuts, schedule and transport: none of them changes a bit."""
+    alone = run(*build(ZOO["dropping"], SCHEDULES["gpipe"](ranks=1, microbatches=4), 8), seed=5)
+    for size, job in ((2, two), (4, four)):
+        found = {}
+        for rank in range(size):
+            grads, loss = torch.load(job.folder / f"dropping-{size}-{rank}.pt")
+            assert same_bits(loss, alone.loss)
+            found |= grads
+        assert found.keys() == alone.grads.keys()
+        assert all(same_bits(found[name], alone.grads[name]) for name in found)
+
+
+def test_a_killed_peer_makes_the_others_fail(tmp_path):
+    """One rank ends in the middle of a step: nobody hangs, everybody else ends with an error."""
+    codes, printed = finish(ranks(4, tmp_path, "dies_in_the_middle"), tmp_path, 60)
+    assert codes[2] == 7
+    assert [codes[rank] for rank in (0, 1, 3)] == [1, 1, 1], "\n".join(printed)
+    assert all("in time" in printed[rank] for rank in (0, 1, 3)), "\n".join(printed)

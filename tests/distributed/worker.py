@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a job that runs named cases, one after the other, and writes down how each went.
+
+    python worker.py RANK SIZE STORE REPORT NAME...
+
+Starting a process costs seconds and a case costs a fraction of one, so a job runs many. `CASES` maps names to
+functions of (rank, size); a case that raises is reported with its traceback, and ends the job, since the other ranks
+may then wait for messages that never come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from models import (
+    SCHEDULES,
+    ZOO,
+    Result,
+    assert_same,
+    build,
+    descending,
+    eval_loop,
+    linears,
+    loop,
+    looped_fill_drain,
+    run,
+    run_reference,
+    vee_fill_drain,
+)
+from torch import nn
+
+import fpipe
+from fpipe.tree import same_bits
+from schedules import Schedule, one_f_one_b
+
+ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
+CASES: dict[str, Callable[[int, int], None]] = {}
+
+
+def case(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def gathered(value):
+    """What every rank passes, on every rank."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def raises(error: type[Exception], *words: str) -> _Raises:
+    return _Raises(error, words)
+
+
+class _Raises:
+    """The block must raise this error, with these words in its message."""
+
+    def __init__(self, error, words):
+        self.error, self.words = error, words
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        assert kind is not None, f"nothing raised, expected {self.error.__name__}"
+        if not issubclass(kind, self.error):
+            return False
+        missing = [word for word in self.words if word not in str(value)]
+        assert not missing, f"{missing} are not in: {value}"
+        return True
+
+
+def require_whole(got: Result, want: Result, rank: int, size: int) -> None:
+    """This rank's part equals the whole's, and all ranks together have the whole."""
+    last = rank == size - 1
+    mine = want._replace(
+        outputs=want.outputs if last else None,
+        grads={name: grad for name, grad in want.grads.items() if name in got.grads},
+        buffers={name: buffer for name, buffer in want.buffers.items() if name in got.buffers},
+    )
+    assert_same(got, mine)
+    names = gathered((list(got.grads), list(got.buffers)))
+    assert {name for grads, _ in names for name in grads} == set(want.grads)
+    assert {name for _, buffers in names for name in buffers} == set(want.buffers)
+
+
+def require_exact(name: str, how: Schedule, rank: int, size: int, capture: str = "export", order=None) -> Result:
+    """One step of a case of the zoo over all ranks equals one device."""
+    one = ZOO[name]
+    seed = 5 if one.random else None
+    pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture)
+    got = run(pipe, model, inputs, targets, seed=seed)
+    # The last stage's rank is the last but for a vee, where outputs are on the first.
+    end = how.placement.homes[-1]
+    turned = size - 1 if rank == end else 0
+    require_whole(got, run_reference(pipe, model, inputs, targets, seed=seed), turned, size)
+    if not one.random:
+        require_whole(got, loop(model, one.loss, inputs, targets, how.microbatches, order), turned, size)
+    return got
+
+
+def _zoo(name: str, front: str, kind: str) -> Callable[[int, int], None]:
+    def check(rank, size):
+        require_exact(name, SCHEDULES[kind](ranks=size, microbatches=4), rank, size, front)
+
+    return check
+
+
+for _k, (_name, _front) in enumerate((name, front) for name, one in ZOO.items() for front in one.fronts):
+    _kind = ("one_f_one_b", "split_backward", "gpipe")[_k % 3]
+    CASES[f"{_name}-{_front}-{_kind}"] = _zoo(_name, _front, _kind)
+for _name in ("skips", "chained"):
+    for _kind in SCHEDULES:
+        CASES[f"{_name}-export-{_kind}"] = _zoo(_name, "export", _kind)
+
+
+@case
+def other_numbers_of_microbatches(rank, size):
+    for microbatches in range(1, 10, size // 2):
+        require_exact("tied_sequence", one_f_one_b(ranks=size, microbatches=microbatches), rank, size, "modules")
+
+
+@case
+def two_stages_on_each_rank(rank, size):
+    for factory in (looped_fill_drain, vee_fill_drain):
+        for name in ("skips", "normalised", "chained"):
+            require_exact(name, factory(ranks=2, microbatches=3, chunks=2), rank, size)
+
+
+@case
+def descending_order(rank, size):
+    require_exact("chained", descending(ranks=size, microbatches=4), rank, size, order=[3, 2, 1, 0])
+
+
+@case
+def one_process_computes_the_same(rank, size):
+    """Other ranks, other cuts, other schedules: the same dropout, the same bits."""
+    got = require_exact("dropping", one_f_one_b(ranks=size, microbatches=4), rank, size)
+    again = require_exact("dropping", SCHEDULES["split_backward"](size, 4), rank, size)
+    assert same_bits(got.loss, again.loss)
+    torch.save((got.grads, got.loss), f"{os.environ['REPORT']}/dropping-{size}-{rank}.pt")
+
+
+@case
+def only_the_ends_hold_the_batch(rank, size):
+    """The first rank alone has the inputs, and the last alone the targets."""
+    one = ZOO["mlp"]
+    pipe, model, inputs, targets = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
+    params, buffers = pipe.init(model)
+    mine = (inputs if rank == 0 else None), (targets if rank == size - 1 else None)
+    step, grads = fpipe.value_and_grad(pipe, outputs=True)(params, buffers, *mine)
+    want = loop(model, one.loss, inputs, targets, 4)
+    require_whole(Result(step.loss, step.outputs, grads, step.buffers), want, rank, size)
+    step = fpipe.evaluate(pipe)(params, buffers, *mine)
+    want = eval_loop(model, one.loss, inputs, targets, 4)
+    require_whole(Result(step.loss, step.outputs, {}, step.buffers), want, rank, size)
+
+
+@case
+def evaluation_everywhere(rank, size):
+    """The loss is on every rank, the outputs are on the last stage's."""
+    for name in ("normalised", "several"):
+        one = ZOO[name]
+        pipe, model, inputs, targets = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
+        for wanted in (targets, None):
+            step = fpipe.evaluate(pipe)(*pipe.init(model), inputs, wanted)
+            want = eval_loop(model, one.loss if wanted is not None else None, inputs, wanted, 4)
+            assert (step.outputs is None) == (rank != size - 1)
+            require_whole(Result(step.loss, step.outputs, {}, step.buffers), want, rank, size)
+
+
+@case
+def every_rank_holds_its_own_leaves(rank, size):
+    pipe, model, *_ = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=2), 4)
+    params, _ = pipe.init(model)
+    names = gathered(sorted(params))
+    assert set().union(*names) == {name for name, _ in model.named_parameters()}
+    held = [rank for rank, mine in enumerate(names) if "0.weight" in mine]
+    assert held == [0, size - 1], "the tied weight is on two ranks"
+    assert sum(map(len, names)) == len(list(model.parameters())) + 1
+
+
+@case
+def tied_copies_do_not_drift(rank, size):
+    how = one_f_one_b(ranks=size, microbatches=4)
+    pipe, model, inputs, targets = build(ZOO["tied_sequence"], how, 8, capture="modules")
+    params, buffers = pipe.init(model)
+    step = fpipe.value_and_grad(pipe)
+    for _ in range(3):
+        out, grads = step(params, buffers, inputs, targets)
+        params = {name: p - 0.1 * grads[name] if name in grads else p for name, p in params.items()}
+        buffers = out.buffers
+    copies = [copy for copy in gathered(params.get("0.weight")) if copy is not None]
+    assert len(copies) == 2
+    assert same_bits(*copies)
+
+
+@case
+def a_step_again_is_the_same(rank, size):
+    built = build(ZOO["dropping"], one_f_one_b(ranks=size, microbatches=4), 8)
+    before = torch.get_rng_state()
+    first = run(*built, seed=1)
+    assert_same(run(*built, seed=1), first)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = run(*built, seed=2)
+    assert not same_bits(other.loss, first.loss)
+
+
+@case
+def two_pipelines_in_turns(rank, size):
+    """Built, and run, one between the steps of the other."""
+    one = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    two = build(ZOO["skips"], SCHEDULES["split_backward"](size, 2), 8)
+    alone = run(*one), run(*two)
+    steps = [fpipe.value_and_grad(built[0], outputs=True) for built in (one, two)]
+    for _ in range(2):
+        for (pipe, model, inputs, targets), step, want in zip((one, two), steps, alone, strict=True):
+            out, grads = step(*pipe.init(model), inputs, targets)
+            assert_same(Result(out.loss, out.outputs, grads, out.buffers), want)
+
+
+@case
+def verify_on_every_rank(rank, size):
+    pipe, model, inputs, targets = build(ZOO["normalised"], one_f_one_b(ranks=size, microbatches=4), 8)
+    found = fpipe.verify(pipe, model, inputs, targets)
+    assert found.reference > 0
+    assert found.eager > 0
+
+
+@case
+def spans_are_recorded(rank, size):
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    spans = []
+    fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
+    assert [span.action for span in spans] == list(pipe.schedule.actions(rank))
+    assert {span.rank for span in spans} == {rank}
+
+
+@case
+def another_number_of_ranks(rank, size):
+    words = (f"{size} processes", f"schedule's {size + 1} ranks", f"Start {size + 1}", f"ranks={size}")
+    with raises(fpipe.TransportError, *words):
+        fpipe.pipeline(
+            nn.Sequential(*[nn.Linear(4, 4) for _ in range(size + 1)]),
+            example=(torch.randn(4, 4),),
+            loss=torch.mean,
+            schedule=one_f_one_b(ranks=size + 1, microbatches=2),
+        )
+
+
+@case
+def other_microbatches_on_one_rank(rank, size):
+    how = one_f_one_b(ranks=size, microbatches=2 if rank == 1 else 4)
+    with raises(fpipe.TransportError, f"rank {rank}", "another pipeline", "schedule"):
+        build(ZOO["mlp"], how, 8)
+
+
+@case
+def other_cuts_on_one_rank(rank, size):
+    cuts = ("1", "3", "6")[: size - 1] if rank else ("2", "4", "6")[: size - 1]
+    with raises(fpipe.TransportError, "another pipeline"):
+        build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8, cuts)
+
+
+@case
+def another_model_on_one_rank(rank, size):
+    """Other operators, or other frozen parameters, between values of the same shapes."""
+    for other in (ALL_TANH, ZOO["frozen_below"]):
+        with raises(fpipe.TransportError, "another pipeline"):
+            build(ZOO["mlp"] if rank else other, one_f_one_b(ranks=size, microbatches=4), 8, tuple("246")[1 - size :])
+
+
+@case
+def another_schedule_on_one_rank(rank, size):
+    kind = "gpipe" if rank else "one_f_one_b"
+    with raises(fpipe.TransportError, "another pipeline"):
+        build(ZOO["mlp"], SCHEDULES[kind](ranks=size, microbatches=4), 8)
+
+
+@case
+def a_batch_that_a_rank_needs_and_has_not(rank, size):
+    """Each rank that reads something says so before anything is sent; then a good step works."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    params, buffers = pipe.init(model)
+    step = fpipe.value_and_grad(pipe)
+    if rank == 0:
+        with raises(fpipe.InputError, "inputs[0]: got nothing", "a stage of this rank reads it"):
+            step(params, buffers, None, targets)
+    if rank == size - 1:
+        with raises(fpipe.InputError, "targets: got nothing"):
+            step(params, buffers, inputs, None)
+    out, _ = step(params, buffers, inputs, targets)
+    assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def state_of_another_rank(rank, size):
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    everything = dict(model.named_parameters())
+    with raises(fpipe.InputError, "params", "unexpected", "pipe.init(model)"):
+        fpipe.value_and_grad(pipe)(everything, {}, inputs, targets)
+
+
+@case
+def wrapped_models(rank, size):
+    """DDP and FSDP2 modules, alone and inside a model."""
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = nn.Linear(4, 4)
+    fully_shard(sharded)
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    for model, name in (
+        (parallel, "DistributedDataParallel"),
+        (nn.Sequential(nn.Linear(4, 4), parallel), "DistributedDataParallel"),
+        (sharded, "FSDP"),
+        (nn.Sequential(nn.Linear(4, 4), sharded), "FSDP"),
+    ):
+        for capture in ("export", "modules"):
+            with raises(fpipe.InputError, name, "expected a plain module", "data-parallel group"):
+                fpipe.pipeline(
+                    model,
+                    example=(x,),
+                    targets=x,
+                    loss=nn.functional.mse_loss,
+                    schedule=one_f_one_b(ranks=size, microbatches=2),
+                    stages=size,
+                    capture=capture,
+                )
+
+
+@case
+def data_parallel_pipelines(rank, size):
+    """Half as many ranks, twice: each pipeline takes half of the batch, and gradients are reduced after the step."""
+    half = size // 2
+    groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, size)))]
+    replica, mine = divmod(rank, half)
+    one = ZOO["tied_sequence"]
+    model, inputs, targets = one.make(8)
+    how = one_f_one_b(ranks=half, microbatches=2)
+    ours = inputs[0].chunk(2)[replica], targets.chunk(2)[replica]
+    pipe = fpipe.pipeline(
+        model,
+        example=(ours[0],),
+        targets=ours[1],
+        loss=one.loss,
+        schedule=how,
+        cuts=one.at(half),
+        group=groups[replica],
+    )
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ours[0],), ours[1])
+    want = loop(model, one.loss, (ours[0],), ours[1], 2)
+    assert same_bits(step.loss, want.loss)
+    found = gathered((replica, mine, grads))
+    assert {name for r, _, part in found if r == replica for name in part} == set(want.grads)
+    for name, grad in grads.items():
+        assert same_bits(grad, want.grads[name])
+        both = [part[name] for _, m, part in found if m == mine]
+        whole = loop(model, one.loss, inputs, targets, 4).grads[name]
+        assert torch.allclose(sum(both) / 2, whole, atol=1e-6)
+
+
+@case
+def dies_in_the_middle(rank, size):
+    """Rank 2 ends without a word while the others work; they fail well before the group's timeout."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state = pipe.init(model)
+    fourth = list(pipe.schedule.actions(2))[3]
+    start = time.perf_counter()
+
+    def record(span):
+        if rank == 2 and span.action == fourth:
+            os._exit(7)
+
+    try:
+        fpipe.value_and_grad(pipe, record=record)(*state, inputs, targets)
+    except RuntimeError as error:
+        took = time.perf_counter() - start
+        raise RuntimeError(f"failed after {took:.1f} s, {'in time' if took < 10 else 'too late'}: {error}") from error
+
+
+# What four ranks add nothing to, and what takes long.
+NEEDS_TWO = {
+    "two_stages_on_each_rank",
+    "wrapped_models",
+    "state_of_another_rank",
+    *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),
+    *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
+}
+NEEDS_FOUR = {"data_parallel_pipelines", "dies_in_the_middle"}
+ALONE = {"dies_in_the_middle"}
+
+
+def names(size: int) -> list[str]:
+    """The cases that one job of this size runs."""
+    left = ALONE | (NEEDS_TWO if size != 2 else set()) | (NEEDS_FOUR if size != 4 else set())
+    return [name for name in CASES if name not in left]
+
+
+def main(rank: int, size: int, store: str, report: str, chosen: list[str]) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "The tensor attributes self.model.*_flat_weights")  # torch's own, of nn.GRU
+    os.environ["REPORT"] = report
+    method = {} if store == "env" else {"init_method": f"file://{store}", "rank": rank, "world_size": size}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30), **method)
+    results: dict[str, str] = {}
+    path = Path(report) / f"{rank}.json"
+    try:
+        for name in chosen or names(size):
+            start = time.perf_counter()
+            CASES[name](rank, size)
+            results[name] = f"passed in {time.perf_counter() - start:.2f} s"
+            path.write_text(json.dumps(results))
+    except BaseException:
+        results[name] = traceback.format_exc()
+        path.write_text(json.dumps(results))
+        raise
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env", sys.argv[1], [])
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
