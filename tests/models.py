@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
 def loop(model, loss, inputs, targets, microbatches, order=None) -> Result:
     """One device: slices of the batch, loss / M, `.backward()`, `.grad`. Backwards run in `order`, or as they come."""
-    model = copy.deepcopy(model)
+    model, inputs, targets = copy.deepcopy((model, inputs, targets))
     values, outputs = [], []
     for i in range(microbatches):
         part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
@@ -55,7 +55,8 @@ def loop(model, loss, inputs, targets, microbatches, order=None) -> Result:
 
 def eval_loop(model, loss, inputs, targets, microbatches) -> Result:
     """One device, eval mode, no gradients; `loss` may be `None`."""
-    model = copy.deepcopy(model).eval()
+    model, inputs, targets = copy.deepcopy((model, inputs, targets))
+    model.eval()
     total, outputs = None, []
     with torch.no_grad():
         for i in range(microbatches):
