@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage functions are pure, their halves make the whole, and what flows is what was foretold."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import ZOO, build, few, run
+
+from fpipe.random import key, preserved
+from fpipe.spec import Spec
+from fpipe.tree import same_bits
+from schedules import one_f_one_b
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+
+NAMES = [name for name in ZOO if name not in ("recurrent",)]
+
+
+def chain(name, capture="export"):
+    """The stages of a case in order, each with what it is given for the first microbatch."""
+    pipe, model, inputs, targets = build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
+    params, buffers = pipe.init(model)
+    batch = pipe.training.batch.take(inputs, targets, range(len(pipe.training.batch.specs)))
+    crossing = {}
+    for stage in pipe.stages:
+        given = tuple(batch[leaf][0] for leaf in stage.batch)
+        for port in stage.gets:
+            given += crossing[port.peer, stage.index]
+        arguments = stage.leaves(params), tuple(buffers[name] for name in stage.buffers), given, key(1, 0)
+        yield stage, arguments
+        with preserved([torch.device("cpu")]):
+            outputs, _, _ = stage.forward(*arguments)
+        rest = outputs[len(stage.results) :]
+        for port in stage.gives:
+            crossing[stage.index, port.peer], rest = rest[: len(port.specs)], rest[len(port.specs) :]
+
+
+def all_same(a, b):
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+def cotangents(stage):
+    generator = torch.Generator().manual_seed(0)
+    specs = [spec for port in stage.pulled_by for spec in port.specs]
+    return tuple(spec.like(torch.randn(spec.shape, generator=generator).to(spec.dtype)) for spec in specs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_is_pure(name):
+    """The same twice, of unchanged arguments; what comes out carries no graph."""
+    for stage, arguments in chain(name):
+        before = copy.deepcopy([[t.detach() for t in part] for part in arguments[:3]])
+        with preserved([torch.device("cpu")]):
+            outputs, buffers, kept = stage.forward(*arguments)
+            again, buffers_again, kept_again = stage.forward(*arguments)
+        assert all_same(outputs, again)
+        assert all_same(buffers, buffers_again)
+        assert all(all_same(part, old) for part, old in zip(arguments[:3], before, strict=True))
+        assert not any(tensor.requires_grad for tensor in (*outputs, *buffers))
+        incoming = cotangents(stage)
+        if kept is not None:
+            for one, other in zip(stage.backward(kept, incoming), stage.backward(kept_again, incoming), strict=True):
+                assert all_same(one, other)
+                assert not any(tensor.requires_grad for tensor in one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_halves_make_a_whole(name):
+    for stage, arguments in chain(name):
+        incoming = cotangents(stage)
+        with preserved([torch.device("cpu")]):
+            _, _, kept = stage.forward(*arguments)
+            _, _, again = stage.forward(*arguments)
+        outgoing, grads = stage.backward(kept, incoming)
+        half, deferred = stage.backward_input(again, incoming)
+        assert all_same(half, outgoing)
+        assert all_same(stage.backward_weight(deferred), grads)
+        assert len(outgoing) == sum(len(port.specs) for port in stage.pulls)
+        assert len(grads) == (len(stage.grads) if kept is not None else 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_flows_is_what_was_foretold(name, monkeypatch):
+    """Shapes, dtypes and strides of values and cotangents; nothing has to be laid out anew."""
+    different = []
+    like = Spec.like
+
+    def watched(self, tensor):
+        if Spec.of(tensor) != self:
+            different.append((Spec.of(tensor), tensor.stride(), self, self.stride))
+        return like(self, tensor)
+
+    built = build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4)
+    monkeypatch.setattr(Spec, "like", watched)
+    run(*built, seed=1)
+    assert not different
+
+
+def test_where_nothing_is_trained_no_graph_is_kept():
+    stages = list(chain("frozen_below"))
+    first, arguments = stages[0]
+    _, _, kept = first.forward(*arguments)
+    assert kept is None
+    assert first.backward(None, ()) == ((), ())
+    assert first.backward_input(None, ()) == ((), None)
+    assert first.backward_weight(None) == ()
+    assert all(stage.forward(*arguments)[2] is not None for stage, arguments in stages[1:])
+
+
+def test_frozen_parameters_have_no_gradient():
+    (_, _, (third, _), (fourth, _)) = chain("frozen_below")
+    assert third.grads == ()
+    assert fourth.grads == ("6.weight",)
+
+
+def test_parameters_are_leaves_of_the_stage_s_own():
+    for stage, (params, *_) in chain("frozen_below"):
+        for name, leaf in zip(stage.parameters, params, strict=True):
+            assert leaf.is_leaf
+            assert leaf.requires_grad == (name in ("2.weight", "2.bias", "6.weight"))
+
+
+@settings(max_examples=few(60))
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=6))
+def test_gradients_are_added_in_order_to_new_memory(values):
+    stage, _ = next(iter([(STAGE, None)]))
+    terms = [(torch.tensor([v + 0.1]), torch.tensor(v * 0.3)) for v in values]
+    kept = copy.deepcopy(terms)
+    total = ()
+    for count, term in enumerate(terms):
+        total = stage.accumulate(total, term, count)
+    want = kept[0]
+    for term in kept[1:]:
+        want = tuple(a + b for a, b in zip(want, term, strict=True))
+    assert all_same(total, want)
+    assert all(all_same(term, old) for term, old in zip(terms, kept, strict=True)), "no term was changed"
+
+
+STAGE = build(ZOO["mlp"], one_f_one_b(ranks=1, microbatches=1), 2)[0].stages[0]
+
+
+def test_the_backward_frees_what_the_forward_kept():
+    """Activations live from F to B, and from F to I if nothing is left for W."""
+    stage, arguments = list(chain("mlp", "modules"))[1]
+    saved = []
+
+    def pack(tensor):
+        saved.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs, _, kept = stage.forward(*arguments)
+    parameters = {id(leaf) for leaf in arguments[0]}
+    alive = [ref for ref in saved if ref() is not None and id(ref()) not in parameters]
+    assert alive
+    incoming = cotangents(stage)
+    stage.backward(kept, incoming)
+    del kept, outputs, arguments
+    gc.collect()
+    assert not [ref for ref in alive if ref() is not None]
