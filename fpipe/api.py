@@ -19,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from fpipe import random
 from fpipe.batch import BatchSpec
 from fpipe.capture.export import export
-from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, skeleton
 from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
@@ -70,8 +70,9 @@ def pipeline(
       step is the sum over microbatches of loss / M.
     - `cuts`: names of the modules at which a new stage begins, in the order of execution; or `stages=n`, or neither, to
       cut evenly by parameters.
-    - `group`: where torch.distributed is initialised, the processes that are the ranks, one each; by default all.
-      Where it is not, all ranks run in this process.
+    - `group`: where torch.distributed is initialised, the processes that are the ranks, one each; by default all. Then
+      every process of the job must build its pipeline at the same time, and all groups must have the same size. Where
+      torch.distributed is not initialised, all ranks run in this process.
 
     Raises `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, each before anything is sent.
 
@@ -86,13 +87,15 @@ def pipeline(
     >>> bool(torch.isclose(step.loss, torch.nn.functional.mse_loss(model(x), y))), list(grads)
     (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
-    _require_arguments(model, example, schedule, capture)
+    module = as_module(model)
+    _require_arguments(module, example, schedule, capture)
     without_parameters(loss)
     names = _cuts(cuts, stages, schedule)
     BatchSpec.of(example, targets, schedule.microbatches)
     leaves, structure = flatten((example, targets))
     device = leaves[0].device if leaves else torch.device("cpu")
-    mode, module = fake_mode(), as_module(model)
+    mode = fake_mode()
+    require_plain_tensors(module)
     refuse_gradient_hooks(module)
     pipe = Pipeline(
         schedule=schedule,
@@ -103,7 +106,7 @@ def pipeline(
         cuts=names,
         ranks=_ranks(schedule, group, device),
     )
-    pipe.plan(TRAINING)
+    pipe.connected(TRAINING)
     return pipe
 
 
@@ -115,19 +118,23 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
     random numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for which a
     plain backward would set `.grad`. Nothing that is passed in is modified.
 
+    Under torch.distributed every rank must call this, and then the function, in the same order; after an error on this
+    rank the function refuses to go on, since the other ranks' messages no longer fit.
+
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
     compute action of this process.
     """
-    plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs))
+    plan = pipe.connected(Variant(training=True, loss=True, outputs=outputs))
 
     def step(
         params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> tuple[Step, State]:
-        require_state("params", params, plan.params)
-        require_state("buffers", buffers, plan.buffers)
-        outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed), record)
-        grads = gradients(plan, outcomes)
-        return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
+        with pipe.ranks.guarded():
+            require_state("params", params, plan.params)
+            require_state("buffers", buffers, plan.buffers)
+            outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed), record)
+            grads = gradients(plan, outcomes)
+            return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
 
     return step
 
@@ -136,15 +143,17 @@ def evaluate(pipe: Pipeline) -> Callable[..., Step]:
     """The function that computes outputs, and with targets the loss, in eval mode: forward only, no graph kept.
 
     It takes what the function of `value_and_grad` takes. The outputs are joined along dimension 0 in microbatch order
-    and are on the rank of the last stage. Whether there are targets must be clear to at least one rank.
+    and are on the rank of the last stage. Under torch.distributed every rank must call the function in the same order;
+    whether there are targets must be clear to at least one of them.
     """
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
-        require_state("params", params, pipe.training.params)
-        require_state("buffers", buffers, pipe.training.buffers)
-        plan = pipe.plan(Variant(training=False, loss=pipe.ranks.any(targets is not None), outputs=True))
-        outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed))
-        return gather(plan, pipe.ranks, outcomes, buffers)
+        with pipe.ranks.guarded():
+            require_state("params", params, pipe.training.params)
+            require_state("buffers", buffers, pipe.training.buffers)
+            plan = pipe.connected(Variant(training=False, loss=pipe.ranks.any(targets is not None), outputs=True))
+            outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed))
+            return gather(plan, pipe.ranks, outcomes, buffers)
 
     return step
 
@@ -198,19 +207,21 @@ def verify(
     `MismatchError`, naming the first leaf that differs. Costs two more steps on one device.
     """
     module = as_module(model)
-    step, grads = value_and_grad(pipe, outputs=True)(*pipe.init(module), inputs, targets, seed=seed)
+    params, buffers = pipe.init(module)
+    step, grads = value_and_grad(pipe, outputs=True)(params, buffers, inputs, targets, seed=seed)
     got = Computed(step.loss, step.outputs, grads, step.buffers)
     whole = {n: p.detach() for n, p in module.named_parameters()}, dict(module.named_buffers())
     step, grads = reference(pipe, outputs=True)(*whole, inputs, targets, seed=seed)
-    compared = require_equal(got, Computed(step.loss, step.outputs, grads, step.buffers), "the reference")
+    wanted = Computed(step.loss, step.outputs, grads, step.buffers).held(params)
+    compared = require_equal(got, wanted, "the reference")
     plan = pipe.training
     if plan.assembly.devices:
         return Verification(compared, 0)
-    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets)
+    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets).held(params)
     return Verification(compared, require_equal(got, eager, "the model run eagerly"))
 
 
-def _require_arguments(model: Any, example: Any, schedule: Any, capture: str) -> None:
+def _require_arguments(model: nn.Module, example: Any, schedule: Any, capture: str) -> None:
     if not isinstance(schedule, Schedule):
         raise InputError(
             f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
@@ -223,14 +234,13 @@ def _require_arguments(model: Any, example: Any, schedule: Any, capture: str) ->
             f"example: got {type(example).__name__}, expected a tuple of positional or a dict of keyword arguments. "
             "Write (x,) for one argument."
         )
-    for part in [model] if isinstance(model, nn.Module) else model:
-        for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
-            if isinstance(module, WRAPPERS):
-                raise InputError(
-                    f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "
-                    "gradient hooks do not run under autograd.grad. Pass the wrapped module, and reduce gradients over "
-                    "the data-parallel group after the step."
-                )
+    for name, module in model.named_modules():
+        if isinstance(module, WRAPPERS):
+            raise InputError(
+                f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "
+                "gradient hooks do not run under autograd.grad. Pass the wrapped module, and reduce gradients over the "
+                "data-parallel group after the step."
+            )
 
 
 def _cuts(cuts: Iterable[str] | None, stages: int | None, schedule: Schedule) -> tuple[str, ...] | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a program to stages.
 
-One interpreter with one handler per kind of action, written as a generator: it yields the handle that it must wait for
-and is sent what arrived; how to wait is the driver's business. It knows actions, stages and posting, neither
+One interpreter with one handler per kind of action, written as a generator: it yields the handle that it must wait for;
+how to wait is the driver's business. It knows actions, stages and posting, neither
 torch.distributed nor models, and is parametric in the stages: given symbolic ones it computes formulas.
 
 All state lives in the running `Execution`. Tables of what waits to be used are keyed by `Message`, on
@@ -14,6 +14,8 @@ Invariant: an entry is removed by its one use, so what a microbatch held is free
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fpipe.transport.contract import Handle, Message, Payload, Transport, message
@@ -105,21 +107,16 @@ class Outcome(NamedTuple):
     results: dict[int, Payload]
 
 
-Compute: TypeAlias = Callable[..., Any]
-
-
-def plainly(action: Action, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a stage function for an action, and nothing else."""
-    return function(*arguments)
-
-
 class Instruction(NamedTuple):
-    """An action linked to its stage: the messages that it waits for, and those that it makes or posts, with their "
-    "specs."""
+    """An action linked to its stages: its handler, the messages it awaits, those it carries with their specs."""
 
     action: Action
+    handler: Handler
     awaited: tuple[Message, ...] = ()
     carried: tuple[tuple[Message, tuple[Any, ...]], ...] = ()
+
+
+Handler: TypeAlias = Callable[["Execution", Instruction, Payload], None]
 
 
 def link(actions: Iterable[Action], stages: Mapping[int, StageLike]) -> tuple[Instruction, ...]:
@@ -130,15 +127,16 @@ def link(actions: Iterable[Action], stages: Mapping[int, StageLike]) -> tuple[In
 
 def _linked(action: Action, stage: StageLike, specs: Mapping[tuple[str, int, int], tuple[Any, ...]]) -> Instruction:
     kind, s, i, _ = action
+    handler = HANDLERS[kind]
     if kind == "W":
-        return Instruction(action)
+        return Instruction(action, handler)
     if kind in ("F", "B", "I"):
         sources, targets = (stage.gets, stage.gives) if kind == "F" else (stage.pulled_by, stage.pulls)
         what = "F" if kind == "F" else "B"
         made = tuple(((what, s, i, peer), specs) for peer, specs in targets)
-        return Instruction(action, tuple((what, peer, i, s) for peer, _ in sources), made)
+        return Instruction(action, handler, tuple((what, peer, i, s) for peer, _ in sources), made)
     name = what, source, _, target = message(action)
-    return Instruction(action, (name,) * kind.startswith("WAIT"), ((name, specs[what, source, target]),))
+    return Instruction(action, handler, (name,) * kind.startswith("WAIT"), ((name, specs[what, source, target]),))
 
 
 def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
@@ -155,7 +153,7 @@ def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tup
 class Execution:
     """One rank's run of one program: its state, and where it stands (`position`).
 
-    `compute(action, function, *arguments)` calls the stage functions; give another than `plainly` to measure them.
+    `record`, if given, is called with each action, and when its handler began and ended; waiting is outside.
 
     - `kept`: payloads made on this rank, until they are sent or used here.
     - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
@@ -168,10 +166,10 @@ class Execution:
         stages: Mapping[int, StageLike],
         transport: Transport,
         inputs: Inputs,
-        compute: Compute = plainly,
+        record: Callable[[Action, float, float], None] | None = None,
     ) -> None:
         self.program, self.stages, self.transport, self.inputs = program, stages, transport, inputs
-        self.compute = compute
+        self.record = record
         self.position = -1
         self.buffers = {s: inputs.buffers[s] for s in stages}
         self.grads: dict[int, Any] = dict.fromkeys(stages, ())
@@ -182,83 +180,115 @@ class Execution:
         self.kept: dict[Message, Payload] = {}
         self.posted: dict[Message, Handle] = {}
 
-    def run(self) -> Generator[Handle, Payload, Outcome]:
-        """Interpret the program: yields handles to wait for, returns the outcome."""
-        handlers: Mapping[str, Callable[[Instruction, Payload], None]] = {
-            "F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight,
-            "SEND_F": self._send, "SEND_B": self._send, "SEND_G": self._send_gradient,
-            "RECV_F": self._receive, "RECV_B": self._receive, "RECV_G": self._receive,
-            "WAIT_F": self._done, "WAIT_B": self._done, "WAIT_G": self._done,
-        }  # fmt: skip
+    def run(self) -> Generator[Handle, None, Outcome]:
+        """Interpret the program: yields handles that are not done, returns the outcome."""
         kept, posted = self.kept, self.posted
-        for position, instruction in enumerate(self.program):
-            self.position = position
+        for self.position, instruction in enumerate(self.program):  # noqa: B020 - the program stays as it is
             arrived: Payload = ()
             for name in instruction.awaited:
-                arrived += kept.pop(name) if name in kept else (yield posted.pop(name))
-            handlers[instruction.action.kind](instruction, arrived)
+                if name in kept:
+                    arrived += kept.pop(name)
+                else:
+                    handle = posted.pop(name)
+                    if not handle.done:
+                        yield handle
+                    arrived += handle.take()
+            if self.record is None:
+                instruction.handler(self, instruction, arrived)
+            else:
+                start = perf_counter()
+                instruction.handler(self, instruction, arrived)
+                self.record(instruction.action, start, perf_counter())
+        return Outcome(self.buffers, self.grads, (yield from self._shared()), self.results)
+
+    def _shared(self) -> Generator[Handle, None, dict[tuple[int, int], Payload]]:
+        """What is still posted at the end: gradients of shared parameters."""
         shared = {}
-        for name in list(posted):
-            shared[name[1], name[3]] = yield posted.pop(name)
-        return Outcome(self.buffers, self.grads, shared, self.results)
+        for name in list(self.posted):
+            handle = self.posted.pop(name)
+            if not handle.done:
+                yield handle
+            shared[name[1], name[3]] = handle.take()
+        return shared
 
-    def _forward(self, instruction: Instruction, arrived: Payload) -> None:
-        action = instruction.action
-        _, s, i, _ = action
-        stage, inputs = self.stages[s], self.inputs
-        outputs, self.buffers[s], residuals = self.compute(
-            action, stage.forward, inputs.params[s], self.buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i]
-        )
-        if residuals is not None:
-            self.residuals[s, i] = residuals
-        results = len(stage.results)
-        if results:
-            self.results[i] = outputs[:results]
-        self._keep(instruction, outputs, results)
 
-    def _backward(self, instruction: Instruction, arrived: Payload) -> None:
-        action = instruction.action
-        _, s, i, _ = action
-        residuals = self.residuals.pop((s, i), None)
-        outgoing, grads = self.compute(action, self.stages[s].backward, residuals, arrived)
-        self._keep(instruction, outgoing)
-        self._accumulate(s, grads)
+def _forward(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    _, s, i, _ = instruction.action
+    stage, inputs = run.stages[s], run.inputs
+    arguments = inputs.batch(s, i) + arrived
+    outputs, run.buffers[s], residuals = stage.forward(inputs.params[s], run.buffers[s], arguments, inputs.keys[i])
+    if residuals is not None:
+        run.residuals[s, i] = residuals
+    results = len(stage.results)
+    if results:
+        run.results[i] = outputs[:results]
+    _keep(run, instruction, outputs, results)
 
-    def _backward_input(self, instruction: Instruction, arrived: Payload) -> None:
-        action = instruction.action
-        _, s, i, _ = action
-        residuals = self.residuals.pop((s, i), None)
-        outgoing, self.deferred[s, i] = self.compute(action, self.stages[s].backward_input, residuals, arrived)
-        self._keep(instruction, outgoing)
 
-    def _backward_weight(self, instruction: Instruction, arrived: Payload) -> None:
-        action = instruction.action
-        _, s, i, _ = action
-        self._accumulate(s, self.compute(action, self.stages[s].backward_weight, self.deferred.pop((s, i))))
+def _backward(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    _, s, i, _ = instruction.action
+    outgoing, grads = run.stages[s].backward(run.residuals.pop((s, i), None), arrived)
+    _keep(run, instruction, outgoing)
+    _accumulate(run, s, grads)
 
-    def _send(self, instruction: Instruction, arrived: Payload) -> None:
-        ((name, specs),) = instruction.carried
-        self.posted[name] = self.transport.send(name, self.kept.pop(name), specs)
 
-    def _send_gradient(self, instruction: Instruction, arrived: Payload) -> None:
-        ((name, _),) = instruction.carried
-        _, s, _, t = name
-        self.kept[name] = self.stages[s].shared(self.grads[s], t)
-        self._send(instruction, arrived)
+def _backward_input(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    _, s, i, _ = instruction.action
+    outgoing, run.deferred[s, i] = run.stages[s].backward_input(run.residuals.pop((s, i), None), arrived)
+    _keep(run, instruction, outgoing)
 
-    def _receive(self, instruction: Instruction, arrived: Payload) -> None:
-        ((name, specs),) = instruction.carried
-        self.posted[name] = self.transport.receive(name, specs)
 
-    def _done(self, instruction: Instruction, arrived: Payload) -> None:
-        """A sent message has been waited for, and with its handle its payload is gone."""
+def _backward_weight(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    _, s, i, _ = instruction.action
+    _accumulate(run, s, run.stages[s].backward_weight(run.deferred.pop((s, i))))
 
-    def _keep(self, instruction: Instruction, values: Payload, start: int = 0) -> None:
-        """Keep each message's part of `values`, from `start` on, until it is sent or used here."""
-        for name, specs in instruction.carried:
-            self.kept[name] = values[start : start + len(specs)]
-            start += len(specs)
 
-    def _accumulate(self, s: int, grads: Any) -> None:
-        self.grads[s] = self.stages[s].accumulate(self.grads[s], grads, self.counts[s])
-        self.counts[s] += 1
+def _send(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    ((name, specs),) = instruction.carried
+    run.posted[name] = run.transport.send(name, run.kept.pop(name), specs)
+
+
+def _send_gradient(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    (((_, s, _, t), _specs),) = instruction.carried
+    run.kept[instruction.carried[0][0]] = run.stages[s].shared(run.grads[s], t)
+    _send(run, instruction, arrived)
+
+
+def _receive(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    ((name, specs),) = instruction.carried
+    run.posted[name] = run.transport.receive(name, specs)
+
+
+def _let_go(run: Execution, instruction: Instruction, arrived: Payload) -> None:
+    """A sent message has been waited for, and with its handle its payload is gone."""
+
+
+def _keep(run: Execution, instruction: Instruction, values: Payload, start: int = 0) -> None:
+    """Keep each message's part of `values`, from `start` on, until it is sent or used on this rank."""
+    for name, specs in instruction.carried:
+        run.kept[name] = values[start : start + len(specs)]
+        start += len(specs)
+
+
+def _accumulate(run: Execution, s: int, grads: Any) -> None:
+    run.grads[s] = run.stages[s].accumulate(run.grads[s], grads, run.counts[s])
+    run.counts[s] += 1
+
+
+HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "F": _forward,
+        "B": _backward,
+        "I": _backward_input,
+        "W": _backward_weight,
+        "SEND_F": _send,
+        "SEND_B": _send,
+        "SEND_G": _send_gradient,
+        "RECV_F": _receive,
+        "RECV_B": _receive,
+        "RECV_G": _receive,
+        "WAIT_F": _let_go,
+        "WAIT_B": _let_go,
+        "WAIT_G": _let_go,
+    }
+)

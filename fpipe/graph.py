@@ -75,6 +75,8 @@ def layouts(
     for s, memory in enumerate(written):
         _refuse_shared_writes(s, memory, captured, observed, homes, users)
     gives, later, shares = _routes(captured, homes, users)
+    for s, units in enumerate(stages):
+        _refuse_stale_views(s, units, observed, frozenset(v for values in gives[s].values() for v in values))
     return tuple(
         Layout(
             units,
@@ -150,8 +152,7 @@ def _refuse_shared_writes(
     homes: Mapping[Value, int],
     users: Mapping[Value, list[int]],
 ) -> None:
-    """Raise `CutError` if what `stage` modifies in place was made outside, and is seen by more than this stage's "
-    "copy."""
+    """Raise `CutError` if what `stage` modifies in place was made outside, and is seen by more than its copy."""
     outside = [v for v in users if observed.storage[v] in memory and homes.get(v, -1) < stage]
     for value in outside:
         source = captured.sources.get(value)
@@ -159,6 +160,11 @@ def _refuse_shared_writes(
             raise CutError(
                 f"stage {stage}: got a forward that modifies the parameter {source.name!r} in place, expected "
                 "parameters to be read only. Make it a buffer, or compute a new tensor."
+            )
+        if isinstance(source, Constant):
+            raise CutError(
+                f"stage {stage}: got a forward that modifies a tensor in place that is neither parameter nor buffer, "
+                "expected registered buffers: nobody would carry the change on. Use register_buffer."
             )
         aliases = [v for v in outside if observed.storage[v] == observed.storage[value] and stage in users[v]]
         seen = [s for s in users[value] if s > stage or (s != stage and isinstance(source, Buffer))]
@@ -170,3 +176,19 @@ def _refuse_shared_writes(
                 "stay within one stage. Move the cut so that all of it is in one stage, or compute a new tensor "
                 "instead."
             )
+
+
+def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, leaving: frozenset[Value]) -> None:
+    """Raise `CutError` if a view leaves `stage` after what it is a view of was modified in place.
+
+    Autograd traces such a view anew at its next use. That would be in another stage, and the order of sums another.
+    """
+    views: set[Value] = set()
+    for unit in units:
+        stale = [v for v in views if observed.storage[v] in observed.written[unit] and v not in unit.makes]
+        if stale:
+            raise CutError(
+                f"stage {stage}: got a view that leaves it after its memory was modified in place, expected one or the "
+                "other. Move the cut, or take the view after the change."
+            )
+        views |= {v for v in unit.makes if v in leaving and observed.values[v]._is_view()}

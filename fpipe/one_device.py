@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from fpipe.capture.contract import Tensors
@@ -63,7 +64,7 @@ class OrderedSum:
         """The sum of all terms."""
         assert self.sum is not None, "there is a term"
         assert not self.early, "every term of the order was added"
-        return self.sum
+        return self.sum if len(self.order) > 1 else self.sum.clone(memory_format=torch.contiguous_format)
 
 
 def _orders(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -45,8 +45,8 @@ def _position(units: Sequence[Unit], name: str, known: Iterable[str]) -> int:
         if path == name or path.startswith(f"{name}."):
             return position
     raise CutError(
-        f"cuts: got {name!r}, a module that runs no operation of its own, expected one that does. Name the module that "
-        "runs next instead."
+        f"cuts: got {name!r}, a module at which no operation begins, expected one that runs operations outside of "
+        "no_grad and autocast regions, which are never cut. Name the module that runs next, or the one around it."
     )
 
 
@@ -56,6 +56,8 @@ def even(captured: Captured, stages: int) -> tuple[int, ...]:
     Cuts are made between modules, and only where no more values cross than needed to have enough places to cut. The
     bottleneck is minimal over these places (the chain partition problem). Raises `CutError` if there are too few.
     """
+    if stages == 1:
+        return ()
     units = captured.units
     places = [k for k in range(1, len(units)) if units[k].path != units[k - 1].path]
     if len(places) < stages - 1:
@@ -64,7 +66,7 @@ def even(captured: Captured, stages: int) -> tuple[int, ...]:
             "other. Use fewer stages, or split a module."
         )
     crossing = _crossing(captured)
-    bound = sorted(crossing[k] for k in places)[max(0, stages - 2)]
+    bound = sorted(crossing[k] for k in places)[stages - 2]
     places = [k for k in places if crossing[k] <= bound]
     sizes = [size + 1 for size in _parameters(captured)]
     return _bottleneck(places, sizes, stages)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from fpipe import partition, random
@@ -22,8 +24,8 @@ from fpipe.capture.contract import Captured
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
-from fpipe.executor import Execution, Inputs, Instruction, Outcome, link, plainly
-from fpipe.recording import timed
+from fpipe.executor import Execution, Inputs, Instruction, Outcome, link
+from fpipe.recording import spans_of
 from fpipe.spec import Spec
 from fpipe.stage import Stage
 from fpipe.state import require_state
@@ -102,6 +104,7 @@ class Pipeline:
     ranks: Ranks
     plans: dict[Variant, Plan] = field(default_factory=dict)
     captures: dict[Variant, Cut] = field(default_factory=dict)
+    connections: dict[Variant, None] = field(default_factory=dict)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -119,9 +122,10 @@ class Pipeline:
         return self.plan(TRAINING)
 
     def plan(self, variant: Variant) -> Plan:
-        """The plan for a variant, made at its first use; every rank must ask for the same ones in the same order."""
+        """The plan for a variant, made at its first use."""
         if variant not in self.plans:
-            self.plans[variant] = self._plan(variant)
+            with random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                self.plans[variant] = self._plan(variant)
         return self.plans[variant]
 
     def _plan(self, variant: Variant) -> Plan:
@@ -134,10 +138,18 @@ class Pipeline:
             schedule = forwards(schedule)
         homes = schedule.placement.homes
         held = tuple(stage for stage in assembly.stages if homes[stage.index] in self.ranks.ranks)
-        plan = Plan(assembly, lower(schedule, assembly.graph), held, self.batch(variant), variant.outputs)
-        stages = "; ".join(map(str, assembly.stages))
-        cut = f"cut before units {list(positions)} of {len(captured.units)}"
-        self.ranks.prepare(f"{variant} of {schedule!r}, {cut}, with {stages}", plan.program.channels)
+        return Plan(assembly, lower(schedule, assembly.graph), held, self.batch(variant), variant.outputs)
+
+    def connected(self, variant: Variant) -> Plan:
+        """The plan for a variant, its channels ready; every rank must ask for the same ones in the same order."""
+        plan = self.plan(variant)
+        if variant not in self.connections:
+            captured, positions = self._captured(replace(variant, outputs=True))
+            cut = f"model {_fingerprint(captured, plan)} cut before units {list(positions)} of {len(captured.units)}"
+            stages = "; ".join(map(str, plan.assembly.stages))
+            what = f"{variant} of {plan.program.schedule!r}, {cut}, with {stages}"
+            self.ranks.prepare(what, plan.program.channels)
+            self.connections[variant] = None
         return plan
 
     def _captured(self, variant: Variant) -> Cut:
@@ -184,8 +196,8 @@ class Pipeline:
         """Run the plan's program on this process's ranks; the outcome of each. `record` gets a span per action."""
 
         def execution(rank: int, transport: Transport) -> Execution:
-            compute = plainly if record is None else timed(rank, record)
-            return Execution(plan.linked[rank], plan.stages_on(rank), transport, inputs, compute)
+            recorded = None if record is None else spans_of(rank, record)
+            return Execution(plan.linked[rank], plan.stages_on(rank), transport, inputs, recorded)
 
         with random.preserved(plan.assembly.devices):
             return self.ranks.run(execution)
@@ -194,3 +206,15 @@ class Pipeline:
         homes = self.schedule.placement.homes
         lines = [f"  rank {homes[stage.index]}: {stage}" for stage in self.stages]
         return "\n".join([f"Pipeline of {type(self.model).__name__} under {self.schedule!r}", *lines])
+
+
+def _fingerprint(captured: Captured, plan: Plan) -> str:
+    """A digest of what a model does and of what crosses its cuts, whatever its values and devices; ranks compare it."""
+    units = [(unit.path, unit.does, unit.reads, unit.makes) for unit in captured.units]
+    specs = [
+        (port.peer, spec.shape, spec.stride, str(spec.dtype))
+        for stage in plan.assembly.stages
+        for port in (*stage.gives, *stage.pulls, *stage.shares)
+        for spec in port.specs
+    ]
+    return blake2b(repr((units, sorted(captured.trainable), specs)).encode(), digest_size=8).hexdigest()

@@ -21,7 +21,7 @@ from fpipe.errors import InputError
 
 
 def key(seed: int, microbatch: int) -> int:
-    """The key of one microbatch of one step: 63 bits."""
+    """The key of one microbatch of one step: 63 bits, of which the CPU's generator takes the lower 32."""
     return _digest(f"{seed}/{microbatch}")
 
 

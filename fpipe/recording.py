@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured timelines, in the form of the simulated ones.
 
-A span is the wall-clock time of one call of a stage function, waiting apart; `schedules.summarize` folds spans whether
+A span is the wall-clock time of one compute action, waiting apart; `schedules.summarize` folds spans whether
 they were simulated or measured. On an accelerator this is the time to launch, not to compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
-from typing import Any
 
-from fpipe.executor import Compute
 from schedules import Action, Span
 
 
-def timed(rank: int, record: Callable[[Span], None]) -> Compute:
-    """A way to call the stage functions of `rank` that records a span, in seconds, for each compute action."""
+def spans_of(rank: int, record: Callable[[Span], None]) -> Callable[[Action, float, float], None]:
+    """What an `Execution` of `rank` calls, so that `record` gets a span, in seconds, for each compute action."""
 
-    def compute(action: Action, function: Callable[..., Any], *arguments: Any) -> Any:
-        start = perf_counter()
-        out = function(*arguments)
-        record(Span(rank, action, start, perf_counter()))
-        return out
+    def recorded(action: Action, start: float, end: float) -> None:
+        """Transfers only post, and take no time to speak of."""
+        if action.peer is None:
+            record(Span(rank, action, start, end))
 
-    return compute
+    return recorded

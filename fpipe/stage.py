@@ -135,7 +135,7 @@ class Stage:
             arguments[k] = arguments[k].clone()
         with torch.set_grad_enabled(bool(wiring.leaves)):
             made = self.function(key, *arguments)
-        values = (*made, *[given[k] for k in wiring.passed])
+        values = (*made, *[arguments[k] for k in wiring.passed])
         first = len(params)
         new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from fpipe import random
@@ -70,7 +71,10 @@ def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: S
 
 
 def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
-    """Gradients by name; a shared parameter's comes from its owner."""
+    """Gradients by name; a shared parameter's comes from its owner.
+
+    Of one microbatch nothing was summed, so they may be views of each other or expanded; then they are copied.
+    """
     stages = plan.assembly.stages
     grads: State = {}
     for outcome in outcomes.values():
@@ -78,7 +82,9 @@ def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
             grads.update(zip(stages[s].grads, total, strict=True))
         for (owner, holder), total in outcome.shared.items():
             grads.update(zip(stages[holder].shared_names[owner], total, strict=True))
-    return grads
+    if plan.program.schedule.microbatches > 1:
+        return grads
+    return {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in grads.items()}
 
 
 def joined(plan: Plan, results: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor | None, Any]:

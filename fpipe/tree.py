@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 import optree
@@ -45,10 +46,23 @@ class Structure:
         return optree.tree_unflatten(self.spec, leaves)
 
 
-def flatten(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """The tensors of `tree`, and the rest of it."""
+PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
+    """The tensors of `tree`, and the rest of it.
+
+    Raises `InputError` for a leaf in which tensors may hide, unless `opaque` leaves are welcome.
+    """
     leaves, spec = optree.tree_flatten(tree)
     paths = tuple(accessor.codify("") for accessor in optree.treespec_accessors(spec))
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not opaque and not isinstance(leaf, (Tensor, *PLAIN)):
+            raise InputError(
+                f"a tree, at {path or 'its root'}: got {type(leaf).__name__}, expected tensors, numbers, strings, "
+                "flags or None in tuples, lists and dicts. Convert it, or register its type with "
+                'optree.register_pytree_node(..., namespace="").'
+            )
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Structure(spec, paths, constants)
 
@@ -64,7 +78,7 @@ def require_same(what: str, got: Structure, expected: Structure) -> None:
             "pipeline() was given as its example."
         )
     for (leaf, value), (_, wanted) in zip(got.constants, expected.constants, strict=True):
-        if type(value) is not type(wanted) or value != wanted:
+        if type(value) is not type(wanted) or (value != wanted and repr(value) != repr(wanted)):  # nan equals nan
             raise InputError(
                 f"{what}{expected.paths[leaf]}: got {value!r}, expected {wanted!r}, the value at capture. Values that "
                 "are no tensors are part of the program: build another pipeline for another value."

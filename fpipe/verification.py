@@ -7,8 +7,8 @@ and with the user's own module run eagerly, forward and `.backward()`, in a plai
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,26 +28,47 @@ class Computed(NamedTuple):
     grads: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
+    def held(self, params: Collection[str]) -> Computed:
+        """The same with the gradients of these parameters only: those of this process."""
+        return self._replace(grads={name: grad for name, grad in self.grads.items() if name in params})
+
 
 def eagerly(model: nn.Module, loss: Loss, spec: BatchSpec, inputs: Any, targets: Any) -> Computed:
-    """The user's module in a plain microbatch loop on one device; a copy of it, which keeps hooks, state and mode."""
-    model = copy.deepcopy(model)
-    model.zero_grad(set_to_none=True)
+    """The user's module itself in a plain microbatch loop on one device; its gradients and buffers are put back."""
+    tensors, structure = flatten((inputs, targets))
+    inputs, targets = structure.unflatten([tensor.detach().clone() for tensor in tensors])  # the model may modify them
     parts = spec.take(inputs, targets, range(len(spec.specs)))
-    total: Any = 0
-    columns = []
-    for i in range(spec.microbatches):
-        tree, wanted = spec.structure.unflatten([parts[leaf][i] for leaf in range(len(parts))])
-        outputs = call_model(model, tree)
-        value = scaled_loss(loss, outputs, wanted, spec.microbatches)
-        if value.requires_grad:
-            torch.autograd.backward(value)
-        total = total + value.detach()
-        leaves, structure = flatten(outputs)
-        columns.append([leaf.detach() for leaf in leaves])
+    losses, columns = [], []
+    with _put_back(model):
+        for i in range(spec.microbatches):
+            tree, wanted = spec.structure.unflatten([parts[leaf][i] for leaf in range(len(parts))])
+            outputs = call_model(model, tree)
+            value = scaled_loss(loss, outputs, wanted, spec.microbatches)
+            if value.requires_grad:
+                torch.autograd.backward(value)
+            leaves, structure = flatten(outputs)
+            losses.append(value.detach())
+            columns.append([leaf.detach() for leaf in leaves])
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     joined = structure.unflatten([join(column) for column in zip(*columns, strict=True)])
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Computed(total, joined, grads, dict(model.named_buffers()))
+    return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Begin without gradients; afterwards, gradients and buffers are as they were."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for p, _ in grads:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        for buffer, old in buffers:
+            buffer.copy_(old)
 
 
 def require_equal(got: Computed, expected: Computed, against: str) -> int:
@@ -71,7 +92,7 @@ def require_equal(got: Computed, expected: Computed, against: str) -> int:
 
 
 def _pairs(got: Computed, expected: Computed) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """Leaves by name; gradients both ways, but only of what this process holds."""
+    """Leaves by name; gradients both ways."""
     yield "loss", got.loss, expected.loss
     if got.outputs is not None and expected.outputs is not None:
         mine, structure = flatten(got.outputs)
@@ -79,5 +100,5 @@ def _pairs(got: Computed, expected: Computed) -> Iterator[tuple[str, Tensor | No
         yield from zip([f"outputs{path}" for path in structure.names], mine, theirs, strict=True)
     for name, tensor in got.buffers.items():
         yield f"buffer {name}", tensor, expected.buffers.get(name)
-    for name, grad in got.grads.items():
-        yield f"gradient {name}", grad, expected.grads.get(name)
+    for name in {**got.grads, **expected.grads}:
+        yield f"gradient {name}", got.grads.get(name), expected.grads.get(name)

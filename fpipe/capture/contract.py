@@ -67,9 +67,9 @@ def _no_scope(*_: Tensor) -> AbstractContextManager[None]:
 class Unit:
     """A piece of the model that is never cut.
 
-    `path` is its call path in the uncut model. `scope`, given the same values as `call` (`None` for values that were
-    made on the way), is a context in which a
-    backward through the unit must run (a checkpointed module looks up its parameters again then).
+    `path` is its call path in the uncut model; `does` says what it does, so that models can be told apart. `scope`,
+    given the same values as `call` (`None` for values that were made on the way), is a context in which a backward
+    through the unit must run (a checkpointed module looks up its parameters again then).
     """
 
     path: str
@@ -77,6 +77,7 @@ class Unit:
     makes: tuple[Value, ...]
     call: Callable[..., Tensors]
     scope: Callable[..., AbstractContextManager[None]] | None = None
+    does: str = ""
 
 
 class Function(Protocol):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -121,6 +122,11 @@ class _Graph:
     @staticmethod
     def _constant(program: ExportedProgram, target: str | None) -> Tensor:
         tensor = program.constants.get(target or "", program.state_dict.get(target or ""))
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                f"the graph: got a tensor {target!r} that was made during capture and kept (by a cache, say), expected "
+                "one with values. Call the model once before building the pipeline, or make it in __init__."
+            )
         if not isinstance(tensor, Tensor):
             raise CaptureError(
                 f"the graph: got {target!r} ({type(tensor).__name__}) among its inputs, expected tensors. Pass what it "
@@ -133,6 +139,12 @@ class _Graph:
         return tuple(self._unit(node) for node in self.nodes if node.op == "call_function" and not _picks(node))
 
     def _unit(self, node: fx.Node) -> Unit:
+        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            raise CaptureError(
+                f"module {_path(node) or '(root)'}: got a torch.func transform such as vmap, expected plain operators: "
+                "a "
+                'graph cannot be cut inside. Use capture="modules", where modules run as they are.'
+            )
         reads = tuple(dict.fromkeys(self.value[arg] for arg in node.all_input_nodes if arg.op != "get_attr"))
         picks = [user for user in node.users if _picks(user)] if _is_tuple(node) else []
         makes = tuple(self.value[pick] for pick in picks) if _is_tuple(node) else (self.value[node],)
@@ -144,7 +156,7 @@ class _Graph:
             out = node.target(*args, **kwargs)  # type: ignore[operator]
             return tuple(out[pick.args[1]] for pick in picks) if _is_tuple(node) else (out,) if makes else ()
 
-        unit = Unit(_path(node), reads, makes, call)
+        unit = Unit(_path(node), reads, makes, call, does=getattr(node.target, "__name__", str(node.target)))
         self.origin[unit] = node
         return unit
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from fpipe.errors import CaptureError
 
@@ -48,6 +49,29 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
             "copy.deepcopy can copy. Give the attribute that cannot be copied a __deepcopy__, or set it after building "
             "the pipeline."
         ) from error
+
+
+def require_plain_tensors(model: nn.Module) -> None:
+    """Raise `CaptureError` for parameters and buffers without a shape, and for two that share memory."""
+    seen: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name}: got a lazy parameter without a shape, expected one that has it. Call the model once first."
+            )
+        if tensor.device.type == "meta" or not tensor.numel() or tensor.layout is not torch.strided:
+            continue
+        start = tensor.data_ptr()
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = start + extent * tensor.element_size()
+        home = seen.setdefault(tensor.untyped_storage().data_ptr(), [])
+        for other_start, other_end, other in home:
+            if start < other_end and other_start < end:
+                raise CaptureError(
+                    f"{name}: got memory that {other} lies in too, expected memory of its own: ranks would hold two "
+                    "copies that drift apart. Use the same parameter twice, or clone one of them."
+                )
+        home.append((start, end, name))
 
 
 @contextmanager

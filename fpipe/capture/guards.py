@@ -19,9 +19,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from fpipe.errors import CaptureError
+from fpipe.tree import Structure, flatten
 
 _HOOKS = (
     "_forward_hooks",
@@ -82,6 +84,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
         patch.object(Tensor, "register_hook", tensor_hook),
         _assignments(modules, lambda old, new: not _harmless(old, new), assignment),
+        _NoForeignParameters(modules, "the loss"),
     ):
         yield
 
@@ -97,8 +100,8 @@ def watched_parts(model: nn.Module, prefix: str) -> Iterator[None]:
 
     def reentrant(cls: Any, /, *args: object) -> NoReturn:
         raise CaptureError(
-            f"{here(modules)}: got a reentrant checkpoint, expected a non-reentrant one: it does not work with "
-            "autograd.grad. Pass use_reentrant=False to checkpoint()."
+            f"{here(modules, f'part {prefix}')}: got a reentrant checkpoint, expected a non-reentrant one: it does not "
+            "work with autograd.grad. Pass use_reentrant=False to checkpoint()."
         )
 
     def assignment(module: nn.Module, name: str, where: str) -> NoReturn:
@@ -110,6 +113,7 @@ def watched_parts(model: nn.Module, prefix: str) -> Iterator[None]:
     with (
         patch.object(CheckpointFunction, "apply", classmethod(reentrant)),
         _assignments(modules, lambda old, new: isinstance(new, Tensor) and new is not old, assignment),
+        _NoForeignParameters(modules, f"part {prefix}"),
     ):
         yield
 
@@ -124,8 +128,7 @@ def _assignments(
     assign: Callable[..., None] = nn.Module.__setattr__
 
     def watching(module: nn.Module, name: str, value: object) -> None:
-        torchs = type(module).__module__.startswith("torch.nn.")  # torch's own modules assign nothing but caches
-        if not torchs and id(module) in modules and unwanted(getattr(module, name, None), value):
+        if not _torchs(module) and id(module) in modules and unwanted(getattr(module, name, None), value):
             refuse(module, name, modules[id(module)])
         assign(module, name, value)
 
@@ -133,7 +136,39 @@ def _assignments(
         yield
 
 
-def here(modules: Mapping[int, str]) -> str:
+def plain_state(model: nn.Module, prefix: str = "") -> dict[str, Structure]:
+    """By module and attribute, what the user's modules hold besides parameters, buffers and submodules."""
+    return {
+        f"{_where(path, module)}, attribute {name!r}": flatten(value, opaque=True)[1]
+        for path, module in model.named_modules(prefix=prefix)
+        if not _torchs(module)
+        for name, value in (*vars(module).items(), ("_buffers", dict.fromkeys(module._buffers)))
+        if name not in ("_parameters", "_modules", "_backward_hooks", "training")
+    }
+
+
+def require_unchanged(before: Mapping[str, Structure], after: Mapping[str, Structure], lost: str) -> None:
+    """Raise `CaptureError`, naming the attribute, if running the model changed what its modules hold."""
+    for where in {**before, **after}:
+        if where not in before or where not in after or not _alike(before[where], after[where]):
+            raise CaptureError(
+                f"{where}: got a forward that changes it, expected one without state of its own but buffers: {lost}. "
+                "Make it a buffer that is changed in place, or fill it before the pipeline is built."
+            )
+
+
+def _alike(a: Structure, b: Structure) -> bool:
+    same = a.spec == b.spec and len(a.constants) == len(b.constants)
+    pairs = zip(a.constants, b.constants, strict=False)
+    return same and all(i == j and _harmless(old, new) for (i, old), (j, new) in pairs)
+
+
+def _torchs(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own, which keep nothing but caches."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
+def here(modules: Mapping[int, str], otherwise: str = "the loss") -> str:
     """The innermost of `modules` (by id) in whose method the caller runs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -141,7 +176,7 @@ def here(modules: Mapping[int, str]) -> str:
         if found:
             return found
         frame = frame.f_back
-    return "the loss"
+    return otherwise
 
 
 def blame(traceback: TracebackType | None, model: nn.Module) -> str:
@@ -160,7 +195,7 @@ def _harmless(old: object, new: object) -> bool:
 
 
 def _where_all(model: nn.Module, prefix: str = "") -> dict[int, str]:
-    return {id(m): _where(".".join(filter(None, (prefix, name))), m) for name, m in model.named_modules()}
+    return {id(module): _where(name, module) for name, module in model.named_modules(prefix=prefix)}
 
 
 def _where(name: str, module: nn.Module) -> str:
@@ -169,3 +204,24 @@ def _where(name: str, module: nn.Module) -> str:
 
 def _name(hook: Any) -> str:
     return getattr(hook, "__qualname__", repr(hook))
+
+
+class _NoForeignParameters(TorchFunctionMode):
+    """Refuses operations on real tensors that want a gradient: the captured model's are fake, or on meta."""
+
+    def __init__(self, modules: Mapping[int, str], otherwise: str) -> None:
+        super().__init__()
+        self.modules, self.otherwise = modules, otherwise
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in (*args, *kwargs.values()):
+            if type(leaf) in (Tensor, nn.Parameter) and leaf.requires_grad and leaf.device.type != "meta":
+                raise CaptureError(
+                    f"{here(self.modules, self.otherwise)}: got a tensor of shape {list(leaf.shape)} that requires a "
+                    "gradient and is no parameter of the model (reached through a closure, a global or an attribute), "
+                    "expected none: it would get no gradient. Register it as a parameter of the model, or detach it."
+                )
+        return func(*args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from fpipe.capture.guards import watched
+from fpipe.capture.guards import plain_state, require_unchanged, watched
 from fpipe.errors import CaptureError, InputError
 from fpipe.tree import Structure, flatten
 
@@ -85,7 +85,9 @@ class Objective(nn.Module):
         loss, batch, microbatches, report = self.settings
         inputs, targets = batch.unflatten(leaves)
         with watched(self.model):
+            before = plain_state(self.model)
             outputs = call_model(self.model, inputs)
+            require_unchanged(before, plain_state(self.model), "the new value would be lost")
             scaled = () if loss is None else (scaled_loss(loss, outputs, targets, microbatches),)
         tensors, structure = flatten(outputs)
         report(structure)

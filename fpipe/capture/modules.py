@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fpipe.capture.contract import Batch, Buffer, Captured, Parameter, Source, Tensors, Unit, Value
 from fpipe.capture.fake import fake, fake_mode, skeleton
-from fpipe.capture.guards import watched_parts
+from fpipe.capture.guards import plain_state, require_unchanged, watched_parts
 from fpipe.capture.losses import Loss, call_model, scaled_loss
-from fpipe.errors import CaptureError, PipelineError
+from fpipe.capture.observation import Watch, memory
+from fpipe.errors import CaptureError, InputError, PipelineError
 from fpipe.tree import Structure, flatten, names, require_same
 
 
@@ -52,7 +53,14 @@ class Chain(nn.Module):
 
 def as_module(model: nn.Module | Sequence[Callable[..., Any]]) -> nn.Module:
     """A model as a module: a list of parts becomes a `Chain`, with the names that nn.Sequential would give."""
-    return model if isinstance(model, nn.Module) else Chain(model)
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, list | tuple) or not model or not all(callable(part) for part in model):
+        raise InputError(
+            f"model: got {type(model).__name__}{' without parts' if model in ([], ()) else ''}, expected a module, or "
+            "a list of modules and functions. Put a single function into a list."
+        )
+    return Chain(model)
 
 
 def modules(
@@ -129,13 +137,20 @@ class _Recorder:
             state = {n.removeprefix(f"{name}."): v for n, v in self.state.items() if n.startswith(f"{name}.")}
         reads = tuple(dict.fromkeys([*state.values(), *[self.values[id(tensor)] for tensor in tensors]]))
         unit = _Part(name, module, state, reads, tuple(self.values[id(tensor)] for tensor in tensors), structure, call)
-        with self.mode, torch.no_grad(), watched_parts(module, name):
+        with self.mode, torch.no_grad(), watched_parts(module, name), Watch() as watch:
             out = self._run(unit)
+            held = plain_state(module, name)
+            self._run(unit)
+            require_unchanged(held, plain_state(module, name), "each microbatch would see another value")
         returned, unit.returns = flatten(out)
+        for tensor in returned:
+            if memory(tensor) in watch.written:  # returned as it came, but modified in place: a new value
+                self.values.pop(id(tensor), None)
         known = set(self.values)
         unit.picks = tuple(k for k, tensor in enumerate(returned) if id(tensor) not in known)
         makes = tuple(self._add(returned[k]) for k in unit.picks)
-        self.units.append(Unit(name, reads, makes, unit.call, unit.scope))
+        does = " ".join(type(inner).__name__ for inner in module.modules())
+        self.units.append(Unit(name, reads, makes, unit.call, unit.scope, does))
         return out
 
     def _run(self, part: _Part) -> Any:
@@ -177,7 +192,14 @@ class _Part:
 
     def call(self, *tensors: Tensor) -> Tensors:
         """What the part makes of the tensors that it reads."""
-        returned, structure = flatten(self.run(dict(zip(self.reads, tensors, strict=True))))
+        values = dict(zip(self.reads, tensors, strict=True))
+        returned, structure = flatten(self.run(values))
+        if any(isinstance(t, FakeTensor) for t in returned) and not any(isinstance(t, FakeTensor) for t in tensors):
+            raise InputError(
+                f"part {self.name}: got a result computed with a tensor that was made during capture and kept (by a "
+                "cache, say), expected one with values. Call the model once before building the pipeline, or make it "
+                "in __init__."
+            )
         require_same(f"part {self.name}, returned", structure, self.returns)
         return tuple(returned[k] for k in self.picks)
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.capture.contract import Captured, Labels, Unit, Value
+from fpipe.errors import CaptureError
 from fpipe.random import label
 
 UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
@@ -27,6 +29,7 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "aten::miopen_batch_norm": (3, 4),
     }
 )
+TRAINING = 5  # the position of the flag without which these write nothing
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,24 @@ def observe(captured: Captured) -> Observed:
     ordinals: dict[str, int] = {}
     with captured.mode, torch.no_grad():
         for unit in captured.units:
-            with _Watch() as watch:
-                made = unit.call(*[values[value] for value in unit.reads])
+            try:
+                with Watch() as watch:
+                    made = unit.call(*[values[value] for value in unit.reads])
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise CaptureError(
+                    f"module {unit.path or '(root)'}: got the operator {error}, whose result depends on the values of "
+                    "its input, expected shapes and control flow that do not. Rewrite that part."
+                ) from error
+            if watch.unregistered:
+                raise CaptureError(
+                    f"module {unit.path or '(root)'}: got an in-place change of a tensor that is neither parameter nor "
+                    "buffer, expected registered buffers: nobody would carry the change on. Use register_buffer."
+                )
+            if watch.foreign:
+                raise CaptureError(
+                    f"module {unit.path or '(root)'}: got a random operation with a generator of its own, expected the "
+                    "default generator, which is seeded from the step's seed. Drop the generator argument."
+                )
             values.update(zip(unit.makes, made, strict=True))
             written[unit] = frozenset(watch.written)
             if watch.drawn:
@@ -69,22 +88,29 @@ def memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what the operations under it write and where they draw."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.drawn: dict[torch.device, None] = {}
+        self.foreign = False
+        self.unregistered = False
+
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
         for position, declared in enumerate(func._schema.arguments):
-            undeclared = position in UNDECLARED.get(func._schema.name, ())
+            undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING]
             if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
                 self._write(args[position] if position < len(args) else kwargs.get(declared.name))
+        self.foreign |= any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
         out = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
             tensors = out if isinstance(out, tuple | list) else (out,)
@@ -93,8 +119,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, argument: Any) -> None:
         for tensor in argument if isinstance(argument, tuple | list) else (argument,):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, FakeTensor):
                 self.written.add(memory(tensor))
+            elif isinstance(tensor, Tensor):
+                self.unregistered = True
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ ranks, both ends post the same messages in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from schedules import Action
@@ -30,6 +31,13 @@ class Handle(Protocol):
     @property
     def message(self) -> Message:
         """What it carries."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is known to need no waiting."""
+
+    def take(self) -> Payload:
+        """What arrived, handed over once and no longer held; `()` for a send. Only when done."""
 
 
 class Transport(Protocol):
@@ -54,6 +62,9 @@ class Ranks(Protocol):
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Drive `execution(rank, transport)` of every rank of this process to its end."""
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """What a step runs in. After one that failed none may follow: its messages would not fit the other ranks'."""
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """The tensor that rank `source` has, on every rank; the others pass `None`."""

@@ -12,10 +12,10 @@ The same code serves Gloo and NCCL; over NCCL it has not been run on several GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,23 +26,29 @@ from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
 from fpipe.transport.contract import Message, Payload, Transport
 
+Tensors: TypeAlias = tuple[Tensor, ...]
+Specs: TypeAlias = tuple[Spec, ...]
 
-@dataclass(frozen=True)
+
 class Posted:
     """A posted send or receive: its works, and the bytes that must live until they are done."""
 
-    message: Message
-    works: tuple[dist.Work, ...]
-    data: tuple[Tensor, ...]
-    specs: tuple[Spec, ...]
+    done = False
 
-    def wait(self) -> Payload:
-        """Block until done; a receive returns what arrived."""
+    def __init__(self, message: Message, works: Sequence[dist.Work | None], data: Tensors, specs: Specs) -> None:
+        self.message, self.works, self.data, self.specs = message, works, data, specs
+
+    def wait(self) -> None:
+        """Block until the works are done."""
         for work in self.works:
-            work.wait()
-        return (
-            tuple([spec.unpack(data) for spec, data in zip(self.specs, self.data, strict=True)]) if self.specs else ()
-        )
+            if work is not None:
+                work.wait()
+        self.works = ()
+
+    def take(self) -> Payload:
+        """What arrived, which is then no longer held here; nothing for a send."""
+        data, self.data = self.data, ()
+        return tuple([spec.unpack(bytes_) for spec, bytes_ in zip(self.specs, data, strict=True)]) if self.specs else ()
 
 
 class DistributedTransport:
@@ -52,6 +58,8 @@ class DistributedTransport:
         self.homes, self.device = homes, device
         self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
         self.replicas = _replicas(self.world, device)
+        self.backend = dist.get_backend(group)
+        self.timeout = group._get_backend(device).options._timeout
         self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def setup(self, channels: Iterable[tuple[int, int]]) -> None:
@@ -61,7 +69,10 @@ class DistributedTransport:
         """
         for source, target in channels:
             if (source, target) not in self.channels:
-                replicas = [dist.new_group([world[source], world[target]]) for world in self.replicas]
+                replicas = [
+                    dist.new_group([world[source], world[target]], timeout=self.timeout, backend=self.backend)
+                    for world in self.replicas
+                ]
                 self.channels[source, target] = replicas[self.replicas.index(self.world)]
                 self._warm_up(source, target)
 
@@ -77,14 +88,14 @@ class DistributedTransport:
         group, _, target = self._channel(message)
         data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
         works = [dist.isend(bytes_, dst=target, group=group) for bytes_ in data if bytes_.numel()]
-        return Posted(message, tuple([work for work in works if work is not None]), data, ())
+        return Posted(message, works, data, ())
 
     def receive(self, message: Message, specs: tuple[Spec, ...]) -> Posted:
         """Post the receive of tensors of these specs."""
         group, source, _ = self._channel(message)
         data = tuple([spec.buffer() for spec in specs])
         works = [dist.irecv(bytes_, src=source, group=group) for bytes_ in data if bytes_.numel()]
-        return Posted(message, tuple([work for work in works if work is not None]), data, specs)
+        return Posted(message, works, data, specs)
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
         """The group that carries a message, and the processes at its two ends."""
@@ -94,6 +105,13 @@ class DistributedTransport:
 
 def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
     """The processes of every pipeline in the job, `world` being those of this one, in the same order everywhere."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(world)], device=device))
+    if len({size.item() for size in sizes}) > 1:
+        raise TransportError(
+            f"group: got groups of {sorted({int(size.item()) for size in sizes})} processes, expected the same size "
+            "for every pipeline of the job. Build all pipelines at the same time, over groups of one size."
+        )
     mine = torch.tensor(world, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
@@ -112,6 +130,7 @@ class DistributedRanks:
             )
         self.group, self.device = group, device
         self.ranks = (dist.get_rank(group),)
+        self.failure: str | None = None
         self.transport = DistributedTransport(homes, group, device)
 
     def prepare(self, description: str, channels: Iterable[tuple[int, int]]) -> None:
@@ -134,11 +153,25 @@ class DistributedRanks:
         (rank,) = self.ranks
         run = execution(rank, self.transport).run()
         try:
-            handle: Any = next(run)
             while True:
-                handle = run.send(handle.wait())
+                posted: Any = next(run)
+                posted.wait()
         except StopIteration as stop:
             return {rank: stop.value}
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Raise `TransportError` if an earlier step of this process failed; remember it if this one does."""
+        if self.failure is not None:
+            raise TransportError(
+                f"rank {self.ranks[0]}: got another step after one that failed ({self.failure}), expected none: the "
+                "other ranks' messages no longer fit. End the process, and start again from a checkpoint."
+            )
+        try:
+            yield
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Broadcast the tensor of rank `source`."""

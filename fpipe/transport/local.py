@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +32,11 @@ class Posted:
 
     def __init__(self, end: str, message: Message, payload: Payload) -> None:
         self.end, self.message, self.payload = end, message, payload
+
+    def take(self) -> Payload:
+        """The payload, which is then no longer held here."""
+        payload, self.payload = self.payload, ()
+        return payload
 
 
 class LocalTransport:
@@ -90,6 +96,10 @@ class LocalRanks:
         executions = [execution(rank, transport) for rank in self.ranks]
         return drive(transport, executions)
 
+    def guarded(self) -> AbstractContextManager[None]:
+        """Nothing is left over of a step that failed."""
+        return nullcontext()
+
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """The tensor: every rank is here."""
         assert tensor is not None, "the source rank is in this process"
@@ -109,15 +119,13 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
     ready.extend(range(len(runs)))
     while ready:
         rank = ready.popleft()
-        handle, run = waiting.pop(rank, None), runs[rank]
+        waiting.pop(rank, None)
         try:
-            posted: Any = next(run) if handle is None else run.send(handle.payload)
-            while posted.done:
-                posted = run.send(posted.payload)
+            handle: Any = next(runs[rank])
         except StopIteration as stop:
             outcomes[rank] = stop.value
         else:
-            posted.waiter, waiting[rank] = rank, posted
+            handle.waiter, waiting[rank] = rank, handle
     if waiting:
         raise DeadlockError(_report(executions, waiting))
     return outcomes
