@@ -256,3 +256,19 @@ def test_shared_memory_is_exact_or_refused(steps, data):
     event("exact")
     assert_same(run(*built), want)
     assert_same(run(*built), run_reference(*built))
+
+
+@pytest.mark.parametrize(
+    ("steps", "cut"),
+    [
+        ([("view", 0, 0), ("in_place", 0, 0), ("add", 1, 0)], "steps.1"),
+        ([("same", 0, 0), ("in_place", 1, 0), ("add", 0, 0)], "steps.1"),
+        ([("view", 0, 0), ("in_place", 0, 0), ("view", 0, 0), ("view", 1, 0)], "steps.2"),
+        ([("view", 0, 0), ("in_place", 1, 0), ("in_place", 1, 0)], "steps.2"),
+    ],
+    ids=["base and view", "view and base", "a view from before", "again in the next stage"],
+)
+def test_shared_memory_that_is_refused(steps, cut):
+    one = Case(lambda: Pool(steps), rows_of(), mse, ("", "", ""))
+    with pytest.raises(fpipe.CutError, match="in place"):
+        build(one, gpipe(ranks=2, microbatches=2), 4, (cut,))
