@@ -269,6 +269,14 @@ class Chained(nn.Module):
         return self.d(self.c(self.b(x)).tanh())
 
 
+def one_weight() -> nn.Sequential:
+    """One weight in four stages: four shares of its gradient, whose order of addition shows."""
+    model = linears(nn.Tanh, nn.Tanh, nn.Tanh)
+    for k in (2, 4, 6):
+        model[k].weight = model[0].weight
+    return model
+
+
 class Skips(nn.Module):
     """Skip connections over two stages, one of them used again on the way."""
 
@@ -613,6 +621,7 @@ ZOO: dict[str, Case] = {
     "gpt": Case(GPT, words, cross_entropy, ("blocks.1", "blocks.2", "head")),
     "tied_sequence": Case(tied_sequence, words, cross_entropy, ("1", "2", "3"), BOTH),
     "chained": Case(Chained, rows_of(), mse, ("b", "c", "d")),
+    "one_weight": Case(one_weight, rows_of(), mse, ("2", "4", "6"), BOTH),
     "skips": Case(Skips, rows_of(), mse, ("b", "c", "d")),
     "unet": Case(
         UNet, lambda rows: ((torch.randn(rows, 1, 4, 4),), torch.randn(rows, 1, 4, 4)), mse, ("deep", "up", "last")

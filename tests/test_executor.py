@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.executor import Execution, Inputs, Port, link, plainly
+from fpipe.executor import Execution, Inputs, Port, link
 from fpipe.transport.local import LocalTransport, drive
 from schedules import B, F, Graph, I, W, chain, gpipe, lower, one_f_one_b, split_backward
 from schedules.meaning import formula
@@ -119,6 +119,29 @@ def whole(graph: Graph, microbatches: int):
     return results, terms
 
 
+def plainly(action, function, *arguments):
+    return function(*arguments)
+
+
+class Hooked:
+    """A stage whose functions are called through `compute(action, function, *arguments)`."""
+
+    def __init__(self, stage, execution, compute):
+        self.stage, self.execution, self.compute = stage, execution, compute
+
+    def __getattr__(self, name):
+        found = getattr(self.stage, name)
+        if name not in ("forward", "backward", "backward_input", "backward_weight"):
+            return found
+        action = self.execution.program[self.execution.position].action
+        return lambda *arguments: self.compute(action, found, *arguments)
+
+
+def hooked(execution, compute):
+    execution.stages = {s: Hooked(stage, execution, compute) for s, stage in execution.stages.items()}
+    return execution
+
+
 def execute(schedule, graph, compute=plainly, rows=None):
     """Run a schedule's program, or these rows of actions, in one process: the executions, and their outcomes."""
     homes = schedule.placement.homes
@@ -135,7 +158,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
         )
         stages = {s: Symbolic(graph, s) for s in held}
         actions = list(program.actions(rank)) if rows is None else rows[rank]
-        executions.append(Execution(link(actions, stages), stages, transport, inputs, compute))
+        executions.append(hooked(Execution(link(actions, stages), stages, transport, inputs), compute))
     return executions, drive(transport, executions)
 
 
@@ -176,7 +199,7 @@ def test_results_stay_on_the_last_stage_s_rank(case):
 
 
 @given(orders())
-def test_every_stage_function_is_called_through_compute(case):
+def test_every_action_calls_its_stage_function(case):
     schedule, graph = case
     calls = defaultdict(list)
 
@@ -192,10 +215,7 @@ def test_every_stage_function_is_called_through_compute(case):
 
 @given(orders())
 def test_everything_is_let_go_of_at_its_last_use(case):
-    """Between two compute actions a rank keeps the residuals of what is in flight, and nothing of what is done.
-
-    But for two messages: those that arrived last, which the driver holds until it steps on.
-    """
+    """Between two compute actions a rank keeps the residuals of what is in flight, and nothing of what is done."""
     schedule, graph = case
     kept, arguments = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
     done = set()
@@ -205,7 +225,7 @@ def test_everything_is_let_go_of_at_its_last_use(case):
         flying = {(t, j) for k, t, j in done if k == "F" and not {("B", t, j), ("W", t, j)} & done} - {(s, i)}
         assert {name for name in kept.values() if name != (s, i)} == flying
         used = {(t, j) for k, t, j in done if k == "F"} - {(s, i)}
-        assert len({name for name in arguments.values() if name in used}) <= 2
+        assert not {name for name in arguments.values() if name in used}
         out = function(*given)
         if kind == "F":
             kept[out[2]] = s, i
@@ -237,6 +257,7 @@ def test_a_sent_value_is_let_go_of_by_both_ends():
     microbatches = 20
     executions, outcomes = execute(one_f_one_b(ranks=3, microbatches=microbatches), chain(3), compute)
     del executions, outcomes
+    gc.collect()
     assert most < microbatches + 8, "results of the last stage stay; values that crossed do not"
     assert not alive
 
@@ -256,16 +277,9 @@ def test_the_position_tells_where_a_rank_stands(kinds):
     homes, graph = schedule.placement.homes, chain(2)
     transport = LocalTransport(homes)
     inputs = [Inputs({s: ""}, {s: ()}, batch, [0, 1]) for s in range(2)]
-    execution = Execution(
-        link(program, {0: Symbolic(graph, 0)}), {0: Symbolic(graph, 0)}, transport, inputs[0], compute
-    )
-    other = Execution(
-        link(lower(schedule, graph).actions(1), {1: Symbolic(graph, 1)}),
-        {1: Symbolic(graph, 1)},
-        transport,
-        inputs[1],
-        compute,
-    )
+    stages = [{s: Symbolic(graph, s)} for s in range(2)]
+    execution = hooked(Execution(link(program, stages[0]), stages[0], transport, inputs[0]), compute)
+    other = Execution(link(lower(schedule, graph).actions(1), stages[1]), stages[1], transport, inputs[1])
     drive(transport, [execution, other])
     assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
     assert execution.position == len(program) - 1
@@ -283,7 +297,7 @@ def test_a_wrong_program_is_not_taken_for_a_right_one(ranks, microbatches):
 
 def test_an_action_of_no_known_kind_or_order_is_an_error():
     schedule = gpipe(ranks=1, microbatches=1)
-    with pytest.raises(AssertionError, match="a transfer has a peer stage"):
+    with pytest.raises(KeyError):
         execute(schedule, chain(1), rows=[[F(0, 0)._replace(kind="X")]])
     for rows in ([[W(0, 0)]], [[F(0, 0), I(0, 0), W(0, 0), W(0, 0)]]):
         with pytest.raises(KeyError):
