@@ -45,8 +45,8 @@ def _position(units: Sequence[Unit], name: str, known: Iterable[str]) -> int:
         if path == name or path.startswith(f"{name}."):
             return position
     raise CutError(
-        f"cuts: got {name!r}, a module at which no operation begins, expected one that runs operations outside of "
-        "no_grad and autocast regions, which are never cut. Name the module that runs next, or the one around it."
+        f"cuts: got {name!r}, a module that runs no operation of its own (no_grad and autocast regions are one "
+        "operation of the module around them), expected one that does. Name the module that runs next instead."
     )
 
 

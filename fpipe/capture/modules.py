@@ -140,9 +140,10 @@ class _Recorder:
         with self.mode, torch.no_grad(), watched_parts(module, name), Watch() as watch:
             out = self._run(unit)
             held = plain_state(module, name)
-            self._run(unit)
+            again = self._run(unit)
             require_unchanged(held, plain_state(module, name), "each microbatch would see another value")
         returned, unit.returns = flatten(out)
+        require_same(f"part {name}, returned", flatten(again)[1], unit.returns)
         for tensor in returned:
             if memory(tensor) in watch.written:  # returned as it came, but modified in place: a new value
                 self.values.pop(id(tensor), None)
