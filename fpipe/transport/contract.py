@@ -64,7 +64,7 @@ class Ranks(Protocol):
         """Drive `execution(rank, transport)` of every rank of this process to its end."""
 
     def guarded(self) -> AbstractContextManager[None]:
-        """What a step runs in. After one that failed none may follow: its messages would not fit the other ranks'."""
+        """What a step runs in. After one that broke off none may follow: its messages would not fit the others'."""
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """The tensor that rank `source` has, on every rank; the others pass `None`."""

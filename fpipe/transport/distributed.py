@@ -131,6 +131,7 @@ class DistributedRanks:
         self.group, self.device = group, device
         self.ranks = (dist.get_rank(group),)
         self.failure: str | None = None
+        self.steps = 0
         self.transport = DistributedTransport(homes, group, device)
 
     def prepare(self, description: str, channels: Iterable[tuple[int, int]]) -> None:
@@ -148,6 +149,17 @@ class DistributedRanks:
             )
         self.transport.setup(channels)
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Count the step; raise `TransportError` if an earlier one broke off in the middle."""
+        if self.failure is not None:
+            raise TransportError(
+                f"rank {self.ranks[0]}: got another step after one that broke off ({self.failure}), expected none: the "
+                "other ranks' messages no longer fit. End the process, and start again from a checkpoint."
+            )
+        self.steps += 1
+        yield
+
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Run this process's rank to its end, waiting where it must."""
         (rank,) = self.ranks
@@ -158,27 +170,26 @@ class DistributedRanks:
                 posted.wait()
         except StopIteration as stop:
             return {rank: stop.value}
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Raise `TransportError` if an earlier step of this process failed; remember it if this one does."""
-        if self.failure is not None:
-            raise TransportError(
-                f"rank {self.ranks[0]}: got another step after one that failed ({self.failure}), expected none: the "
-                "other ranks' messages no longer fit. End the process, and start again from a checkpoint."
-            )
-        try:
-            yield
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """Broadcast the tensor of rank `source`."""
-        if tensor is None:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
-        dist.broadcast(tensor, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
-        return tensor
+        """Broadcast the tensor of rank `source`, and with it how many steps that rank has begun.
+
+        Raises `TransportError` if this rank has begun another number: then their messages were of different steps.
+        """
+        count = torch.tensor([self.steps], device=spec.device).view(torch.uint8)
+        data = torch.cat([spec.buffer() if tensor is None else spec.pack(tensor), count])
+        dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
+        theirs = int(data[-len(count) :].clone().view(torch.int64).item())
+        if theirs != self.steps:
+            self.failure = "steps out of step"
+            raise TransportError(
+                f"rank {self.ranks[0]}: got step {theirs} of rank {source} in its own step {self.steps}, expected the "
+                "same step on every rank: some rank skipped one. Call the step as often on every rank; end the process."
+            )
+        return spec.unpack(data[: -len(count)].clone())
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

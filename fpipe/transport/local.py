@@ -97,7 +97,7 @@ class LocalRanks:
         return drive(transport, executions)
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Nothing is left over of a step that failed."""
+        """Nothing is left over of a step that broke off."""
         return nullcontext()
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:

@@ -292,19 +292,38 @@ def another_schedule_on_one_rank(rank, size):
 
 
 @case
-def a_batch_that_a_rank_needs_and_has_not(rank, size):
-    """Each rank that reads something says so before anything is sent; then a good step works."""
+def refused_on_every_rank(rank, size):
+    """Each rank says what is wrong before anything is sent; then a good step works."""
     pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
     params, buffers = pipe.init(model)
     step = fpipe.value_and_grad(pipe)
-    if rank == 0:
-        with raises(fpipe.InputError, "inputs[0]: got nothing", "a stage of this rank reads it"):
-            step(params, buffers, None, targets)
-    if rank == size - 1:
-        with raises(fpipe.InputError, "targets: got nothing"):
-            step(params, buffers, inputs, None)
+    for _ in range(2):
+        with raises(fpipe.InputError, "params", "missing"):
+            step({}, buffers, inputs, targets)
     out, _ = step(params, buffers, inputs, targets)
     assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def skipped_on_one_rank(rank, size):
+    """A step that one rank alone did not run mixes batches up: it is an error where the counts differ."""
+    for culprit, bad, words in (
+        (0, lambda inputs, targets: (None, targets), ["inputs[0]: got nothing", "a stage of this rank reads it"]),
+        (size - 1, lambda inputs, targets: (inputs, None), ["targets: got nothing"]),
+    ):
+        pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+        state = pipe.init(model)
+        step = fpipe.value_and_grad(pipe)
+        if rank == culprit:
+            with raises(fpipe.InputError, *words):
+                step(*state, *bad(inputs, targets))
+        if (rank == culprit) != (culprit == size - 1):
+            with raises(fpipe.TransportError, "expected the same step on every rank"):
+                step(*state, inputs, targets)
+            with raises(fpipe.TransportError, "got another step after one that broke off"):
+                step(*state, inputs, targets)
+        else:
+            step(*state, inputs, targets)
 
 
 @case
