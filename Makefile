@@ -9,7 +9,7 @@ BIN := .venv/bin
 .PHONY: demo test bench nightly clean
 
 demo: .venv/installed
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
 
 test: .venv/installed
 	$(BIN)/ruff check .
