@@ -5,8 +5,11 @@ Problem. A schedule is checked, simulated, drawn, written to files and run; all 
 the same word.
 
 Idea. An action is a small frozen tuple. One table, `KINDS`, holds every word; text form and parser are derived from
-it, so the vocabulary grows by a row (recomputation, offload, an update) and never by a second vocabulary. A field that
-only some actions carry has a mark of its own in the text, as `peer` has `>` and `<`.
+it. So the vocabulary grows by a row (recomputation, offload, an update, each of a stage and up to a microbatch), by
+what the row's word needs and makes (`schedules.replay`) and by its handler in the executor, never by a second
+vocabulary. A field that only some actions carry (a sequence slice, a weight version) gets a mark of its own in the
+text, as `peer` has `>` and `<`. A replica of a stage is a stage of the graph, on another rank, with microbatches of its
+own.
 
 Letters used throughout: `P` ranks, `S` stages, `M` microbatches; `r` a rank, `s` and `t` stages, `i` a microbatch.
 

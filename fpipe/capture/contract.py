@@ -17,7 +17,7 @@ Invariants. Units are in execution order: every value is made before it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -57,10 +57,6 @@ class Constant(NamedTuple):
 
 
 Source: TypeAlias = Parameter | Buffer | Batch | Constant
-
-
-def _no_scope(*_: Tensor) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 @dataclass(frozen=True, eq=False)

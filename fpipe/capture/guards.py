@@ -75,6 +75,9 @@ def watched(model: nn.Module) -> Iterator[None]:
     def tensor_hook(tensor: Tensor, hook: object) -> NoReturn:
         refuse(f"the tensor hook {_name(hook)}", here(modules), "it would be lost")
 
+    def backends(*_: object, **__: object) -> NoReturn:
+        refuse("sdpa_kernel", here(modules), "the choice of attention kernels would be lost")
+
     def assignment(module: nn.Module, name: str, where: str) -> NoReturn:
         kind = "buffer" if name in module._buffers else "attribute"
         refuse(f"an assignment to the {kind} {name!r}", where, "the new value would be lost")
@@ -83,6 +86,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         patch.object(torch.autograd.Function, "apply", classmethod(custom_function)),
         patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
         patch.object(Tensor, "register_hook", tensor_hook),
+        patch.object(torch.nn.attention, "_sdpa_kernel", backends),
         _assignments(modules, lambda old, new: not _harmless(old, new), assignment),
         _NoForeignParameters(modules, "the loss"),
     ):
