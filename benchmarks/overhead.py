@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import fpipe
-from fpipe.executor import Inputs
-from fpipe.stage import Stage
+from fpipe.executor import Execution, Inputs, Port, StageLike, link
 from fpipe.step import scatter
-from schedules import Action, B, F, Schedule, Span, gpipe, linear, one_f_one_b, schedule
+from fpipe.transport.contract import Transport
+from fpipe.transport.local import LocalRanks
+from schedules import Action, B, F, Schedule, Span, gpipe, linear, lower, one_f_one_b, schedule
 
 STAGES, MICROBATCHES, WIDTH = 4, 32, 8
 
@@ -91,12 +92,52 @@ def ours(name: str, made: Schedule) -> dict[str, Callable[[], object]]:
     }
 
 
+class Empty:
+    """A stage of a chain whose functions return at once, for the executor's own time."""
+
+    def __init__(self, s: int) -> None:
+        before, after = [Port(s - 1, ((),))] * (s > 0), [Port(s + 1, ((),))] * (s < STAGES - 1)
+        self.gets, self.gives, self.pulls, self.pulled_by = before, after, before, after
+        self.shares, self.shared_by, self.results = [], [], ((),) * (not after)
+
+    def forward(self, *_: object) -> tuple[tuple[int], tuple[()], int]:
+        """One output."""
+        return (0,), (), 0
+
+    def backward(self, *_: object) -> tuple[tuple[int], tuple[()]]:
+        """One cotangent."""
+        return (0,), ()
+
+    def accumulate(self, *_: object) -> tuple[()]:
+        """Nothing."""
+        return ()
+
+
+def executor_alone(name: str, made: Schedule) -> dict[str, Callable[[], object]]:
+    """The executor with empty stages."""
+    program, nothing = lower(made), dict.fromkeys(range(STAGES), ())
+    stages = [Empty(s) for s in range(STAGES)]
+    inputs = Inputs(nothing, nothing, lambda s, i: (), [0] * MICROBATCHES)
+    homes = made.placement.homes
+    held = [{s: stages[s] for s in made.placement.stages_on(rank)} for rank in range(made.ranks)]
+    linked = [link(program.actions(rank), held[rank]) for rank in range(made.ranks)]
+
+    def run(rank: int, transport: Transport) -> Execution:
+        return Execution(linked[rank], held[rank], transport, inputs)
+
+    order = [action for i in range(MICROBATCHES) for action in microbatch(i)]
+    return {
+        name: lambda: LocalRanks(made.ranks, homes).run(run),
+        f"{name}, bare": lambda: bare(stages, inputs, order),
+    }
+
+
 def microbatch(i: int) -> list[Action]:
     """One microbatch through all stages and back."""
     return [F(s, i) for s in range(STAGES)] + [B(s, i) for s in reversed(range(STAGES))]
 
 
-def bare(stages: tuple[Stage, ...], inputs: Inputs, order: list[Action]) -> None:
+def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> None:
     """Call the stage functions of a chain in this order."""
     totals: list[tuple[torch.Tensor, ...]] = [()] * STAGES
     counts = [0] * STAGES
@@ -146,6 +187,7 @@ def overhead(rounds: int) -> None:
     dist.destroy_process_group()
     everything = {
         **ours("fpipe, 1F1B, 4 ranks", one_f_one_b(ranks=STAGES, microbatches=MICROBATCHES)),
+        **executor_alone("fpipe, 1F1B, empty stages", one_f_one_b(ranks=STAGES, microbatches=MICROBATCHES)),
         **ours("fpipe, GPipe, 4 ranks", gpipe(ranks=STAGES, microbatches=MICROBATCHES)),
         **ours("fpipe, 1 rank", depth_first(ranks=1, microbatches=MICROBATCHES)),
         **theirs,

@@ -118,8 +118,9 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
     random numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for which a
     plain backward would set `.grad`. Nothing that is passed in is modified.
 
-    Under torch.distributed every rank must call this, and then the function, in the same order. A step that some rank
-    skipped, because its input was refused, say, is an error on all of them; so is a step after one that broke off.
+    Under torch.distributed every rank must call this, and then the function, in the same order. A rank that
+    has called it less or more often than the rank with the loss, because an input was refused, say, raises
+    `TransportError`; so does a step after one that broke off.
 
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
     compute action of this process.

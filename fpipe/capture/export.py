@@ -156,7 +156,7 @@ class _Graph:
             out = node.target(*args, **kwargs)  # type: ignore[operator]
             return tuple(out[pick.args[1]] for pick in picks) if _is_tuple(node) else (out,) if makes else ()
 
-        unit = Unit(_path(node), reads, makes, call, does=getattr(node.target, "__name__", str(node.target)))
+        unit = Unit(_path(node), reads, makes, call, does=_does(node))
         self.origin[unit] = node
         return unit
 
@@ -193,6 +193,12 @@ class _Graph:
 
     def _copied(self, graph: fx.Graph, node: fx.Node, new: dict[Value, fx.Node]) -> fx.Node:
         return graph.get_attr(str(node.target)) if node.op == "get_attr" else new[self.value[node]]
+
+
+def _does(node: fx.Node) -> str:
+    """The operator and its literal arguments."""
+    literals = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, bool | int | float | str)]
+    return f"{getattr(node.target, '__name__', node.target)}{literals}"
 
 
 def _is_tuple(node: fx.Node) -> bool:
