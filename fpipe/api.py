@@ -88,24 +88,9 @@ def pipeline(
     (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
     module = as_module(model)
-    _require_arguments(module, example, schedule, capture)
-    without_parameters(loss)
+    _require_arguments(module, example, loss, schedule, capture)
     names = _cuts(cuts, stages, schedule)
-    BatchSpec.of(example, targets, schedule.microbatches)
-    leaves, structure = flatten((example, targets))
-    device = leaves[0].device if leaves else torch.device("cpu")
-    mode = fake_mode()
-    require_plain_tensors(module)
-    refuse_gradient_hooks(module)
-    pipe = Pipeline(
-        schedule=schedule,
-        model=skeleton(module, lambda tensor: fake(mode, tensor, device)),
-        loss=loss,
-        example=structure.unflatten([fake(mode, leaf, device) for leaf in leaves]),
-        front_end=FRONT_ENDS[capture],
-        cuts=names,
-        ranks=_ranks(schedule, group, device),
-    )
+    pipe = _bound(module, (example, targets), loss, schedule, names, FRONT_ENDS[capture], group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -222,7 +207,31 @@ def verify(
     return Verification(compared, require_equal(got, eager, "the model run eagerly"))
 
 
-def _require_arguments(model: nn.Module, example: Any, schedule: Any, capture: str) -> None:
+def _bound(
+    module: nn.Module,
+    batch: tuple[Any, Any],
+    loss: Loss,
+    schedule: Schedule,
+    cuts: tuple[str, ...] | None,
+    front_end: FrontEnd,
+    group: dist.ProcessGroup | None,
+) -> Pipeline:
+    """The pipeline of these arguments, without a tensor of the user's; its ranks are known, nothing is planned yet."""
+    BatchSpec.of(*batch, schedule.microbatches)
+    leaves, structure = flatten(batch)
+    device, mode = leaves[0].device if leaves else torch.device("cpu"), fake_mode()
+    return Pipeline(
+        schedule=schedule,
+        model=skeleton(module, lambda tensor: fake(mode, tensor, device)),
+        loss=loss,
+        example=structure.unflatten([fake(mode, leaf, device) for leaf in leaves]),
+        front_end=front_end,
+        cuts=cuts,
+        ranks=_ranks(schedule, group, device),
+    )
+
+
+def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any, capture: str) -> None:
     if not isinstance(schedule, Schedule):
         raise InputError(
             f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
@@ -242,6 +251,9 @@ def _require_arguments(model: nn.Module, example: Any, schedule: Any, capture: s
                 "gradient hooks do not run under autograd.grad. Pass the wrapped module, and reduce gradients over the "
                 "data-parallel group after the step."
             )
+    without_parameters(loss)
+    require_plain_tensors(model)
+    refuse_gradient_hooks(model)
 
 
 def _cuts(cuts: Iterable[str] | None, stages: int | None, schedule: Schedule) -> tuple[str, ...] | None:
