@@ -143,7 +143,7 @@ def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> No
     counts = [0] * STAGES
     values: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
     kept = {}
-    for kind, s, i, _ in order:
+    for kind, s, i, _, _ in order:
         stage = stages[s]
         if kind == "F":
             arguments = inputs.batch(s, i) + values.pop((s, i), ())

@@ -126,7 +126,7 @@ def link(actions: Iterable[Action], stages: Mapping[int, StageLike]) -> tuple[In
 
 
 def _linked(action: Action, stage: StageLike, specs: Mapping[tuple[str, int, int], tuple[Any, ...]]) -> Instruction:
-    kind, s, i, _ = action
+    kind, s, i, _, _ = action
     handler = HANDLERS[kind]
     if kind == "W":
         return Instruction(action, handler)
@@ -213,7 +213,7 @@ class Execution:
 
 
 def _forward(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _ = instruction.action
+    _, s, i, _, _ = instruction.action
     stage, inputs = run.stages[s], run.inputs
     arguments = inputs.batch(s, i) + arrived
     outputs, run.buffers[s], residuals = stage.forward(inputs.params[s], run.buffers[s], arguments, inputs.keys[i])
@@ -226,20 +226,20 @@ def _forward(run: Execution, instruction: Instruction, arrived: Payload) -> None
 
 
 def _backward(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _ = instruction.action
+    _, s, i, _, _ = instruction.action
     outgoing, grads = run.stages[s].backward(run.residuals.pop((s, i), None), arrived)
     _keep(run, instruction, outgoing)
     _accumulate(run, s, grads)
 
 
 def _backward_input(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _ = instruction.action
+    _, s, i, _, _ = instruction.action
     outgoing, run.deferred[s, i] = run.stages[s].backward_input(run.residuals.pop((s, i), None), arrived)
     _keep(run, instruction, outgoing)
 
 
 def _backward_weight(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _ = instruction.action
+    _, s, i, _, _ = instruction.action
     _accumulate(run, s, run.stages[s].backward_weight(run.deferred.pop((s, i))))
 
 

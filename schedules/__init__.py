@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as plain values: write, check, lower, simulate and draw them. Standard library only."""
 
-from schedules.actions import KINDS, Action, B, F, I, W, parse
-from schedules.authoring import Factory, Schedule, schedule
+from schedules.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
+from schedules.authoring import Factory, Limits, Schedule, schedule
 from schedules.errors import (
     GraphError,
     PipelineError,
@@ -15,7 +15,7 @@ from schedules.errors import (
 from schedules.families import gpipe, one_f_one_b
 from schedules.graph import Graph, chain, dag
 from schedules.lowering import Program, lower
-from schedules.placement import Placement, linear, looped, vee
+from schedules.placement import Placement, bidirectional, linear, looped, vee
 from schedules.rules import check
 from schedules.simulation import Costs, Span, Timeline, simulate, spans, summarize
 from schedules.transforms import forwards, merge_backward, split_backward, transform
@@ -24,15 +24,19 @@ __all__ = [
     "KINDS",
     "Action",
     "B",
+    "C",
     "Costs",
     "F",
     "Factory",
+    "G",
     "Graph",
     "GraphError",
     "I",
+    "Limits",
     "PipelineError",
     "Placement",
     "Program",
+    "R",
     "ProgramError",
     "Schedule",
     "ScheduleError",
@@ -40,8 +44,10 @@ __all__ = [
     "Span",
     "TableError",
     "Timeline",
+    "U",
     "VocabularyError",
     "W",
+    "bidirectional",
     "chain",
     "check",
     "dag",

@@ -15,7 +15,8 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, Concatenate, Generic, ParamSpec
+from math import inf
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
 from schedules.actions import Action
 from schedules.errors import SizeError
@@ -23,6 +24,23 @@ from schedules.placement import Place, Placement, linear
 
 Sizes = ParamSpec("Sizes")
 Actions = Iterator[Action]
+SIZES = ("ranks", "microbatches", "chunks", "slices")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a schedule promises to keep within; `check` holds it to that. Each is a function of rank and arguments.
+
+    - `memory`: the most activations that the rank holds at once, in units of its activations of one microbatch, held
+      from `F` (or `R`) to the end of `B` or `W`.
+    - `versions`: the most versions of its weights that the rank keeps at once.
+    """
+
+    memory: Callable[..., float] | None = None
+    versions: Callable[..., int] | None = None
+
+
+UNLIMITED = Limits()
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,6 +61,8 @@ class Schedule:
     ranks: int = field(compare=False)
     microbatches: int = field(compare=False)
     placement: Placement = field(compare=False)
+    slices: int = field(compare=False, default=1)
+    limits: Limits = field(compare=False, default=UNLIMITED)
 
     @property
     def stages(self) -> int:
@@ -52,6 +72,17 @@ class Schedule:
     def actions(self, rank: int) -> Actions:
         """The compute actions of `rank`, in order, generated afresh by every call."""
         return self.factory.generator(rank, **dict(self.arguments))
+
+    def memory(self, rank: int) -> float:
+        """The most activations that `rank` may hold, in units of its activations of one microbatch."""
+        return self._limit(self.limits.memory, rank)
+
+    def versions(self, rank: int) -> float:
+        """The most versions of its weights that `rank` may keep."""
+        return self._limit(self.limits.versions, rank)
+
+    def _limit(self, limit: Callable[..., float] | None, rank: int) -> float:
+        return inf if limit is None else limit(rank, **dict(self.arguments))
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
@@ -66,11 +97,20 @@ class Schedule:
         return self.factory.make, (self.arguments,)
 
 
+class Shape(NamedTuple):
+    """What is known of a schedule before any action is generated."""
+
+    ranks: int
+    microbatches: int
+    placement: Placement
+    slices: int = 1
+
+
 class Factory(Generic[Sizes]):
     """Makes `Schedule` values: what `@schedule` and the transforms turn a generator function into.
 
-    `generator(rank, **arguments)` yields one rank's actions; `shape(arguments)` gives ranks, microbatches and
-    placement. A factory is compared and pickled by name, as the function is that it stands for.
+    `generator(rank, **arguments)` yields one rank's actions; `shape(arguments)` gives what `Shape` names. A factory is
+    compared and pickled by name, as the function is that it stands for.
     """
 
     __name__: str
@@ -80,9 +120,10 @@ class Factory(Generic[Sizes]):
         self,
         generator: Callable[..., Actions],
         signature: inspect.Signature,
-        shape: Callable[[dict[str, Any]], tuple[int, int, Placement]],
+        shape: Callable[[dict[str, Any]], Shape],
+        limits: Limits = UNLIMITED,
     ) -> None:
-        self.generator, self.signature, self.shape = generator, signature, shape
+        self.generator, self.signature, self.shape, self.limits = generator, signature, shape, limits
         update_wrapper(self, generator)
         self.__signature__ = signature  # what `help` shows is what a caller gives: no rank
 
@@ -94,7 +135,7 @@ class Factory(Generic[Sizes]):
 
     def make(self, arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
         """The schedule of these arguments, given whole and in order."""
-        return Schedule(self, arguments, *self.shape(dict(arguments)))
+        return Schedule(self, arguments, *self.shape(dict(arguments)), self.limits)
 
     def __repr__(self) -> str:
         return f"{self.__module__}.{self.__qualname__}"
@@ -103,12 +144,18 @@ class Factory(Generic[Sizes]):
         return self.__qualname__
 
 
-def schedule(placement: Place = linear) -> Callable[[Callable[Concatenate[int, Sizes], Actions]], Factory[Sizes]]:
+def schedule(
+    placement: Place = linear, limits: Limits = UNLIMITED, requires: Callable[..., None] | None = None
+) -> Callable[[Callable[Concatenate[int, Sizes], Actions]], Factory[Sizes]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
-    `placement` says where stages live; if the function takes `chunks`, that many stages live on each rank, else as many
-    as the placement's own default. Further parameters must be hashable. The factory raises `SizeError` for sizes that
-    are no positive integers.
+    - `placement` says where stages live; if the function takes `chunks`, that many stages live on each rank, else as
+      many as the placement's own default.
+    - `limits` says what the schedule keeps within.
+    - `requires` is called with the arguments, and raises `SizeError` for those for which the schedule means nothing.
+
+    If the function takes `slices`, every microbatch is cut into that many. Further parameters must be hashable. The
+    factory raises `SizeError` for sizes that are no positive integers.
 
     >>> from schedules import B, F, linear, schedule
     >>> @schedule(placement=linear)
@@ -121,14 +168,17 @@ def schedule(placement: Place = linear) -> Callable[[Callable[Concatenate[int, S
     """
 
     def decorate(generator: Callable[Concatenate[int, Sizes], Actions]) -> Factory[Sizes]:
-        def shape(arguments: dict[str, Any]) -> tuple[int, int, Placement]:
-            sizes = {name: arguments[name] for name in ("ranks", "microbatches", "chunks") if name in arguments}
+        def shape(arguments: dict[str, Any]) -> Shape:
+            sizes = {name: arguments[name] for name in SIZES if name in arguments}
             for name, size in sizes.items():
                 _require_positive(generator.__name__, name, size)
+            if requires is not None:
+                requires(**arguments)
             chunks = {name: sizes[name] for name in sizes if name == "chunks"}
-            return sizes["ranks"], sizes["microbatches"], placement(sizes["ranks"], **chunks)
+            placed = placement(sizes["ranks"], **chunks)
+            return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1))
 
-        return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape)
+        return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape, limits)
 
     return decorate
 
@@ -147,4 +197,4 @@ def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Sign
 
 def _require_positive(factory: str, name: str, size: object) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise SizeError(f"{factory}: got {name}={size!r}, expected an integer of at least 1. Choose {name} >= 1.")
+        raise SizeError.of(factory, name, size, "an integer of at least 1", f"Choose {name} >= 1.")

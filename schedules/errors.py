@@ -38,6 +38,16 @@ class SizeError(PipelineError, ValueError):
     Raised by the factories, for example by `gpipe(ranks=4, microbatches=0)`. The message names the argument.
     """
 
+    @classmethod
+    def of(cls, factory: str, name: str, got: object, expected: str, repair: str) -> SizeError:
+        """The error of one argument of a factory.
+
+        >>> raise SizeError.of("dualpipe", "ranks", 3, "an even number", "Choose ranks 2 or 4.")
+        Traceback (most recent call last):
+        schedules.errors.SizeError: dualpipe: got ranks=3, expected an even number. Choose ranks 2 or 4.
+        """
+        return cls(f"{factory}: got {name}={got!r}, expected {expected}. {repair}")
+
 
 class GraphError(PipelineError, ValueError):
     """A stage graph is not one: an edge runs backwards, leaves the graph, or its size is not the schedule's.

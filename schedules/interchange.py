@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeAlias
 
 from schedules.actions import Action, parse
-from schedules.authoring import Factory, Schedule, without_rank
+from schedules.authoring import Factory, Schedule, Shape, without_rank
 from schedules.errors import TableError, VocabularyError
 from schedules.lowering import Program
 from schedules.placement import Placement
@@ -47,7 +47,7 @@ def _action(cell: str, where: str) -> Action:
     return action
 
 
-def _shape(arguments: dict[str, Any]) -> tuple[int, int, Placement]:
+def _shape(arguments: dict[str, Any]) -> Shape:
     rows = arguments["rows"]
     if not isinstance(rows, tuple) or not rows or not all(isinstance(row, str) for row in rows):
         raise TableError(f"got rows={rows!r}, expected a tuple with one text per rank. Write at least one line.")
@@ -61,7 +61,7 @@ def _shape(arguments: dict[str, Any]) -> tuple[int, int, Placement]:
                     f"each stage. Move {action} and the stage's other actions to one of them."
                 )
             microbatches = max(microbatches, action.microbatch + 1)
-    return len(rows), microbatches, _placement(len(rows), homes)
+    return Shape(len(rows), microbatches, _placement(len(rows), homes))
 
 
 def _placement(ranks: int, homes: dict[int, int]) -> Placement:

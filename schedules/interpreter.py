@@ -114,7 +114,7 @@ class _Run:
             yield from handler(rank, action)
 
     def _forward(self, rank: int, action: Action) -> Steps:
-        _, s, i, _ = action
+        _, s, i, _, _ = action
         inputs = yield from self._take(rank, *(_Parcel("F", p, s, i) for p in self.graph.fed_by[s]))
         output = formula("F", s, i, *inputs)
         self.outputs[s].append(output)
@@ -122,7 +122,7 @@ class _Run:
 
     def _pull(self, rank: int, action: Action) -> Generator[_Parcel, None, Formula]:
         """Make the cotangents; returns the term that is left to add to the gradient."""
-        _, s, i, _ = action
+        _, s, i, _, _ = action
         cotangents = (_Parcel("B", t, s, i) for t in self.graph.pulled_by[s])
         kept = yield from self._take(rank, _Parcel("residuals", s, s, i), *cotangents)
         self._put(rank, formula("B", *kept), *(_Parcel("B", s, p, i) for p in self.graph.pulls[s]))

@@ -90,7 +90,7 @@ class _Wiring:
 
     def sends(self, action: Action, last: bool) -> Iterator[Action]:
         """What leaves the rank once `action` has run; `last` says that the stage's gradient is complete with it."""
-        kind, s, i, _ = action
+        kind, s, i, _, _ = action
         homes = self.placement.homes
         if kind == "F":
             yield from (Action("SEND_F", s, i, t) for t in self.graph.feeds[s] if homes[t] != homes[s])
@@ -102,7 +102,7 @@ class _Wiring:
 
     def receives(self, action: Action) -> Iterator[Action]:
         """The messages that `action` waits for."""
-        kind, s, i, _ = action
+        kind, s, i, _, _ = action
         homes = self.placement.homes
         if kind == "F":
             yield from (Action("SEND_F", p, i, s) for p in self.graph.fed_by[s] if homes[p] != homes[s])

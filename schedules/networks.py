@@ -55,7 +55,7 @@ def send_of(action: Action) -> Action:
     >>> str(send_of(parse("1RECV_F0<0"))), str(send_of(parse("0WAIT_F0>1")))
     ('0SEND_F0>1', '0SEND_F0>1')
     """
-    kind, stage, i, peer = action
+    kind, stage, i, peer, _ = action
     assert peer is not None, "a transfer has a peer stage"
     if kind.startswith("RECV"):
         return Action(kind.replace("RECV", "SEND"), peer, i, stage)
@@ -64,7 +64,7 @@ def send_of(action: Action) -> Action:
 
 def receive_of(send: Action) -> Action:
     """The receive that takes what `send` sends."""
-    kind, stage, i, peer = send
+    kind, stage, i, peer, _ = send
     assert peer is not None, "a transfer has a peer stage"
     return Action(kind.replace("SEND", "RECV"), peer, i, stage)
 

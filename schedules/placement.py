@@ -3,6 +3,10 @@
 
 A placement is a function `(ranks, chunks) -> Placement`; `chunks` is the number of stages that each rank holds. Give
 one to `@schedule(placement=...)`, or write your own that returns a `Placement`.
+
+In a bidirectional schedule every stage lives on two ranks. Which of its replicas works on a microbatch is a matter of
+the microbatch alone: microbatch `i` takes route number `i mod R` of `R` routes, a route being one home for every stage.
+So stage and microbatch still name an action, and a transfer's two ends are still known from its text.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage `s` lives on rank `homes[s]`, of `ranks` ranks.
+    """Stage `s` lives on rank `homes[s]`, of `ranks` ranks, and for further routes on those that `mirrors` name.
 
     >>> vee(ranks=3, chunks=2).homes
     (0, 1, 2, 2, 1, 0)
+    >>> [bidirectional(ranks=3).home(0, i) for i in range(4)]
+    [0, 2, 0, 2]
     """
 
     ranks: int
     homes: tuple[int, ...]
+    mirrors: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -29,10 +36,28 @@ class Placement:
         return len(self.homes)
 
     @cached_property
+    def routes(self) -> tuple[tuple[int, ...], ...]:
+        """Per route, the home of every stage; microbatch `i` takes route `i mod len(routes)`."""
+        return (self.homes, *self.mirrors)
+
+    def home(self, stage: int, microbatch: int) -> int:
+        """The rank on which `stage` works on `microbatch`."""
+        return self.routes[microbatch % len(self.routes)][stage]
+
+    def replicas(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold `stage`, each once, in the order of routes: the order in which gradients are added.
+
+        >>> bidirectional(ranks=3).replicas(0), bidirectional(ranks=3).replicas(1)
+        ((0, 2), (1,))
+        """
+        return tuple(dict.fromkeys(route[stage] for route in self.routes))
+
+    @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
         held: list[list[int]] = [[] for _ in range(self.ranks)]
-        for stage, rank in enumerate(self.homes):
-            held[rank].append(stage)
+        for stage in range(self.stages):
+            for rank in self.replicas(stage):
+                held[rank].append(stage)
         return tuple(tuple(stages) for stages in held)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
@@ -77,3 +102,13 @@ def vee(ranks: int, chunks: int = 2) -> Placement:
     """
     there, back = tuple(range(ranks)), tuple(reversed(range(ranks)))
     return Placement(ranks, tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else there)))
+
+
+def bidirectional(ranks: int, chunks: int = 1) -> Placement:
+    """Two routes: even microbatches go down the ranks, odd ones up (Chimera, arXiv 2107.06925, section 3).
+
+    >>> bidirectional(ranks=3).routes
+    ((0, 1, 2), (2, 1, 0))
+    """
+    down = linear(ranks, chunks)
+    return Placement(ranks, down.homes, (tuple(ranks - 1 - rank for rank in down.homes),))

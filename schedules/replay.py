@@ -42,7 +42,7 @@ def needs(action: Action, graph: Graph) -> list[Token]:
     >>> needs(F(1, 0), chain(3)), needs(B(1, 0), chain(3))
     ([('F', 0, 0)], [('F', 1, 0), ('B', 2, 0)])
     """
-    kind, s, i, _ = action
+    kind, s, i, _, _ = action
     if kind == "F":
         return [("F", p, i) for p in graph.fed_by[s]]
     if kind == "W":
@@ -67,7 +67,7 @@ class InFlight(Generic[Value]):
 
     def put(self, action: Action, value: Value) -> None:
         """Keep `value` for what `action` makes, if anybody will use it."""
-        kind, s, _, _ = action
+        kind, s, _, _, _ = action
         if kind == "F":
             uses = len(self._graph.feeds[s]) + 1
         else:

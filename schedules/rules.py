@@ -53,7 +53,7 @@ def forward_before_backward(schedule: Schedule, rank: int, actions: Actions) -> 
     done: dict[tuple[int, int], str] = {}
     finished: dict[int, _Finished] = {stage: _Finished() for stage in schedule.placement.stages_on(rank)}
     for position, action in enumerate(actions):
-        kind, stage, i, _ = action
+        kind, stage, i, _, _ = action
         before = "B" if i in finished[stage] else done.get((stage, i), "")
         if _FOLLOWS[kind] != before:
             raise ScheduleError("forward_before_backward", rank, position, action, *_disorder(action, before))
@@ -70,7 +70,7 @@ _AGE = ("", "F", "I", "B")
 
 
 def _disorder(action: Action, before: str) -> tuple[str, str]:
-    kind, stage, i, _ = action
+    kind, stage, i, _, _ = action
     needed = _FOLLOWS[kind]
     if _AGE.index(before) < _AGE.index(needed):
         return f"comes before {stage}{needed}{i}", f"Add {stage}{needed}{i} before it, or move it behind."
@@ -103,7 +103,7 @@ def complete(schedule: Schedule, rank: int, actions: Actions) -> Actions:
     length = 0
     for action in actions:
         length += 1
-        kind, stage, i, _ = action
+        kind, stage, i, _, _ = action
         if kind in "BW":
             begun.pop((stage, i), None)
             finished[stage].add(i)

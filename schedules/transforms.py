@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec
 
 from schedules.actions import Action, B, I, W
-from schedules.authoring import Factory, Schedule, without_rank
+from schedules.authoring import Factory, Schedule, Shape, without_rank
 from schedules.errors import ScheduleError
-from schedules.placement import Placement
 
 Arguments = ParamSpec("Arguments")
 
@@ -40,14 +39,14 @@ def transform(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]
     rank 1 |.  F0 F1 B1    B0    .  .  |
     """
 
-    def shape(arguments: dict[str, Any]) -> tuple[int, int, Placement]:
+    def shape(arguments: dict[str, Any]) -> Shape:
         schedule = arguments["schedule"]
         if not isinstance(schedule, Schedule):
             raise TypeError(
                 f"{generator.__name__}: got {schedule!r}, expected a Schedule. Call the factory first, as in "
                 f"{generator.__name__}(one_f_one_b(ranks=4, microbatches=8))."
             )
-        return schedule.ranks, schedule.microbatches, schedule.placement
+        return Shape(schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices)
 
     return Factory(generator, without_rank(generator, "schedule"), shape)
 
@@ -88,7 +87,7 @@ def merge_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
     owed: dict[Action, None] = {}  # invariant: one W for each I so far that has not had it
     position = -1
     for position, action in enumerate(schedule.actions(rank)):
-        kind, stage, i, _ = action
+        kind, stage, i, _, _ = action
         if kind == "W" and action not in owed:
             repair = f"Add {stage}I{i} before it, or drop it."
             raise ScheduleError("forward_before_backward", rank, position, action, f"comes before {stage}I{i}", repair)

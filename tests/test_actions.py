@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules import KINDS, Action, B, F, I, VocabularyError, W, parse
+from schedules import KINDS, Action, B, C, F, G, I, R, U, VocabularyError, W, parse
 
 numbers = st.integers(0, 10**18 - 1)
 
@@ -13,7 +13,8 @@ numbers = st.integers(0, 10**18 - 1)
 @st.composite
 def actions(draw):
     kind = draw(st.sampled_from(sorted(KINDS)))
-    return Action(kind, draw(numbers), draw(numbers), draw(numbers) if KINDS[kind].mark else None)
+    peer = draw(numbers) if KINDS[kind].mark else None
+    return Action(kind, draw(numbers), draw(numbers), peer, draw(st.none() | numbers))
 
 
 @given(actions())
@@ -23,10 +24,11 @@ def test_parse_undoes_str(action):
 
 @given(actions())
 def test_repr_evaluates(action):
-    assert eval(repr(action)) == action
+    names = {"Action": Action, "B": B, "C": C, "F": F, "G": G, "I": I, "R": R, "U": U, "W": W}
+    assert eval(repr(action), names) == action
 
 
-@given(st.one_of(st.text(), st.text("0123FBIWSENDRECVWAIT_G<>- ", max_size=12), actions().map(str)), st.data())
+@given(st.one_of(st.text(), st.text("0123FBIWCRGUSENDRECVWAIT_G<>.- ", max_size=12), actions().map(str)), st.data())
 def test_parse_accepts_only_what_str_writes(text, data):
     at = data.draw(st.integers(0, len(text)))
     text = text[:at] + data.draw(st.sampled_from(["", " ", "0", "\n", "F", "٣", "<1"])) + text[at:]

@@ -221,7 +221,7 @@ def test_everything_is_let_go_of_at_its_last_use(case):
     done = set()
 
     def compute(action, function, *given):
-        kind, s, i, _ = action
+        kind, s, i, _, _ = action
         flying = {(t, j) for k, t, j in done if k == "F" and not {("B", t, j), ("W", t, j)} & done} - {(s, i)}
         assert {name for name in kept.values() if name != (s, i)} == flying
         used = {(t, j) for k, t, j in done if k == "F"} - {(s, i)}

@@ -80,7 +80,7 @@ def message(action: Action) -> Message:
     >>> message(parse("1SEND_B0>0")), message(parse("0RECV_B0<1"))
     (('B', 1, 0, 0), ('B', 1, 0, 0))
     """
-    kind, stage, microbatch, peer = action
+    kind, stage, microbatch, peer, _ = action
     assert peer is not None, "a transfer has a peer stage"
     if kind.startswith("RECV"):
         return kind[5:], peer, microbatch, stage
