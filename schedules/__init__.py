@@ -3,6 +3,7 @@
 
 from schedules.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
 from schedules.authoring import Factory, Limits, Schedule, schedule
+from schedules.costs import Costs, Link, Sizes
 from schedules.errors import (
     GraphError,
     PipelineError,
@@ -16,8 +17,9 @@ from schedules.families import gpipe, one_f_one_b
 from schedules.graph import Graph, chain, dag
 from schedules.lowering import Program, lower
 from schedules.placement import Placement, bidirectional, linear, looped, vee
+from schedules.replay import Span
 from schedules.rules import check
-from schedules.simulation import Costs, Span, Timeline, simulate, spans, summarize
+from schedules.simulation import Timeline, simulate, spans, summarize
 from schedules.transforms import forwards, merge_backward, split_backward, transform
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "GraphError",
     "I",
     "Limits",
+    "Link",
     "PipelineError",
     "Placement",
     "Program",
@@ -41,6 +44,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SizeError",
+    "Sizes",
     "Span",
     "TableError",
     "Timeline",

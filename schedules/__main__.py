@@ -18,10 +18,11 @@ from pathlib import Path
 
 from schedules import drawing, families
 from schedules.authoring import Factory, Schedule
+from schedules.costs import Costs
 from schedules.errors import PipelineError, ScheduleError, UsageError
 from schedules.interchange import read_csv
 from schedules.rules import check
-from schedules.simulation import Costs, simulate
+from schedules.simulation import simulate
 
 DEFAULTS = {"ranks": 4, "microbatches": 8}
 

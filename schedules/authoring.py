@@ -62,6 +62,7 @@ class Schedule:
     microbatches: int = field(compare=False)
     placement: Placement = field(compare=False)
     slices: int = field(compare=False, default=1)
+    backward: bool = field(compare=False, default=True)
     limits: Limits = field(compare=False, default=UNLIMITED)
 
     @property
@@ -104,6 +105,7 @@ class Shape(NamedTuple):
     microbatches: int
     placement: Placement
     slices: int = 1
+    backward: bool = True
 
 
 class Factory(Generic[Sizes]):
@@ -145,7 +147,10 @@ class Factory(Generic[Sizes]):
 
 
 def schedule(
-    placement: Place = linear, limits: Limits = UNLIMITED, requires: Callable[..., None] | None = None
+    placement: Place = linear,
+    limits: Limits = UNLIMITED,
+    requires: Callable[..., None] | None = None,
+    backward: bool = True,
 ) -> Callable[[Callable[Concatenate[int, Sizes], Actions]], Factory[Sizes]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
@@ -153,6 +158,7 @@ def schedule(
       many as the placement's own default.
     - `limits` says what the schedule keeps within.
     - `requires` is called with the arguments, and raises `SizeError` for those for which the schedule means nothing.
+    - `backward` says whether anything comes back: a schedule without backwards is for inference.
 
     If the function takes `slices`, every microbatch is cut into that many. Further parameters must be hashable. The
     factory raises `SizeError` for sizes that are no positive integers.
@@ -176,7 +182,8 @@ def schedule(
                 requires(**arguments)
             chunks = {name: sizes[name] for name in sizes if name == "chunks"}
             placed = placement(sizes["ranks"], **chunks)
-            return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1))
+            _require_positive(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
+            return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward)
 
         return Factory(generator, without_rank(generator, "ranks", "microbatches"), shape, limits)
 
@@ -195,6 +202,6 @@ def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Sign
     return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=Schedule)
 
 
-def _require_positive(factory: str, name: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise SizeError.of(factory, name, size, "an integer of at least 1", f"Choose {name} >= 1.")
+def _require_positive(factory: str, name: str, size: object, least: int = 1) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < least:
+        raise SizeError.of(factory, name, size, f"an integer of at least {least}", f"Choose {name} >= {least}.")

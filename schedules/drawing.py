@@ -6,9 +6,11 @@ from __future__ import annotations
 from sys import maxsize
 
 from schedules.authoring import Schedule
+from schedules.costs import Costs
 from schedules.errors import ScheduleError
 from schedules.graph import Graph
-from schedules.simulation import Costs, Span, spans
+from schedules.replay import Span
+from schedules.simulation import spans
 
 
 def text(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None, columns: int = maxsize) -> str:

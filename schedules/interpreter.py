@@ -23,7 +23,7 @@ from schedules.graph import Graph
 from schedules.lowering import Program, lower
 from schedules.meaning import Formula, Meaning, formula
 from schedules.networks import Links, Network, fifo, rendezvous, send_of
-from schedules.replay import graph_of
+from schedules.wiring import graph_of
 
 
 def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:

@@ -28,7 +28,7 @@ from schedules.authoring import Schedule
 from schedules.errors import ScheduleError
 from schedules.graph import Graph
 from schedules.placement import Placement
-from schedules.replay import graph_of
+from schedules.wiring import graph_of
 
 LOOK_AHEAD = 1
 

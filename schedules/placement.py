@@ -52,6 +52,10 @@ class Placement:
         """
         return tuple(dict.fromkeys(route[stage] for route in self.routes))
 
+    def route(self, stage: int, rank: int) -> int:
+        """The first route on which `rank` holds `stage`."""
+        return [homes[stage] for homes in self.routes].index(rank)
+
     @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
         held: list[list[int]] = [[] for _ in range(self.ranks)]

@@ -1,166 +1,238 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which everything can happen: all ranks replayed together, as far as their data allow.
+"""All ranks played together: in which order everything can happen, and when.
 
-Checking, simulating and drawing ask the same question: in which order can the actions of all ranks happen, if each rank
-keeps its own order and waits for its data? `replay` answers it once, in one pass, holding only what is in flight.
+Checking, simulating and drawing ask the same question: if each rank keeps its own order and waits for its data, how far
+do the ranks come, and when is each action done? `replay` answers it in one loop over all actions, holding only what is
+in flight. A rank is played until it must wait for a crossing; who makes that crossing puts the rank back in the queue.
 
-What an action needs and makes is named by *tokens*: `("F", s, i)` is the value that stage `s` made for microbatch `i`,
-`("B", s, i)` its input cotangents. `F` makes the first; `B` and `I` make the second; `W` makes nothing and needs what
-its `I` made.
-
-Invariant: a token is kept from the action that makes it to the last action that uses it, and no longer.
+Invariant: no rank waits for what has arrived.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from math import inf
+from random import Random
+from typing import NamedTuple, TypeAlias
 
-from schedules.actions import Action
+from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
-from schedules.errors import GraphError, ScheduleError
-from schedules.graph import Graph, chain
-from schedules.placement import Placement
+from schedules.costs import Costs
+from schedules.errors import ScheduleError
+from schedules.fitting import require_fitting
+from schedules.graph import Graph
+from schedules.wiring import Crossing, Row, Wires
 
 Token: TypeAlias = tuple[str, int, int]
-Value = TypeVar("Value")
+BATCH = 1024
+_BAD = (KeyError, TypeError, ValueError)  # what comes of taking something else for an action
 
 
-class Event(NamedTuple):
-    """Action number `position` of `rank`."""
+class Span(NamedTuple):
+    """`rank` was busy with `action` from `start` to `end`."""
 
     rank: int
-    position: int
     action: Action
+    start: float
+    end: float
 
 
 def needs(action: Action, graph: Graph) -> list[Token]:
-    """The tokens that must exist before `action` can run.
+    """The tokens that must exist before `action` can run; `(what, stage, microbatch)` names what a stage has made.
 
-    >>> from schedules import B, F
+    >>> from schedules import B, F, chain
     >>> needs(F(1, 0), chain(3)), needs(B(1, 0), chain(3))
     ([('F', 0, 0)], [('F', 1, 0), ('B', 2, 0)])
     """
     kind, s, i, _, _ = action
-    if kind == "F":
-        return [("F", p, i) for p in graph.fed_by[s]]
-    if kind == "W":
-        return [("B", s, i)]
-    return [("F", s, i), *[("B", t, i) for t in graph.pulled_by[s]]]
+    word = KINDS[kind]
+    own = {"": [], "kept": [("F", s, i)], "forward": [("F", s, i)], "halved": [("B", s, i)]}
+    crossing = {"F": graph.fed_by[s], "B": graph.pulled_by[s], "": ()}[word.crosses]
+    return own[word.before] + [(word.crosses, peer, i) for peer in crossing]
 
 
 def makes(action: Action) -> Token:
     """The token that exists once `action` has run."""
-    return ("B" if action.kind == "I" else action.kind, action.stage, action.microbatch)
+    word = KINDS[action.kind]
+    return (word.crosses or action.kind, action.stage, action.microbatch)
 
 
-class InFlight(Generic[Value]):
-    """Tokens that exist, each with a value, kept until its last use."""
+class Played:
+    """How far the ranks have come, rank by rank.
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._alive: dict[Token, tuple[Value, int]] = {}
+    - `streams`, `heads`: the actions to come, and the first of them, `None` at the end; `partners`: the one behind it,
+      where that has been read.
+    - `waits`: the crossing that the rank waits for.
+    - `begin`, `clock`: when the first action began and the last one ended; `busy`: the time spent in actions.
+    - `held`, `peak`: memory now, and the most so far.
+    """
 
-    def __contains__(self, token: Token) -> bool:
-        return token in self._alive
-
-    def put(self, action: Action, value: Value) -> None:
-        """Keep `value` for what `action` makes, if anybody will use it."""
-        kind, s, _, _, _ = action
-        if kind == "F":
-            uses = len(self._graph.feeds[s]) + 1
-        else:
-            uses = 0 if kind == "W" else len(self._graph.pulls[s]) + (kind == "I")
-        if uses:
-            self._alive[makes(action)] = value, uses
-
-    def take(self, token: Token) -> Value:
-        """The value of `token`; its last use lets go of it."""
-        value, uses = self._alive.pop(token)
-        if uses > 1:
-            self._alive[token] = value, uses - 1
-        return value
+    def __init__(self, streams: Sequence[Iterator[Action]]) -> None:
+        P = len(streams)
+        self.streams = streams
+        self.heads = [next(stream, None) for stream in streams]
+        self.partners: list[Action | None] = [None] * P
+        self.waits: list[Crossing | None] = [None] * P
+        self.begin, self.clock, self.busy = [inf] * P, [0.0] * P, [0.0] * P
+        self.held, self.peak = [0.0] * P, [0.0] * P
 
 
-def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
-    """`graph`, or the chain of the schedule's stages; raises `GraphError` if the sizes differ."""
-    if graph is None:
-        return chain(schedule.stages)
-    if graph.stages != schedule.stages:
-        raise GraphError(
-            f"got a graph of {graph.stages} stages for {schedule!r}, expected {schedule.stages}. "
-            "Cut the model into as many stages as the schedule drives, or change the schedule's ranks or chunks."
-        )
-    return graph
-
-
-def replay(streams: Sequence[Iterator[Action]], graph: Graph, placement: Placement) -> Iterator[Event]:
-    """Every action of every rank, in an order in which each finds its data.
+def replay(
+    schedule: Schedule, streams: Sequence[Iterator[Action]], wires: Wires, costs: Costs, spans: bool = True
+) -> Generator[list[Span], None, Played]:
+    """Play the actions of all ranks to the end; yields spans in batches, as data allow; returns what was played.
 
     `streams[r]` yields the actions of rank `r`. Raises `ScheduleError` (rule `ordered`) where the ranks block each
-    other, or wait for something that nobody makes. Linear in the number of actions; memory is what is in flight.
+    other, or wait for something that nobody makes. Linear in the number of actions; memory is what is in flight. With
+    `spans` false, it yields nothing.
     """
-    positions, heads = [0] * len(streams), [next(stream, None) for stream in streams]
-    alive = InFlight[None](graph)
-    waiting: dict[Token, list[int]] = {}
-    ready = deque(range(len(streams)))
+    try:
+        played = Played(streams)
+        yield from _play(schedule, played, wires, costs, spans)
+    except ScheduleError:
+        raise
+    except _BAD:
+        require_fitting(schedule)
+        raise
+    if any(played.heads):
+        raise _stuck(schedule, played)
+    return played
+
+
+def _play(  # noqa: PLR0912 - the one hot loop: every call in it would be paid for by every action
+    schedule: Schedule, played: Played, wires: Wires, costs: Costs, spans: bool
+) -> Iterator[list[Span]]:
+    """Play until every rank has ended or waits."""
+    slices, R, jitter = schedule.slices, len(schedule.placement.routes), costs.jitter
+    draws = [Random(f"{costs.seed}/{rank}").uniform for rank in range(len(wires))]
+    batch: list[Span] = []
+    ready = deque(range(len(wires)))
     while ready:
         rank = ready.popleft()
-        while (action := heads[rank]) is not None:
-            tokens = needs(action, graph)
-            missing = next((token for token in tokens if token not in alive), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+        rows, stream, action = wires[rank], played.streams[rank], played.heads[rank]
+        now, busy, held, peak = played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank]
+        while action is not None:
+            kind, stage, unit, _, part = action
+            takes, gives, time, grows, fused = rows[kind][stage if R == 1 else stage * R + unit % R]
+            if part is not None:
+                unit = unit * slices + part
+            start = now
+            if fused and (start := max(now, _partner(schedule, played, rank, rows))) == inf:
                 break
-            yield Event(rank, positions[rank], action)
-            for token in tokens:
-                alive.take(token)
-            alive.put(action, None)
-            ready.extend(waiting.pop(makes(action), ()))
-            heads[rank] = next(streams[rank], None)
-            positions[rank] += 1
-    if waiting:
-        blocked = {rank: token for token, ranks in waiting.items() for rank in ranks}
-        raise _stuck(streams, heads, positions, blocked, placement)
+            for crossing in takes:
+                if (arrived := crossing.arrived.get(unit)) is None:
+                    crossing.wanted, played.waits[rank] = unit, crossing
+                    break
+                start = max(start, arrived)
+            else:
+                for crossing in takes:
+                    del crossing.arrived[unit]
+                if jitter:
+                    time *= draws[rank](1 - jitter, 1 + jitter)
+                if not now:
+                    played.begin[rank] = min(start, played.begin[rank])
+                now = start + time
+                busy += time
+                held += grows
+                peak = max(peak, held)
+                for crossing, delay in gives:
+                    crossing.arrived[unit] = now + delay
+                    if crossing.wanted == unit:
+                        crossing.wanted = None
+                        ready.append(crossing.consumer)
+                if spans:
+                    batch.append(Span(rank, action, start, now))
+                    if len(batch) == BATCH:
+                        yield batch
+                        batch = []
+                if fused:
+                    action, played.partners[rank] = played.partners[rank], None
+                else:
+                    action = next(stream, None)
+                continue
+            break
+        played.heads[rank] = action
+        played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank] = now, busy, held, peak
+    if batch:
+        yield batch
 
 
-def _stuck(
-    streams: Sequence[Iterator[Action]],
-    heads: list[Action | None],
-    positions: list[int],
-    waiting: dict[int, Token],
-    placement: Placement,
-) -> ScheduleError:
+def _partner(schedule: Schedule, played: Played, rank: int, rows: dict[str, dict[int, Row]]) -> float:
+    """When the data of the second action of a fused pair are there, or infinity: the pair begins as one."""
+    if played.partners[rank] is None:
+        played.partners[rank] = next(played.streams[rank], None)
+    action, latest = played.partners[rank], 0.0
+    if action is None:
+        return latest
+    R = len(schedule.placement.routes)
+    unit = unit_of(action, schedule.slices)
+    for crossing in rows[action.kind][action.stage * R + action.microbatch % R].takes:
+        if (arrived := crossing.arrived.get(unit)) is None:
+            crossing.wanted, played.waits[rank] = unit, crossing
+            return inf
+        latest = max(latest, arrived)
+    return latest
+
+
+def _stuck(schedule: Schedule, played: Played) -> ScheduleError:
     """Follow who waits for whom, from the lowest blocked rank, until somebody waits in vain or the circle closes.
 
     The rest of every rank is read first: a stream that breaks a rule of its own further on says so, and that is the
     cause. A circle is blamed only if each of its ranks would get to what the next one needs.
     """
-    rest = [[*stream] for stream in streams]
-    rank, seen = min(waiting), dict[int, None]()
+    ahead = [[a for a in (head, partner) if a] for head, partner in zip(played.heads, played.partners, strict=True)]
+    rest = [[*some, *stream] for some, stream in zip(ahead, played.streams, strict=True)]
+    rank, seen = next(rank for rank, actions in enumerate(rest) if actions), dict[int, None]()
     while True:
         seen[rank] = None
-        token = waiting[rank]
-        home = placement.homes[token[1]]
+        crossing = played.waits[rank]
+        assert crossing is not None, "a rank with actions to come waits"
+        home, word = crossing.producer, _word(crossing, schedule.slices)
+        makers = [action for action in rest[home] if _gives(action, crossing, schedule)]
         if home == rank:
-            later = any(makes(action) == token for action in rest[rank])
-            why = "which this rank does only later" if later else "which no rank ever does"
-            repair = f"Move {_word(token)} before it." if later else f"Add {_word(token)} to rank {home}."
+            why = "which this rank does only later" if makers else "which no rank ever does"
+            repair = f"Move {word} before it." if makers else f"Add {word} to rank {home}."
             break
-        if not any(makes(action) == token for action in (heads[home], *rest[home]) if action):
-            why, repair = f"which rank {home} never does", f"Add {_word(token)} to rank {home}."
+        if not makers:
+            why, repair = f"which rank {home} never does", f"Add {word} to rank {home}."
             break
         if home in seen:
             circle = list(seen)[list(seen).index(home) :]
-            steps = ", ".join(f"rank {r} at {heads[r]} needs {_word(waiting[r])}" for r in circle)
-            why, repair = f"and the ranks wait in a circle: {steps}", "Reorder the actions of one of these ranks."
-            rank, token = circle[0], waiting[circle[0]]
+            words = [_word(wait, schedule.slices) for r in circle if (wait := played.waits[r])]
+            steps = [f"rank {r} at {rest[r][0]} needs {need}" for r, need in zip(circle, words, strict=True)]
+            why = f"and the ranks wait in a circle: {', '.join(steps)}"
+            rank, word, repair = circle[0], words[0], "Reorder the actions of one of these ranks."
             break
         rank = home
-    return ScheduleError("ordered", rank, positions[rank], heads[rank], f"needs {_word(token)}, {why}", repair)
+    position = sum(1 for _ in schedule.actions(rank)) - len(rest[rank])
+    return ScheduleError("ordered", rank, position, rest[rank][0], f"needs {word}, {why}", repair)
 
 
-def _word(token: Token) -> str:
-    kind, stage, microbatch = token
-    return f"{stage}{kind}{microbatch}" if kind == "F" else f"{stage}B{microbatch} or {stage}I{microbatch}"
+def _gives(action: Action, crossing: Crossing, schedule: Schedule) -> bool:
+    """Whether `action` makes what is wanted of `crossing`."""
+    word = KINDS[action.kind]
+    if action.stage != crossing.source:
+        return False
+    if crossing.what == "G":
+        return word.after == "done"
+    return word.crosses == crossing.what and unit_of(action, schedule.slices) == crossing.wanted
+
+
+def unit_of(action: Action, slices: int) -> int:
+    """The number of the microbatch, or of its slice, among all of the step.
+
+    >>> unit_of(Action("F", 0, 2, slice=1), slices=4)
+    9
+    """
+    return action.microbatch * slices + (action.slice or 0)
+
+
+def _word(crossing: Crossing, slices: int) -> str:
+    assert crossing.wanted is not None, "a rank waits for it"
+    if crossing.what == "G":
+        return f"all backwards of stage {crossing.source} on rank {crossing.producer}"
+    i, part = divmod(crossing.wanted, slices)
+    unit = f"{i}" if slices == 1 else f"{i}.{part}"
+    s = crossing.source
+    return f"{s}F{unit}" if crossing.what == "F" else f"{s}B{unit} or {s}I{unit}"

@@ -2,129 +2,240 @@
 """What makes a schedule correct: the rules, one named function each, and `check`, which applies them all.
 
 A rule is a generator that passes one rank's actions on and raises `ScheduleError` at the first that breaks it. Rules
-are therefore stacked like filters: one pass over each rank's generator, nothing kept but what the rule itself counts.
-The last rule, `ordered`, is `replay` itself: it looks at all ranks together.
+are therefore stacked like filters: one pass over each rank's generator, nothing kept but what is in flight. The last
+rule, `ordered`, is `replay` itself: it looks at all ranks together. Programs have rules of their own on top
+(`schedules.channels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
-from schedules.actions import Action
+from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
+from schedules.costs import Costs, Sizes
 from schedules.errors import ScheduleError
+from schedules.fitting import compute_only, placed
 from schedules.graph import Graph
-from schedules.replay import graph_of, replay
+from schedules.progress import Progress, Work
+from schedules.replay import replay
+from schedules.wiring import graph_of, wires
 
-Actions = Iterator[Action]
-_COMPUTE = frozenset("FBIW")
+Actions: TypeAlias = Iterator[Action]
+Rule: TypeAlias = Callable[[Progress, Actions], Actions]
+FREE, UNITS = Costs(F=0, B=0, I=0, W=0), Sizes()
+_ALMOST = 1e-9  # limits may be sums of fractions
 
 
-def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
-    """A schedule holds compute actions on its own stages and microbatches; transfers are inserted by `lower`."""
+def forward_before_backward(progress: Progress, actions: Actions) -> Actions:
+    """Per stage and microbatch: first `F`, then `B` or `I`, then, after an `I`, its `W`; nothing twice.
+
+    A checkpointed forward `C` is followed by its recomputation `R`, which then stands for the `F`.
+    """
+    life, works = progress.life, progress.work
     for position, action in enumerate(actions):
-        problem = None
-        if not isinstance(action, Action) or action.kind not in _COMPUTE or action.peer is not None:
-            problem, repair = "no compute action", "Yield only F, B, I and W; transfers are inserted by lower()."
-        elif not 0 <= action.stage < schedule.stages:
-            problem = f"stage {action.stage} does not exist"
-            repair = f"Use stages 0 to {schedule.stages - 1}."
-        elif not 0 <= action.microbatch < schedule.microbatches:
-            problem = f"microbatch {action.microbatch} does not exist"
-            repair = f"Use microbatches 0 to {schedule.microbatches - 1}."
-        if problem:
-            raise ScheduleError("compute_only", rank, position, action, problem, repair)
+        kind, stage, unit, _, part = action
+        if kind in life:
+            before, after = life[kind]
+            work = works[stage]
+            if part is not None or work.stride > 1:
+                unit = work.unit(action)
+            stands = work.lives.get(unit, "")
+            if stands != before or (not stands and unit in work.finished):
+                stands = "done" if unit in work.finished else stands
+                raise _error("forward_before_backward", progress, position, action, *_disorder(work, action, stands))
+            if after == "done":
+                work.lives.pop(unit, None)
+                work.finished.add(unit)
+            else:
+                work.lives[unit] = after
+        elif KINDS[kind].after:
+            what = "a backward, where the schedule has none"
+            raise _error("forward_before_backward", progress, position, action, what, f"Drop {action}.")
         yield action
 
 
-def placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
-    """Every action runs on the rank that holds its stage."""
-    homes = schedule.placement.homes
-    for position, action in enumerate(actions):
-        home = homes[action.stage]
-        if home != rank:
-            problem = f"stage {action.stage} lives on rank {home}"
-            raise ScheduleError("placed", rank, position, action, problem, f"Yield {action} on rank {home}.")
-        yield action
+_MADE_BY = {"kept": "C", "forward": "F", "halved": "I"}
+_AGE = ("", "kept", "forward", "halved", "done")
 
 
-def forward_before_backward(schedule: Schedule, rank: int, actions: Actions) -> Actions:
-    """Per stage and microbatch: first `F`, then `B` or `I`, then, after an `I`, its `W`; nothing twice."""
-    done: dict[tuple[int, int], str] = {}
-    finished: dict[int, _Finished] = {stage: _Finished() for stage in schedule.placement.stages_on(rank)}
-    for position, action in enumerate(actions):
-        kind, stage, i, _, _ = action
-        before = "B" if i in finished[stage] else done.get((stage, i), "")
-        if _FOLLOWS[kind] != before:
-            raise ScheduleError("forward_before_backward", rank, position, action, *_disorder(action, before))
-        if kind in "BW":
-            del done[stage, i]
-            finished[stage].add(i)
-        else:
-            done[stage, i] = kind
-        yield action
-
-
-_FOLLOWS = {"F": "", "B": "F", "I": "F", "W": "I"}
-_AGE = ("", "F", "I", "B")
-
-
-def _disorder(action: Action, before: str) -> tuple[str, str]:
-    kind, stage, i, _, _ = action
-    needed = _FOLLOWS[kind]
-    if _AGE.index(before) < _AGE.index(needed):
-        return f"comes before {stage}{needed}{i}", f"Add {stage}{needed}{i} before it, or move it behind."
+def _disorder(work: Work, action: Action, stands: str) -> tuple[str, str]:
+    needed = KINDS[action.kind].before
+    if stands == "kept" and needed == "forward":
+        maker = f"{action.stage}{work.name('R', work.unit(action))}"
+        return f"comes before {maker}, and the forward kept its inputs only", f"Add {maker} before it."
+    if _AGE.index(stands) < _AGE.index(needed):
+        maker = f"{action.stage}{work.name(_MADE_BY[needed], work.unit(action))}"
+        return f"comes before {maker}", f"Add {maker} before it, or move it behind."
     return "has run already, or the backward has", f"Drop {action}: each runs once, as B or as I and W."
 
 
-class _Finished:
-    """A set of microbatches that stays small while they finish nearly in order: a full prefix, and what is ahead."""
-
-    def __init__(self) -> None:
-        self.prefix, self.ahead = 0, set[int]()
-
-    def __contains__(self, i: int) -> bool:
-        return i < self.prefix or i in self.ahead
-
-    def add(self, i: int) -> None:
-        self.ahead.add(i)
-        while self.prefix in self.ahead:
-            self.ahead.remove(self.prefix)
-            self.prefix += 1
-
-
-_MISSING = {"": "{0}F{1}, with its backward,", "F": "{0}B{1}, or {0}I{1} and {0}W{1},", "I": "{0}W{1}"}
-
-
-def complete(schedule: Schedule, rank: int, actions: Actions) -> Actions:
+def complete(progress: Progress, actions: Actions) -> Actions:
     """Every stage sees every microbatch, forward and backward."""
-    finished = {stage: _Finished() for stage in schedule.placement.stages_on(rank)}
-    begun: dict[tuple[int, int], str] = {}
     length = 0
     for action in actions:
         length += 1
-        kind, stage, i, _, _ = action
-        if kind in "BW":
-            begun.pop((stage, i), None)
-            finished[stage].add(i)
-        else:
-            begun[stage, i] = kind
         yield action
-    for stage, seen in finished.items():
-        if (i := seen.prefix) < schedule.microbatches:
-            problem = f"{_MISSING[begun.get((stage, i), '')].format(stage, i)} never runs"
-            raise ScheduleError("complete", rank, length, None, problem, f"Add it to rank {rank}.")
+    for stage, work in progress.work.items():
+        if (unit := work.finished.prefix) < work.count:
+            names = {kind: f"{stage}{work.name(kind, unit)}" for kind in "FBIWR"}
+            problem = f"{_MISSING[work.lives.get(unit, '')].format(**names)} never runs"
+            if not progress.schedule.backward:
+                problem = f"{names['F']} never runs"
+            raise _error("complete", progress, length, None, problem, f"Add it to rank {progress.rank}.")
 
 
-RULES = (compute_only, placed, forward_before_backward, complete)
+_MISSING = {
+    "": "{F}, with its backward,",
+    "kept": "{R}, with its backward,",
+    "forward": "{B}, or {I} and {W},",
+    "halved": "{W}",
+}
+
+
+def fused(progress: Progress, actions: Actions) -> Actions:
+    """An `OVERLAP_F` stands directly before the `B` or `I` that it overlaps with, of another stage or microbatch."""
+    opener, position = None, -1
+    for position, action in enumerate(actions):
+        if opener is not None:
+            if KINDS[action.kind].crosses != "B" or action[1:3] == opener[1:3]:
+                raise _error("fused", progress, position, action, f"cannot overlap with {opener}", _APART)
+            opener = None
+        elif action.kind == "OVERLAP_F":
+            opener = action
+        yield action
+    if opener is not None:
+        raise _error("fused", progress, position + 1, None, f"nothing overlaps with {opener}", _APART)
+
+
+_APART = "Put a B or I of another stage or microbatch directly behind the OVERLAP_F, or make it an F."
+
+
+def sliced(progress: Progress, actions: Actions) -> Actions:
+    """Of one microbatch on one stage, slices go forward in ascending order, then backward in descending order.
+
+    A slice attends to those before it, so its forward needs theirs, and its backward the cotangents of those behind it.
+    """
+    k = progress.schedule.slices
+    forwards: dict[tuple[int, int, str], int] = {}
+    for position, action in enumerate(actions):
+        kind, s, i, _, part = action
+        way = "R" if kind == "R" else KINDS[kind].crosses
+        if way:
+            done = forwards.get((s, i, way), 0)
+            expected = k - 1 - done if way == "B" else done
+            begun = max(forwards.get((s, i, "F"), 0), 0)
+            if part != expected or (way == "B" and begun < k):
+                problem = f"comes before slice {expected}" if part != expected else f"comes before {s}F{i}.{begun}"
+                repair = "Run the slices of a microbatch forward from the first, then backward from the last."
+                raise _error("sliced", progress, position, action, problem, repair)
+            forwards[s, i, way] = done + 1
+            if way == "B" and part == 0:
+                for one in "FBR":
+                    forwards.pop((s, i, one), None)
+        yield action
+
+
+def within_memory(progress: Progress, actions: Actions) -> Actions:
+    """The rank never holds more activations than the schedule's limit says."""
+    schedule, held, position = progress.schedule, 0.0, -1
+    unit = schedule.slices * schedule.stages / schedule.ranks
+    limit = schedule.memory(progress.rank) * unit + _ALMOST
+    growth = {kind: UNITS.growth(kind, 0) for kind in KINDS}
+    for position, action in enumerate(actions):
+        held += growth[action.kind]
+        if held > limit:
+            problem = f"is activation {held / unit:g} at once, where the limit is {schedule.memory(progress.rank):g}"
+            repair = "Run a backward before it, or raise the limit."
+            raise _error("within_memory", progress, position, action, problem, repair)
+        yield action
+
+
+def updated(progress: Progress, actions: Actions) -> Actions:
+    """An update `U(s, i)` comes after every gradient up to microbatch `i`, and uses those that no update has used.
+
+    A microbatch uses the version of the weights that its forward began with, for its backward too, so that version is
+    kept (PipeDream's weight stashing, SOSP 2019, section 3.3); no more are kept than the schedule's limit says.
+    """
+    position = -1
+    for position, action in enumerate(actions):
+        if action.kind == "U":
+            _update(progress, position, action)
+        yield action
+    for stage, work in progress.work.items():
+        if work.versions and work.applied < progress.schedule.microbatches - work.stride:
+            missing = Action("U", stage, work.microbatch(work.count - 1))
+            problem = f"{missing} never runs: gradients behind microbatch {work.applied} are in no update"
+            raise _error("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")
+
+
+def _update(progress: Progress, position: int, action: Action) -> None:
+    """Write an update into the book: what is in flight keeps the version that it began with."""
+    work, i = progress.work[action.stage], action.microbatch
+    late = next((u for u in range(work.count) if work.microbatch(u) <= i and u not in work.finished), None)
+    if late is not None or i <= work.applied:
+        problem = f"comes before the backward of microbatch {work.microbatch(late or 0)}"
+        if late is None:
+            problem = f"has no gradient to use: microbatch {work.applied} is in an earlier update"
+        repair = "Put one update behind the last backward of the microbatches that it is for."
+        raise _error("updated", progress, position, action, problem, repair)
+    began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
+    work.began, work.versions, work.applied = began, work.versions + 1, i
+    kept, limit = len({work.versions, *began.values()}), progress.schedule.versions(progress.rank)
+    if kept > limit:
+        problem = f"makes {kept} versions of the weights to keep, where the limit is {limit:g}"
+        repair = "Let microbatches in flight finish first, or raise the limit."
+        raise _error("updated", progress, position, action, problem, repair)
+
+
+def reduced(progress: Progress, actions: Actions) -> Actions:
+    """A stage with replicas sums their gradients once, by `G` after its last weight gradient on each of its ranks."""
+    summed = set[int]()
+    position = -1
+    for position, action in enumerate(actions):
+        if action.kind == "G":
+            problem, repair = _unready(progress.work[action.stage], action, summed)
+            if problem:
+                raise _error("reduced", progress, position, action, problem, repair)
+            summed.add(action.stage)
+        yield action
+    for stage, work in progress.work.items():
+        if work.replicated and stage not in summed:
+            missing = Action("G", stage, work.microbatch(work.count - 1))
+            why = f"{missing} never runs: the gradients of the replicas are not summed"
+            raise _error("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
+
+
+def _unready(work: Work, action: Action, summed: set[int]) -> tuple[str, str]:
+    """Why this `G` cannot be here, and the repair; empty if it can."""
+    last = Action("G", action.stage, work.microbatch(work.count - 1))
+    if not work.replicated:
+        return f"stage {action.stage} has no replica", f"Drop {action}."
+    if action.stage in summed:
+        return "has run already", f"Drop {action}: gradients are summed once."
+    if action != last:
+        return f"is not named by the last microbatch, {last.microbatch}, of the replica", f"Write {last}."
+    if len(work.finished) < work.count:
+        return f"comes before the backward of microbatch {work.microbatch(work.finished.prefix)}", "Move it behind."
+    return "", ""
+
+
+RULES: tuple[Rule, ...] = (forward_before_backward, complete, fused, reduced, updated)
+
+
+def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
+    """The rules that say something of this schedule, beyond what may stand in it at all."""
+    further = (sliced,) * (schedule.slices > 1) + (within_memory,) * (schedule.limits.memory is not None)
+    return RULES + further
 
 
 def check(schedule: Schedule, graph: Graph | None = None) -> None:
     """Raise `ScheduleError` unless the schedule is correct for the stage graph (by default the chain of its stages).
 
-    Correct means: it has every compute action exactly once and on the right rank, and all ranks together can finish
-    without waiting for each other in a circle. The error names rank, position, action, rule and repair. One pass over
-    all actions; what is in flight is kept, nothing else.
+    Correct means: it has every compute action exactly once and on the right rank, keeps within its own limits, and all
+    ranks together can finish without waiting for each other in a circle. The error names rank, position, action, rule
+    and repair. One pass over all actions; what is in flight is kept, nothing else.
 
     >>> from schedules import B, F, check, one_f_one_b, schedule
     >>> check(one_f_one_b(ranks=4, microbatches=8))
@@ -139,8 +250,35 @@ def check(schedule: Schedule, graph: Graph | None = None) -> None:
 Add 0F0 before it, or move it behind.
     """
     graph = graph_of(schedule, graph)
-    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
-    for rule in RULES:
-        streams = [rule(schedule, rank, stream) for rank, stream in enumerate(streams)]
-    for _ in replay(streams, graph, schedule.placement):
+    books = [Progress(schedule, rank) for rank in range(schedule.ranks)]
+    streams = [_checked(book) for book in books]
+    for _ in replay(schedule, streams, wires(schedule, graph, FREE, UNITS), FREE, spans=False):
         pass
+    _require_updates_everywhere(books)
+
+
+def _checked(book: Progress) -> Actions:
+    """The actions of one rank, through all the rules."""
+    schedule, rank = book.schedule, book.rank
+    actions = placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank)))
+    for rule in rules_of(schedule):
+        actions = rule(book, actions)
+    return actions
+
+
+def _require_updates_everywhere(books: Sequence[Progress]) -> None:
+    """Where one stage updates its weights within the step, all do."""
+    works = [(book, stage, work) for book in books for stage, work in book.work.items()]
+    if any(work.versions for _, _, work in works):
+        for book, stage, work in works:
+            if not work.versions:
+                missing = Action("U", stage, work.microbatch(work.count - 1))
+                problem = f"{missing} never runs, though other stages update their weights"
+                length = sum(1 for _ in book.schedule.actions(book.rank))
+                raise _error("updated", book, length, None, problem, f"Add it to rank {book.rank}.")
+
+
+def _error(
+    rule: str, progress: Progress, position: int, action: Action | None, problem: str, repair: str
+) -> ScheduleError:
+    return ScheduleError(rule, progress.rank, position, action, problem, repair)

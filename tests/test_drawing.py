@@ -91,6 +91,6 @@ def test_what_blocks_is_drawn_up_to_there_with_the_reason():
 
 
 def test_what_cannot_begin_is_only_the_reason():
-    assert str(edited(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0, position 0, 0B0: needs 0F0")
+    assert str(edited(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0, position 0, 0B0: comes before 0F0")
     assert str(edited(gpipe(1, 1), (("F",),))).startswith("rank 0, position 0, F: no compute action")
     assert str(edited(gpipe(1, 1), ((),))) == ""

@@ -149,7 +149,7 @@ GOOD = (F(1, 0), B(1, 0))
         (
             [F(0, 0), Action("SEND_F", 0, 0, 1), B(0, 0)],
             "rank 0, position 1, 0SEND_F0>1: no compute action [rule: compute_only]. "
-            "Yield only F, B, I and W; transfers are inserted by lower().",
+            "Yield only F, B, I, W, C, R, OVERLAP_F, G, U; transfers are inserted by lower().",
         ),
         (
             [F(0, 0), B(0, 1)],

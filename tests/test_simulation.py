@@ -82,7 +82,7 @@ def test_nothing_starts_before_its_data_or_before_the_rank_is_free(case, times):
     homes, ended, rows = schedule.placement.homes, {}, [[] for _ in range(schedule.ranks)]
     for span in spans(schedule, times, graph):
         rows[span.rank].append(span)
-        assert span.end - span.start == times.of(span.action)
+        assert span.end - span.start == times.time(span.action.kind, span.action.stage)
         arrivals = [ended[t] + times.comm * (homes[t[1]] != span.rank) for t in needs(span.action, graph)]
         free = rows[span.rank][-2].end if len(rows[span.rank]) > 1 else 0
         assert span.start == max([free, *arrivals])  # and no later than it must

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What actions and transfers cost: time and memory.
+
+All numbers are in units of the user's own, one unit for all times and one for all sizes. A number holds for all stages;
+a tuple has one for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
+
+Cost: TypeAlias = float | tuple[float, ...]
+
+
+def of_stage(cost: Cost, stage: int) -> float:
+    """The number that holds for `stage`."""
+    return cost[stage] if isinstance(cost, tuple) else cost
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long a transfer takes: `latency + bytes / bandwidth`. Transfers overlap with compute and with each other.
+
+    - `bytes`: what one stage gives to another for one microbatch: a value or a cotangent, by the stage that makes it.
+    - `slow`: `((source rank, target rank), factor)` pairs, for links that are not like the others.
+
+    >>> Link(latency=1, bandwidth=4, bytes=8, slow=(((0, 1), 3),)).time(stage=0, ends=(0, 1))
+    9.0
+    """
+
+    latency: float = 0
+    bandwidth: float = inf
+    bytes: Cost = 0
+    slow: tuple[tuple[tuple[int, int], float], ...] = ()
+
+    def time(self, stage: int, ends: tuple[int, int]) -> float:
+        """From the end of the action that makes a value to its arrival."""
+        return (self.latency + of_stage(self.bytes, stage) / self.bandwidth) * dict(self.slow).get(ends, 1)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time of each kind of action for one microbatch.
+
+    - `C`, `R`: a checkpointed forward and a recomputation; `None` stands for the time of `F`.
+    - `OVERLAP_F`: what a forward adds to the backward that it is overlapped with; `None` for the time of `F`, no gain.
+    - `comm`: of a transfer between ranks, from the end of the action that makes a value to its arrival: a number, or a
+      `Link`. Transfers overlap with compute.
+    - `jitter`: every action's time is multiplied by a number drawn evenly from `1 - jitter` to `1 + jitter`, by `seed`.
+
+    >>> Costs(F=(1, 5)).time("F", 1), Costs(F=2).time("R", 0)
+    (5, 2)
+    """
+
+    F: Cost = 1
+    B: Cost = 2
+    I: Cost = 1  # noqa: E741 - the action's name
+    W: Cost = 1
+    comm: float | Link = 0
+    C: Cost | None = None
+    R: Cost | None = None
+    OVERLAP_F: Cost | None = None
+    G: Cost = 0
+    U: Cost = 0
+    jitter: float = 0
+    seed: int = 0
+
+    def time(self, kind: str, stage: int) -> float:
+        """The time of one compute action on one microbatch, jitter apart."""
+        cost: Cost | None = getattr(self, kind)
+        return of_stage(self.F if cost is None else cost, stage)
+
+    def transfer(self, what: str, stage: int, source: int, target: int) -> float:
+        """The time of what `stage` on rank `source` gives to rank `target`; nothing within a rank."""
+        if source == target:
+            return 0
+        return self.comm.time(stage, (source, target)) if isinstance(self.comm, Link) else self.comm
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Memory of one microbatch on one stage.
+
+    - `activation`: what a forward keeps for the backward, its inputs among it.
+    - `inputs`: what a checkpointed forward keeps.
+    - `residual`: what the input half of the backward leaves for the weight half; `None` for all of `activation`.
+    - `weight`: one version of a stage's weights, kept all the time; every further version of an asynchronous schedule
+      takes as much again.
+
+    >>> Sizes(activation=4, residual=1).growth("I", 0)
+    -3
+    """
+
+    activation: Cost = 1
+    inputs: Cost = 0
+    residual: Cost | None = None
+    weight: Cost = 0
+
+    def growth(self, kind: str, stage: int) -> float:
+        """By how much an action changes what its rank holds: upwards at its start, downwards at its end."""
+        activation, inputs = of_stage(self.activation, stage), of_stage(self.inputs, stage)
+        residual = activation if self.residual is None else of_stage(self.residual, stage)
+        changes = {
+            "F": activation,
+            "OVERLAP_F": activation,
+            "C": inputs,
+            "R": activation - inputs,
+            "B": -activation,
+            "I": residual - activation,
+            "W": -residual,
+        }
+        return changes.get(kind, 0)

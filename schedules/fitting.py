@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may stand in a schedule at all: compute actions, on its own stages and microbatches, each on its rank.
+
+These are the first two rules of `check`. Whoever meets something else on the way asks `require_fitting` for the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.actions import KINDS, Action
+from schedules.authoring import Schedule
+from schedules.errors import ScheduleError
+
+Actions = Iterator[Action]
+_COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
+_KINDS = frozenset(_COMPUTE)
+
+
+def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
+    """A schedule holds compute actions on its own stages and microbatches; transfers are inserted by `lower`."""
+    S, M, slices = schedule.stages, schedule.microbatches, schedule.slices
+    for position, action in enumerate(actions):
+        if (
+            not isinstance(action, Action)
+            or action.kind not in _KINDS
+            or action.peer is not None
+            or not 0 <= action.stage < S
+            or not 0 <= action.microbatch < M
+            or ((action.slice is not None or slices != 1) and not _sliced(action, slices))
+        ):
+            raise ScheduleError("compute_only", rank, position, action, *_misfit(schedule, action))
+        yield action
+
+
+def _sliced(action: Action, slices: int) -> bool:
+    """Whether the action is of one slice of `slices`, if there are several and it is of a microbatch at all."""
+    if not KINDS[action.kind].after:
+        return action.slice is None
+    return action.slice is None if slices == 1 else action.slice is not None and 0 <= action.slice < slices
+
+
+def _misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
+    """What is wrong with the action, and the repair."""
+    if not isinstance(action, Action) or action.kind not in _COMPUTE or action.peer is not None:
+        kinds = ", ".join(_COMPUTE)
+        return "no compute action", f"Yield only {kinds}; transfers are inserted by lower()."
+    if not 0 <= action.stage < schedule.stages:
+        return f"stage {action.stage} does not exist", f"Use stages 0 to {schedule.stages - 1}."
+    if not 0 <= action.microbatch < schedule.microbatches:
+        return f"microbatch {action.microbatch} does not exist", f"Use microbatches 0 to {schedule.microbatches - 1}."
+    if schedule.slices == 1 or not KINDS[action.kind].after:
+        return f"slice {action.slice} does not exist", "Leave the slice out: this is not done by slices."
+    return f"slice {action.slice} does not exist", f"Use slices 0 to {schedule.slices - 1}."
+
+
+def placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
+    """Every action runs on the rank that holds its stage, for its microbatch."""
+    routes = schedule.placement.routes
+    R = len(routes)
+    for position, action in enumerate(actions):
+        home = routes[action.microbatch % R][action.stage]
+        if home != rank:
+            what = f"stage {action.stage}" if R == 1 else f"stage {action.stage} for microbatch {action.microbatch}"
+            problem = f"{what} lives on rank {home}"
+            raise ScheduleError("placed", rank, position, action, problem, f"Yield {action} on rank {home}.")
+        yield action
+
+
+def require_fitting(schedule: Schedule) -> None:
+    """Raise the `ScheduleError` of the first action that breaks one of these two rules, if there is one."""
+    for rank in range(schedule.ranks):
+        for _ in placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank))):
+            pass

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which action needs what, and who waits for it: the stage graph laid over the ranks.
+
+Problem. The order in which things can happen, their times and their transfers all follow from the same facts: what an
+action takes from other stages and what it gives to them.
+
+Idea. What crosses one edge on one route is a `Crossing`: made by one action, used by one other, known to both ends by
+the microbatch. `crossings` lists them; `wires` sorts them by the ranks and kinds of action that make and use them, with
+the time and the memory of each kind beside them. Needs among actions of one stage on one rank are left out: a rank
+keeps its own order, and `rules` sees to it.
+
+Invariant: what is made is kept until its one use, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+from schedules.actions import KINDS
+from schedules.authoring import Schedule
+from schedules.costs import Costs, Sizes
+from schedules.errors import GraphError
+from schedules.graph import Edge, Graph, chain
+
+
+class Crossing:
+    """What `source` makes for `target`, on one route: `arrived` says when, by unit, until `consumer` has used it.
+
+    A unit is a microbatch, or a slice of one. `wanted` is the unit for which `consumer`, a rank, waits.
+    """
+
+    __slots__ = ("arrived", "consumer", "producer", "source", "target", "wanted", "what")
+
+    def __init__(self, what: str, edge: Edge, producer: int, consumer: int) -> None:
+        self.what, (self.source, self.target) = what, edge
+        self.producer, self.consumer = producer, consumer
+        self.arrived: dict[int, float] = {}
+        self.wanted: int | None = None
+
+
+class Partial(dict[int, float]):
+    """When a replica's gradient is complete: once `count` units have arrived; then the one who waits may go on."""
+
+    def __init__(self, crossing: Crossing, count: int) -> None:
+        self.crossing, self.count, self.seen, self.latest = crossing, count, 0, 0.0
+
+    def __setitem__(self, unit: int, time: float) -> None:
+        self.seen, self.latest = self.seen + 1, max(self.latest, time)
+        if self.seen == self.count and self.crossing.wanted is not None:
+            self.crossing.wanted = unit
+
+    def get(self, unit: int, default: float | None = None) -> float | None:  # type: ignore[override]
+        """The time at which the gradient arrived; `unit` does not matter."""
+        return self.latest if self.seen == self.count else default
+
+    def __delitem__(self, unit: int) -> None:
+        """It stays: it is one for all units."""
+
+
+class Row(NamedTuple):
+    """One kind of action on one stage of one rank: what it takes, what it gives and how late that arrives, its costs.
+
+    `grows` is by how much it changes the memory of the rank, `fused` whether the action behind it belongs to it.
+    """
+
+    takes: tuple[Crossing, ...]
+    gives: tuple[tuple[Crossing, float], ...]
+    time: float
+    grows: float
+    fused: bool
+
+
+Wires: TypeAlias = list[dict[str, dict[int, Row]]]
+
+
+def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
+    """`graph`, or the chain of the schedule's stages; raises `GraphError` if the sizes differ."""
+    if graph is None:
+        return chain(schedule.stages)
+    if graph.stages != schedule.stages:
+        raise GraphError(
+            f"got a graph of {graph.stages} stages for {schedule!r}, expected {schedule.stages}. "
+            "Cut the model into as many stages as the schedule drives, or change the schedule's ranks or chunks."
+        )
+    return graph
+
+
+def crossings(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Crossing]]:
+    """Every value, cotangent and replica's gradient that one action makes for another, with its route."""
+    for route, homes in enumerate(schedule.placement.routes):
+        for s, t in sorted(graph.values):
+            yield route, Crossing("F", (s, t), homes[s], homes[t])
+        for s, t in sorted(graph.cotangents):
+            yield route, Crossing("B", (t, s), homes[t], homes[s])
+        for s in range(schedule.stages):
+            for rank in schedule.placement.replicas(s):
+                if rank != homes[s]:
+                    yield route, _partial(schedule, s, route, rank)
+
+
+def _partial(schedule: Schedule, s: int, route: int, consumer: int) -> Crossing:
+    crossing = Crossing("G", (s, s), schedule.placement.routes[route][s], consumer)
+    units = len(range(route, schedule.microbatches, len(schedule.placement.routes))) * schedule.slices
+    crossing.arrived = Partial(crossing, units)
+    return crossing
+
+
+def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:
+    """Per rank and kind, the rows of the stages that it holds; with several routes, a row per stage and route.
+
+    The key of a row is `stage * routes + route`.
+    """
+    R = len(schedule.placement.routes)
+    taken: dict[tuple[str, int, int], list[Crossing]] = {}
+    given: dict[tuple[str, int, int], list[tuple[Crossing, float]]] = {}
+    for route, crossing in crossings(schedule, graph):
+        delay = costs.transfer(crossing.what, crossing.source, crossing.producer, crossing.consumer)
+        taker = route if crossing.what != "G" else schedule.placement.route(crossing.target, crossing.consumer)
+        taken.setdefault((crossing.what, crossing.target, taker), []).append(crossing)
+        given.setdefault((crossing.what, crossing.source, route), []).append((crossing, delay))
+    table: Wires = [{kind: {} for kind, word in KINDS.items() if not word.mark} for _ in range(schedule.ranks)]
+    for route, homes in enumerate(schedule.placement.routes):
+        for s, rank in enumerate(homes):
+            for kind, rows in table[rank].items():
+                word = KINDS[kind]
+                takes = taken.get((word.crosses or kind, s, route), ()) if word.crosses or kind == "G" else ()
+                gives = [*given.get((word.crosses, s, route), ())]
+                gives += given.get(("G", s, route), ()) if word.after == "done" else ()
+                share = schedule.slices if word.after else 1
+                time, grows = costs.time(kind, s) / share, sizes.growth(kind, s) / share * schedule.backward
+                rows[s * R + route] = Row(tuple(takes), tuple(gives), time, grows, kind == "OVERLAP_F")
+    return table
