@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as files: the CSV of `torch.distributed.pipelining`.
+"""Schedules and programs as files: the CSV of `torch.distributed.pipelining`, in both its formats.
 
 Problem. Other tools write schedules as tables; a table says neither how many stages there are nor where they live, and
 nothing in it can be trusted.
 
-Idea. One line per rank, one cell per action, in our own text form (`0F0,0F1,,0B0`), which is the "compute_only" format
-of `torch.distributed.pipelining`; an empty cell is an idle slot and means nothing, for a schedule is an order and not a
-timetable. What the table leaves unsaid is read off it: a stage lives on the rank on whose line it stands.
+Idea. One line per rank, one cell per action, in the words of `schedules.cells` (`0F0,0F1,,0B0`). An empty cell is an
+idle slot and means nothing, for a schedule is an order and not a timetable. What the table leaves unsaid is read off
+it: a stage lives on the rank in whose line it stands. Without transfers ("compute_only") it is a schedule; with them
+("compute_comms") it is a program, whose stage graph is read off them too.
 
 Invariants. Reading what was written gives the same actions. Text is only ever parsed: nothing in a file is executed.
 """
@@ -16,64 +17,58 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeAlias
 
-from schedules.actions import Action, parse
+from schedules.actions import KINDS, Action
 from schedules.authoring import Factory, Schedule, Shape, without_rank
-from schedules.errors import TableError, VocabularyError
+from schedules.cells import Plan, Words, has_transfers, own, read_row
+from schedules.errors import TableError
+from schedules.graph import Edge, Graph, chain
 from schedules.lowering import Program
 from schedules.placement import Placement
 
 File: TypeAlias = str | os.PathLike[str] | TextIO
 Rows = ParamSpec("Rows")
-
-
-def _line(rank: int, row: str) -> Iterator[Action]:
-    for column, cell in enumerate(row.split(","), 1):
-        if cell.strip():
-            yield _action(cell.strip(), f"line {rank + 1}, column {column}")
-
-
-def _action(cell: str, where: str) -> Action:
-    try:
-        action = parse(cell)
-    except VocabularyError:
-        action = None
-    if action is None or action.kind not in {"F", "B", "I", "W"}:
-        raise TableError(
-            f"{where}: got {cell!r}, expected a compute action such as 3F0, 3B0, 3I0 or 3W0, or nothing. "
-            "Leave transfers out: lower() inserts them."
-        )
-    return action
+Homes: TypeAlias = dict[tuple[int, int], int]  # of a stage's even and of its odd microbatches
 
 
 def _shape(arguments: dict[str, Any]) -> Shape:
-    rows = arguments["rows"]
-    if not isinstance(rows, tuple) or not rows or not all(isinstance(row, str) for row in rows):
-        raise TableError(f"got rows={rows!r}, expected a tuple with one text per rank. Write at least one line.")
-    homes, microbatches = dict[int, int](), 0
+    rows, homes, microbatches, slices, backward = arguments["rows"], Homes(), 0, 1, False
+    _require_texts(rows)
     for rank, row in enumerate(rows):
-        for action in _line(rank, row):
-            home = homes.setdefault(action.stage, rank)
+        for action in read_row(rank, row):
+            home = homes.setdefault((action.stage, action.microbatch % 2), rank)
             if home != rank:
                 raise TableError(
                     f"stage {action.stage} stands on line {home + 1} and on line {rank + 1}, expected one line for "
-                    f"each stage. Move {action} and the stage's other actions to one of them."
+                    "each stage, or one for its even microbatches and one for its odd ones. "
+                    f"Move {action} and the stage's other actions to one of them."
                 )
             microbatches = max(microbatches, action.microbatch + 1)
-    return Shape(len(rows), microbatches, _placement(len(rows), homes))
+            slices = max(slices, (action.slice or 0) + 1)
+            backward = backward or KINDS[action.kind].crosses != "F"
+    return Shape(len(rows), microbatches, _placement(len(rows), homes), slices, backward)
 
 
-def _placement(ranks: int, homes: dict[int, int]) -> Placement:
+def _require_texts(rows: object) -> None:
+    if not isinstance(rows, tuple) or not rows or not all(isinstance(row, str) for row in rows):
+        raise TableError(f"got rows={rows!r}, expected a tuple with one text per rank. Write at least one line.")
+
+
+def _placement(ranks: int, homes: Homes) -> Placement:
     for rank in range(ranks):
         if rank not in homes.values():
             raise TableError(f"line {rank + 1}: got no action, expected some. Drop the line: a rank holds a stage.")
-    for stage in range(len(homes)):
-        if stage not in homes:
+    stages = sorted({stage for stage, _ in homes})
+    for stage, found in enumerate(stages):
+        if stage != found:
             raise TableError(
-                f"stage {stage} stands on no line, but stage {max(homes)} does. Number the stages from 0 without gaps."
+                f"stage {stage} stands on no line, but stage {stages[-1]} does. Number the stages from 0 without gaps."
             )
-    return Placement(ranks, tuple(homes[stage] for stage in range(len(homes))))
+    even, odd = (tuple(homes.get((s, side), homes.get((s, 1 - side), 0)) for s in stages) for side in (0, 1))
+    return Placement(ranks, even, () if even == odd else (odd,))
 
 
 def _from_rows(generator: Callable[Concatenate[int, Rows], Iterator[Action]]) -> Factory[Rows]:
@@ -84,8 +79,9 @@ def _from_rows(generator: Callable[Concatenate[int, Rows], Iterator[Action]]) ->
 def table(rank: int, rows: tuple[str, ...]) -> Iterator[Action]:
     """The schedule that `rows` spell out: one text per rank, of compute actions between commas.
 
-    Raises `TableError` for a cell that is no compute action, a stage on two lines or on none, and an idle rank. Whether
-    the schedule is correct is for `check` to say.
+    Raises `TableError` for a cell that is no compute action, a stage on two lines or on none, and an idle rank. A stage
+    may stand on two lines if one has its even microbatches and the other its odd ones: a bidirectional schedule. If
+    there are forwards only, it is for inference. Whether the schedule is correct is for `check` to say.
 
     >>> table(rows=("0F0,0B0", "1F0,,1B0"))
     table(rows=('0F0,0B0', '1F0,,1B0'))
@@ -94,15 +90,92 @@ def table(rank: int, rows: tuple[str, ...]) -> Iterator[Action]:
     >>> table(rows=("0F0,0B0", "1F0,2SEND_F0"))
     Traceback (most recent call last):
     schedules.errors.TableError: line 2, column 2: got '2SEND_F0', expected a compute action such as 3F0, 3B0, 3I0 or \
-3W0, or nothing. Leave transfers out: lower() inserts them.
+3W0, a pair such as (3F1;3B0)OVERLAP_F_B, or nothing. Leave transfers out: lower() inserts them.
     """
-    yield from _line(rank, rows[rank])
+    yield from read_row(rank, rows[rank])
 
 
-def read_csv(file: File) -> Schedule:
-    """The schedule in a "compute_only" file of `torch.distributed.pipelining`: `table(rows=...)` of its lines.
+@dataclass(frozen=True)
+class Listing:
+    """A program that somebody else lowered: its rows, of compute actions and transfers, and its stage graph.
 
-    `file` is a path or an open text file. Raises `TableError` as `table` does. All of the text is kept.
+    It is used as `schedules.lowering.Program` is. Make it with `listing` or `read_csv`; where they cannot know the
+    graph, give them the right one: `dataclasses.replace(program, graph=...)`.
+    """
+
+    rows: tuple[str, ...]
+    graph: Graph
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The compute actions alone."""
+        return _compute_only(self.rows)
+
+    @property
+    def channels(self) -> tuple[Edge, ...]:
+        """Every directed pair of ranks between which something should travel, in ascending order."""
+        return Program(self.schedule, self.graph).channels
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """The actions of `rank`, in order, read afresh by every call."""
+        return read_row(rank, self.rows[rank], transfers=True)
+
+
+def listing(rows: tuple[str, ...]) -> Listing:
+    """The program that `rows` spell out: one text per rank, of compute actions and transfers between commas.
+
+    If the transfers name no peers, the graph is the chain of the stages. If they do, it has the edges that they name;
+    but those inside a rank leave no trace, so it is the chain again if they name just what a chain sends across ranks.
+    Raises `TableError` as `table` does, and for a transfer to or from a stage that stands on no line or on the wrong
+    side. Whether the program is correct is for `check` to say.
+
+    >>> program = listing(rows=("0F0,0SEND_F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"))
+    >>> program.schedule, program.channels
+    (table(rows=('0F0,0B0', '1F0,1B0')), ((0, 1), (1, 0)))
+    >>> [str(action) for action in program.actions(1)]
+    ['1RECV_F0<0', '1F0', '1B0', '1SEND_B0>0']
+    """
+    schedule = _compute_only(rows)
+    found, line = _edges(rows, schedule.stages), chain(schedule.stages).values
+    if not any(mark in row for row in rows for mark in "<>"):
+        return Listing(rows, Graph(schedule.stages, line, line))
+    across = {(s, t) for s, t in line for homes in schedule.placement.routes if homes[s] != homes[t]}
+    values, cotangents = (line if found[word] == across else frozenset(found[word]) for word in "FB")
+    return Listing(rows, Graph(schedule.stages, values, cotangents, frozenset(found["G"])))
+
+
+def _compute_only(rows: tuple[str, ...]) -> Schedule:
+    _require_texts(rows)
+    each = (read_row(rank, row, transfers=True) for rank, row in enumerate(rows))
+    return table(rows=tuple(",".join(str(action) for action in row if action.peer is None) for row in each))
+
+
+def _edges(rows: tuple[str, ...], stages: int) -> dict[str, set[Edge]]:
+    """The edges between different stages that transfers name, by what crosses them."""
+    found: dict[str, set[Edge]] = {word: set() for word in "FBG"}
+    for rank, row in enumerate(rows):
+        for action in read_row(rank, row, transfers=True):
+            kind, stage, _, peer, _ = action
+            if peer is None or peer == stage:
+                continue
+            edge = (peer, stage) if (kind[:4] == "RECV") != (kind[-1] == "B") else (stage, peer)
+            if not edge[0] < edge[1] < stages:
+                raise TableError(
+                    f"line {rank + 1}: got {action}, expected a transfer between two of the {stages} stages, "
+                    f"{_WAYS[kind[-1]]}. Correct its stage, its kind or its peer."
+                )
+            found[kind[-1]].add(edge)
+    return found
+
+
+_WAYS = {"F": "from the earlier to the later", "B": "from the later to the earlier", "G": "from the owner to the later"}
+
+
+def read_csv(file: File) -> Schedule | Listing:
+    """What is in a file of `torch.distributed.pipelining`, or in one of our own: a schedule, or a program.
+
+    A file without transfers ("compute_only") is `table(rows=...)` of its lines, one with transfers ("compute_comms") is
+    `listing(rows=...)`. `file` is a path or an open text file. Raises `TableError` as they do. All of the text is kept.
 
     >>> import io
     >>> print(read_csv(io.StringIO("0F0,0F1,,,0B0,,0B1\\n1F0,1B0,,1F1,1B1\\n")))
@@ -110,28 +183,34 @@ def read_csv(file: File) -> Schedule:
     rank 1 |.  F0 B0    F1 B1    .  .  |
     """
     with _opened(file, "r") as lines:
-        return table(rows=tuple(line.rstrip("\r\n") for line in lines))
+        rows = tuple(line.rstrip("\r\n") for line in lines)
+    return listing(rows) if any(map(has_transfers, rows)) else table(rows=rows)
 
 
-def write_csv(plan: Schedule | Program, file: File) -> None:
-    """Write one line per rank: the actions of a schedule, or of a lowered program with its transfers.
+def write_csv(plan: Plan, file: File, words: Words = own) -> None:
+    """Write one line per rank: the actions of a schedule, or of a program with its transfers.
 
-    A schedule's file is read back by `read_csv`, and by `torch.distributed.pipelining` as "compute_only". A transfer of
-    a program names its peer stage (`2SEND_F1>5`), which that package does not know. One rank's text is kept at a time.
+    In our `own` words reading gives back the same actions; of these files, `torch.distributed.pipelining` reads the
+    schedules, if they hold nothing but F, B, I, W and fused pairs. With `words=cells.pipelining` it reads the programs
+    too; what it has no words for is refused. One rank's text is kept at a time.
 
     >>> import sys
     >>> from schedules import gpipe, lower
+    >>> from schedules.cells import pipelining
     >>> write_csv(gpipe(ranks=2, microbatches=1), sys.stdout)
     0F0,0B0
     1F0,1B0
     >>> write_csv(lower(gpipe(ranks=2, microbatches=1)), sys.stdout)
     0RECV_B0<1,0F0,0SEND_F0>1,0B0,0WAIT_F0>1
     1RECV_F0<0,1F0,1B0,1SEND_B0>0,1WAIT_B0>0
+    >>> write_csv(lower(gpipe(ranks=2, microbatches=1)), sys.stdout, words=pipelining)
+    0UNSHARD,0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD,0RESHARD
+    1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0
     """
-    ranks = (plan.schedule if isinstance(plan, Program) else plan).ranks
+    schedule = plan if isinstance(plan, Schedule) else plan.schedule
     with _opened(file, "w") as lines:
-        for rank in range(ranks):
-            lines.write(",".join(map(str, plan.actions(rank))) + "\n")
+        for rank in range(schedule.ranks):
+            lines.write(words(plan, rank) + "\n")
 
 
 def _opened(file: File, mode: str) -> AbstractContextManager[TextIO]:

@@ -3,35 +3,108 @@
 
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from schedules import B, F, Placement, TableError, check, gpipe, lower, one_f_one_b, parse, split_backward
-from schedules.interchange import read_csv, table, write_csv
-from schedules.testing import orders, require_round_trip, schedules
+from schedules import (
+    KINDS,
+    Action,
+    B,
+    F,
+    Graph,
+    Placement,
+    Schedule,
+    TableError,
+    chain,
+    check,
+    gpipe,
+    lower,
+    one_f_one_b,
+    parse,
+    split_backward,
+)
+from schedules.cells import pipelining
+from schedules.interchange import Listing, listing, read_csv, table, write_csv
+from schedules.interpreter import interpret
+from schedules.networks import fifo
+from schedules.testing import graphs, orders, require_round_trip, schedules
 
 
 def read(text):
     return read_csv(io.StringIO(text))
 
 
-def written(plan):
+def written(plan, **words):
     file = io.StringIO()
-    write_csv(plan, file)
+    write_csv(plan, file, **words)
     return file.getvalue()
 
 
-def rows(plan, ranks):
+def rows(plan):
+    ranks = (plan if isinstance(plan, Schedule) else plan.schedule).ranks
     return [list(plan.actions(rank)) for rank in range(ranks)]
+
+
+COMPUTE = sorted(kind for kind, word in KINDS.items() if not word.mark)
+AHEAD = {"SEND_F": 1, "WAIT_F": 1, "RECV_F": -1, "SEND_B": -1, "WAIT_B": -1, "RECV_B": 1}
+
+
+@st.composite
+def cells(draw, transfers):
+    """Per rank, actions in any order, and the placement: every stage has every forward, and there is more."""
+    even = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    S, M, k = len(even), draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    odd = draw(st.just(even) | st.lists(st.integers(0, 3), min_size=S, max_size=S))
+    used = sorted({*even, *odd})
+    even, odd = (tuple(used.index(home) for home in homes) for homes in (even, odd))
+    actions = [F(s, i) for s in range(S) for i in range(M)] + [F(0, 0, k - 1)] * (k > 1)
+    units = st.tuples(st.sampled_from(COMPUTE), st.integers(0, S - 1), st.integers(0, M - 1), st.none())
+    actions += draw(
+        st.lists(st.builds(lambda unit, part: Action(*unit, part), units, st.none() | st.integers(0, k - 1)))
+    )
+    if transfers and S > 1:
+        ways = st.tuples(st.sampled_from(sorted(AHEAD)), st.integers(0, S - 1), st.integers(0, M - 1))
+        moves = [Action(kind, s, i, s + AHEAD[kind]) for kind, s, i in draw(st.lists(ways, min_size=1))]
+        actions += [move for move in moves if 0 <= move.peer < S]
+    placement = Placement(len(used), even, () if even == odd else (odd,))
+    found = [[] for _ in used]
+    for action in draw(st.permutations(actions)):
+        found[placement.home(action.stage, action.microbatch)].append(action)
+    return found, placement, (M, k)
+
+
+@settings(deadline=None)
+@given(cells(transfers=False))
+def test_a_table_says_what_it_holds(case):
+    found, placement, (M, k) = case
+    s = table(rows=tuple(",".join(map(str, row)) for row in found))
+    assert rows(s) == found
+    assert (s.ranks, s.microbatches, s.placement, s.slices) == (placement.ranks, M, placement, k)
+    assert s.backward == any(action.kind not in {"F", "C", "OVERLAP_F"} for row in found for action in row)
+    assert rows(read(written(s))) == found
+
+
+@settings(deadline=None)
+@given(cells(transfers=True))
+def test_a_listing_says_what_it_holds(case):
+    found, placement, (M, _) = case
+    text = "\n".join(",".join(map(str, row)) for row in found)
+    plan = read(text)
+    assert rows(plan) == found
+    assert rows(read(written(plan))) == found
+    if any(action.peer is not None for row in found for action in row):
+        assert rows(plan.schedule) == [[action for action in row if action.peer is None] for row in found]
+        assert (plan.schedule.placement, plan.schedule.microbatches) == (placement, M)
 
 
 @settings(deadline=None)
 @given(schedules([gpipe, one_f_one_b]) | orders().map(lambda case: case[0]))
 def test_reading_gives_back_what_was_written(s):
     again = read(written(s))
-    assert rows(again, s.ranks) == rows(s, s.ranks)
+    assert rows(again) == rows(s)
     assert (again.ranks, again.microbatches, again.placement) == (s.ranks, s.microbatches, s.placement)
     assert written(again) == written(s)
 
@@ -41,9 +114,10 @@ def test_reading_gives_back_what_was_written(s):
 def test_idle_slots_blanks_and_line_ends_mean_nothing(s, data):
     cells = [line.split(",") for line in written(s).splitlines()]
     for row in cells:
-        row.insert(data.draw(st.integers(0, len(row))), data.draw(st.sampled_from(["", " ", "\t"])))
+        nothing = data.draw(st.sampled_from(["", " ", "\t", "0UNSHARD", "0RESHARD", "0REDUCE_GRAD"]))
+        row.insert(data.draw(st.integers(0, len(row))), nothing)
     end = data.draw(st.sampled_from(["\n", "\r\n"]))
-    assert rows(read(end.join(map(", ".join, cells))), s.ranks) == rows(s, s.ranks)
+    assert rows(read(end.join(map(", ".join, cells)))) == rows(s)
 
 
 def test_a_path_will_do(tmp_path):
@@ -51,7 +125,7 @@ def test_a_path_will_do(tmp_path):
     for path in (tmp_path / "one.csv", str(tmp_path / "two.csv")):
         write_csv(s, path)
         check(read_csv(path))
-        assert rows(read_csv(path), 3) == rows(s, 3)
+        assert rows(read_csv(path)) == rows(s)
     assert (tmp_path / "one.csv").read_bytes().count(b"\n") == 3
 
 
@@ -71,12 +145,87 @@ def test_it_is_an_ordinary_schedule():
     require_round_trip(s)
 
 
+def test_even_and_odd_microbatches_on_two_lines_are_a_bidirectional_schedule():
+    s = read("0F0,1F1,1B1,0B0,0G0,1G1\n0F1,1F0,1B0,0B1,0G1,1G0\n")
+    assert s.placement == Placement(2, (0, 1), ((1, 0),))
+    check(s)
+
+
+def test_a_pair_is_two_actions_one_behind_the_other():
+    s = read("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    assert list(map(str, s.actions(0))) == ["0F0", "0OVERLAP_F1", "0B0", "0B1"]
+    assert written(s) == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
+    assert rows(read("0F0,0OVERLAP_F1,0B0,0B1\n")) == rows(s)
+    check(s)
+
+
 @settings(deadline=None)
 @given(orders())
 def test_a_program_is_written_with_its_transfers(case):
     program = lower(*case)
     lines = written(program).splitlines()
-    assert [list(map(parse, line.split(","))) for line in lines] == rows(program, case[0].ranks)
+    assert [list(map(parse, line.split(","))) for line in lines] == rows(program)
+    again = read("\n".join(lines))
+    assert rows(again) == rows(program)
+    if isinstance(again, Listing):
+        given_the_graph = replace(again, graph=program.graph)
+        assert given_the_graph.channels == program.channels
+        assert interpret(given_the_graph, fifo) == interpret(program, fifo)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_transfers_tell_the_graph(data):
+    s = data.draw(schedules([gpipe, one_f_one_b]).filter(lambda s: s.ranks > 1))
+    graph = data.draw(graphs(s.stages) | st.just(chain(s.stages)))
+    program = lower(s, graph)
+    again = read(written(program))
+    assert (again.graph, again.channels) == (graph, program.channels)
+
+
+def test_a_chain_is_a_chain_inside_a_rank_too():
+    s = read("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    for words in ({}, {"words": pipelining}):
+        assert read(written(lower(s), **words)).graph == chain(4)
+
+
+def test_where_transfers_name_other_edges_the_graph_has_no_more():
+    s = read("0F0,1F0,1B0,0B0\n2F0,2B0\n")
+    edges = frozenset({(0, 2)})
+    program = read(written(lower(s, Graph(3, edges | {(0, 1)}, edges))))
+    assert program.graph == Graph(3, edges, edges)
+
+
+def test_torch_has_no_wait():
+    s = lower(one_f_one_b(ranks=2, microbatches=2))
+    again = read(written(s, words=pipelining))
+    assert rows(again) == [[action for action in row if "WAIT" not in action.kind] for row in rows(s)]
+
+
+def test_transfers_posted_inside_a_pair_go_round_it():
+    program = listing(("0F0,0SEND_F0,0OVERLAP_F1,0SEND_F1,0RECV_B1,0WAIT_F0>1,0B0", "1F0"))
+    assert (
+        written(program, words=pipelining).splitlines()[0].endswith("0SEND_F0,0RECV_B1,(0F1;0B0)OVERLAP_F_B,0SEND_F1")
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (table(rows=("0C0,0R0,0B0",)), "rank 0: got 0C0, expected F, B, I or W on a whole microbatch"),
+        (table(rows=("0F0.0,0B0.0",)), "got 0F0.0"),
+        (table(rows=("0F0,1F1", "1F0,0F1")), "two ranks"),
+        (table(rows=("0F0", "1OVERLAP_F0,1F0")), "rank 1: got 1OVERLAP_F0, expected 3B0 or 3I0 directly behind it"),
+        (lower(gpipe(ranks=3, microbatches=1), Graph(3, frozenset({(0, 2)}), frozenset())), "rank 0: got 0SEND_F0>2"),
+        (
+            lower(gpipe(ranks=2, microbatches=1), Graph(2, frozenset(), frozenset(), frozenset({(0, 1)}))),
+            "rank 0: got 0SEND_G0>1",
+        ),
+    ],
+)
+def test_what_torch_cannot_say_is_not_written_for_it(plan, message):
+    with pytest.raises(TableError, match=message):
+        written(plan, words=pipelining)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +233,26 @@ def test_a_program_is_written_with_its_transfers(case):
     [
         ("0F0,,0Q0\n", "line 1, column 3: got '0Q0', expected a compute action"),
         ("0F0,0B0\n1F0,1B0,0F0x\n", "line 2, column 3: got '0F0x'"),
-        ("0F0,0SEND_F0\n", "line 1, column 2: got '0SEND_F0', .* Leave transfers out"),
-        ("0F0,0SEND_F0>1\n", "line 1, column 2: got '0SEND_F0>1', .* Leave transfers out"),
-        ("0F0,(0F1;0B0)OVERLAP_F_B\n", r"line 1, column 2: got '\(0F1;0B0\)OVERLAP_F_B'"),
+        ("0F0,(0F1;0W0)OVERLAP_F_B\n", r"line 1, column 2: got '\(0F1;0W0\)OVERLAP_F_B', .* a pair such as"),
+        ("0F0,(0B1;0F0)OVERLAP_F_B\n", r"line 1, column 2: got '\(0B1;0F0\)OVERLAP_F_B'"),
+        ("0F0,(0F1;0F0;0B0)OVERLAP_F_B\n", r"line 1, column 2: got '\(0F1;0F0;0B0\)OVERLAP_F_B'"),
+        ("(0SEND_F0;0B0)OVERLAP_F_B\n", r"line 1, column 1: got '\(0SEND_F0;0B0\)OVERLAP_F_B'"),
         ('"0F0",0B0\n', "line 1, column 1: got '\"0F0\"'"),
-        ("0F0,0B0\n1F0,0F1\n", "stage 0 stands on line 1 and on line 2, expected one line for each stage. Move 0F1"),
+        ("0F0,0B0\n1F0,0F2\n", "stage 0 stands on line 1 and on line 2, expected one line .* Move 0F2"),
         ("0F0,2F0\n", "stage 1 stands on no line, but stage 2 does"),
         ("999999999999999999F0", "stage 0 stands on no line, but stage 999999999999999999 does"),
         ("0F0,0B0\n,,\n", "line 2: got no action"),
         ("0F0,0B0\n\n", "line 2: got no action"),
         ("", r"got rows=\(\)"),
+        ("0F0,0SEND_F0\n", "line 1: got 0SEND_F0>1, expected a transfer between two of the 1 stages"),
+        ("0F0,0SEND_F0>999999999999999999\n", "line 1: got 0SEND_F0>9"),
+        ("0F0,0SEND_B0\n", "line 1, column 2: got '0SEND_B0', expected .* a transfer such as 2SEND_F1>5"),
+        ("0F0\n1F0,1RECV_F0>0\n", "line 2, column 2: got '1RECV_F0>0'"),
+        ("0F0,0RECV_F0<1\n1F0\n", "line 1: got 0RECV_F0<1, expected .* from the earlier to the later"),
+        ("0F0,0SEND_B0>1\n1F0\n", "line 1: got 0SEND_B0>1, expected .* from the later to the earlier"),
+        ("0F0,0F0x\n1F0,1RECV_F0\n", "line 1, column 2: got '0F0x'"),
+        ("0F0,0SEND_F0\n0F2,1F0\n", "stage 0 stands on line 1 and on line 2"),
+        ("0F0,0SEND_F0\n1RECV_F0\n", "line 2: got no action"),
     ],
 )
 def test_what_is_no_table_is_refused(text, message):
@@ -102,20 +261,29 @@ def test_what_is_no_table_is_refused(text, message):
 
 
 @pytest.mark.parametrize("given", [["0F0"], "0F0", (b"0F0",), (), None])
-def test_rows_are_a_tuple_of_texts(given):
+@pytest.mark.parametrize("maker", [table, listing])
+def test_rows_are_a_tuple_of_texts(maker, given):
     with pytest.raises(TableError, match="expected a tuple with one text per rank"):
-        table(rows=given)
+        maker(rows=given)
 
 
-@given(st.text() | st.text("0123FBIW,\n"))
+def test_a_table_of_a_schedule_has_no_transfers():
+    with pytest.raises(TableError, match=r"line 1, column 2: got '0SEND_F0', .* Leave transfers out"):
+        table(rows=("0F0,0SEND_F0", "1F0"))
+
+
+WORDS = ["0F0", "1F0", "1F1", "0B0", ",", ",", ",", "\n", "0SEND_F0", "1RECV_F0<0", "(", ";", ")OVERLAP_F_B", "UNSHARD"]
+
+
+@given(st.text() | st.text("0123FBIW,\n") | st.lists(st.sampled_from(WORDS)).map("".join))
 @example("\x00")
 @example("\ud800")
 def test_any_text_is_read_or_refused(text):
     try:
-        s = read(text)
+        plan = read(text)
     except TableError:
         return
-    assert rows(read(written(s)), s.ranks) == rows(s, s.ranks)
+    assert rows(read(written(plan))) == rows(plan)
 
 
 @given(st.binary())
