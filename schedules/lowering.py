@@ -12,8 +12,11 @@ A send's buffer must stay until the transfer is done, and asking costs a wait. B
 receiver made after consuming an earlier send of ours, that send is done for certain: `WAIT` then returns at once. What
 no message vouches for is waited for at the end.
 
+Gradients travel once a step. A replica's leaves after its last weight gradient, for the `G` of the other replica; that
+of a tied parameter leaves when it is complete, for the later stages that hold copies.
+
 Invariants. Per channel, sends and receives are the same messages in the same order. Every receive has one consumer on
-its rank. Every send is followed by exactly one `WAIT`. `W` never communicates.
+its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
 """
 
 from __future__ import annotations
@@ -21,16 +24,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from schedules.actions import Action
+from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
 from schedules.errors import ScheduleError
+from schedules.fitting import require_fitting
 from schedules.graph import Graph
-from schedules.placement import Placement
 from schedules.wiring import graph_of
 
 LOOK_AHEAD = 1
+Message: TypeAlias = tuple[str, int, int, int, int | None]
+"""What is carried (`F` value, `B` cotangent, `G` gradient), from which stage, microbatch, for which stage, slice."""
+
+
+_new = tuple.__new__  # actions and steps by the million
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,14 @@ class Program:
     @property
     def channels(self) -> tuple[tuple[int, int], ...]:
         """Every directed pair of ranks between which something travels, in ascending order."""
-        homes = self.schedule.placement.homes
-        forward = {(homes[s], homes[t]) for s, t in self.graph.values | self.graph.gradients}
-        backward = {(homes[t], homes[s]) for s, t in self.graph.cotangents}
-        return tuple(sorted((a, b) for a, b in forward | backward if a != b))
+        placement, graph = self.schedule.placement, self.graph
+        found = set[tuple[int, int]]()
+        for homes in placement.routes:
+            found |= {(homes[s], homes[t]) for s, t in graph.values | graph.gradients}
+            found |= {(homes[t], homes[s]) for s, t in graph.cotangents}
+        for s in range(placement.stages):
+            found |= {(a, b) for a in placement.replicas(s) for b in placement.replicas(s)}
+        return tuple(sorted((a, b) for a, b in found if a != b))
 
     def actions(self, rank: int) -> Iterator[Action]:
         """The lowered actions of `rank`, in order, generated afresh by every call."""
@@ -72,128 +84,211 @@ def lower(schedule: Schedule, graph: Graph | None = None) -> Program:
 
 
 class _Step(NamedTuple):
-    """One compute action, with the messages that it waits for and those that leave after it."""
+    """An action, or a fused pair, with the messages that it waits for and those that leave after it."""
 
     position: int
-    action: Action | None
-    waits: tuple[Action, ...]
-    sends: tuple[Action, ...]
+    actions: tuple[Action, ...]
+    waits: list[Message]
+    sends: list[Message]
 
 
-@dataclass(frozen=True)
-class _Wiring:
-    """Which messages an action causes, seen from either end; a message is named by the action that sends it."""
+class _Row(NamedTuple):
+    """One kind of action on one stage: what it takes and gives over a channel, with the stage at the other end.
 
-    graph: Graph
-    placement: Placement
-    microbatches: int
+    `closes` says that the stage's gradient travels when its last action of such a kind is done.
+    """
 
-    def sends(self, action: Action, last: bool) -> Iterator[Action]:
-        """What leaves the rank once `action` has run; `last` says that the stage's gradient is complete with it."""
-        kind, s, i, _, _ = action
-        homes = self.placement.homes
-        if kind == "F":
-            yield from (Action("SEND_F", s, i, t) for t in self.graph.feeds[s] if homes[t] != homes[s])
-        elif kind != "W":
-            yield from (Action("SEND_B", s, i, p) for p in self.graph.pulls[s] if homes[p] != homes[s])
-        if last:
-            final = self.microbatches - 1
-            yield from (Action("SEND_G", s, final, t) for t in self.graph.shares[s] if homes[t] != homes[s])
+    taken: tuple[tuple[str, int], ...]
+    given: tuple[tuple[str, int], ...]
+    closes: bool
 
-    def receives(self, action: Action) -> Iterator[Action]:
-        """The messages that `action` waits for."""
-        kind, s, i, _, _ = action
-        homes = self.placement.homes
-        if kind == "F":
-            yield from (Action("SEND_F", p, i, s) for p in self.graph.fed_by[s] if homes[p] != homes[s])
-        elif kind != "W":
-            yield from (Action("SEND_B", t, i, s) for t in self.graph.pulled_by[s] if homes[t] != homes[s])
 
-    def gradients(self, stages: tuple[int, ...]) -> Iterator[Action]:
-        """The messages with which the owners of shared parameters end the step of these stages' rank."""
-        homes, final = self.placement.homes, self.microbatches - 1
-        for t in stages:
-            yield from (Action("SEND_G", s, final, t) for s in self.graph.shared_by[t] if homes[s] != homes[t])
+class _Steps:
+    """The steps of `rank`, with all its messages, or with only those that it exchanges with rank `other`."""
 
-    def steps(self, schedule: Schedule, rank: int) -> Iterator[_Step]:
-        """Every compute action of `rank` and what travels for it; last, without action, the shared gradients."""
-        stages, position = self.placement.stages_on(rank), -1
-        left = dict.fromkeys(stages, self.microbatches)
-        for position, action in enumerate(schedule.actions(rank)):
-            if action.kind in "BW":
-                left[action.stage] -= 1
-            last = action.kind in "BW" and not left[action.stage]
-            yield _Step(position, action, tuple(self.receives(action)), tuple(self.sends(action, last)))
-        yield _Step(position + 1, None, tuple(self.gradients(stages)), ())
+    def __init__(self, program: Program, rank: int, other: int | None = None) -> None:
+        self.schedule, self.graph, self.rank, self.other = program.schedule, program.graph, rank, other
+        self.placement = program.schedule.placement
+        self.routes = self.placement.routes
+        self.rows: dict[str, dict[int, _Row]] = {kind: {} for kind, word in KINDS.items() if not word.mark}
+        for route, homes in enumerate(self.routes):
+            for s in (s for s, home in enumerate(homes) if home == rank):
+                for kind, rows in self.rows.items():
+                    rows[s * len(self.routes) + route] = self._row(kind, s, homes)
+        self.left = {s: self._units(s) for s in self.placement.stages_on(rank)}
+
+    def _row(self, kind: str, s: int, homes: tuple[int, ...]) -> _Row:
+        word, graph = KINDS[kind], self.graph
+        taken, given = {"F": (graph.fed_by, graph.feeds), "B": (graph.pulled_by, graph.pulls), "": ((), ())}[
+            word.crosses
+        ]
+        closes = (word.after == "done" or kind == "G") and bool(graph.shares[s] or self._replicas(s))
+        return _Row(
+            tuple((word.crosses, p) for p in (taken[s] if taken else ()) if self._across(homes[p])),
+            tuple((word.crosses, t) for t in (given[s] if given else ()) if self._across(homes[t])),
+            closes or (kind == "G"),
+        )
+
+    def _across(self, rank: int) -> bool:
+        """Whether what goes to or comes from `rank` is among the messages looked at."""
+        return rank != self.rank and self.other in (None, rank)
+
+    def _replicas(self, s: int) -> list[int]:
+        """The routes on which another rank works on stage `s`."""
+        return [route for route, homes in enumerate(self.routes) if homes[s] != self.rank]
+
+    def _units(self, s: int) -> int:
+        mine = [route for route, homes in enumerate(self.routes) if homes[s] == self.rank]
+        each = (len(range(route, self.schedule.microbatches, len(self.routes))) for route in mine)
+        return sum(each) * self.schedule.slices
+
+    def _last(self, route: int) -> int:
+        """The last microbatch of a route: it names the messages that travel once."""
+        return range(route, self.schedule.microbatches, len(self.routes))[-1]
+
+    def __iter__(self) -> Iterator[_Step]:
+        """Every step; last, without action, the gradients of tied parameters that end the step of this rank."""
+        R, rows, opener, position = len(self.routes), self.rows, None, -1
+        nothing: list[Message] = []
+        for position, action in enumerate(self.schedule.actions(self.rank)):
+            kind, s, i, _, part = action
+            taken, given, closes = rows[kind][s if R == 1 else s * R + i % R]
+            waits = sends = nothing
+            for what, p in taken:  # mostly one, for which a comprehension would be slow
+                waits = [*waits, (what, p, i, s, part)]
+            for what, t in given:
+                sends = [*sends, (what, s, i, t, part)]
+            if closes:
+                waits, sends = [*waits, *self._partials(kind, s)], [*sends, *self._complete(kind, s)]
+            step = _new(_Step, (position, (action,), waits, sends))
+            if opener is not None:
+                first, opener = opener, None
+                yield _Step(first.position, (*first.actions, action), first.waits + waits, first.sends + sends)
+            elif kind == "OVERLAP_F":
+                opener = step
+            else:
+                yield step
+        if opener is not None:
+            yield opener
+        yield _Step(position + 1, (), list(self._copies()), nothing)
+
+    def _partials(self, kind: str, s: int) -> Iterator[Message]:
+        """What a sum over replicas waits for."""
+        if kind == "G":
+            for route in self._replicas(s):
+                if self._across(self.routes[route][s]):
+                    yield "G", s, self._last(route), s, None
+
+    def _complete(self, kind: str, s: int) -> Iterator[Message]:
+        """What leaves with the action that completes this rank's gradient of stage `s`, or that of all replicas."""
+        self.left[s] -= kind != "G"
+        if self.left[s] or (kind == "G") != bool(self._replicas(s)):
+            if not self.left[s]:
+                mine = self.placement.route(s, self.rank)
+                yield from (
+                    ("G", s, self._last(mine), s, None) for k in self._replicas(s) if self._across(self.routes[k][s])
+                )
+            return
+        for route, homes in enumerate(self.routes):
+            if homes[s] == self.rank:
+                yield from (
+                    ("G", s, self._last(route), t, None) for t in self.graph.shares[s] if self._across(homes[t])
+                )
+
+    def _copies(self) -> Iterator[Message]:
+        """The gradients of tied parameters that come from their owners."""
+        for route, homes in enumerate(self.routes):
+            for t in (t for t, home in enumerate(homes) if home == self.rank):
+                owners = (s for s in self.graph.shared_by[t] if self._across(homes[s]))
+                yield from (("G", s, self._last(route), t, None) for s in owners)
 
 
 class _Lowering:
     """The state of lowering one rank: which receives are posted, which sends are still out."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        schedule, graph = program.schedule, program.graph
-        self.schedule, self.rank = schedule, rank
-        self.wiring = _Wiring(graph, schedule.placement, schedule.microbatches)
+        self.program, self.schedule, self.rank = program, program.schedule, rank
+        self.routes = program.schedule.placement.routes
         self.incoming = {source: self._messages(source) for source, target in program.channels if target == rank}
-        self.posted: dict[Action, tuple[Action, ...]] = {}
-        self.out: dict[Action, None] = {}
+        self.posted: dict[Message, list[Message]] = {}
+        self.out: dict[Message, None] = {}
 
     def actions(self) -> Iterator[Action]:
         """Receives run one compute action ahead; sends follow their action; what is vouched for is let go."""
+        try:
+            yield from self._actions()
+        except KeyError:
+            require_fitting(self.schedule)
+            raise
+
+    def _actions(self) -> Iterator[Action]:
         ahead: deque[_Step] = deque()
-        for step in self.wiring.steps(self.schedule, self.rank):
-            yield from self._post(step)
+        for step in _Steps(self.program, self.rank):
+            posts = self._post(step)
             ahead.append(step)
-            if len(ahead) > LOOK_AHEAD:
-                yield from self._run(ahead.popleft())
+            yield from posts + self._run(ahead.popleft()) if len(ahead) > LOOK_AHEAD else posts
         for step in ahead:
             yield from self._run(step)
-        yield from (action._replace(kind=_WAIT[action.kind]) for action in self.out)
+        yield from (_new(Action, (_WAIT[what], s, i, t, part)) for what, s, i, t, part in self.out)
 
-    def _post(self, step: _Step) -> Iterator[Action]:
+    def _post(self, step: _Step) -> list[Action]:
+        """Receives of what the step waits for, each source's in its order, up to the last that is needed."""
+        posts: list[Action] = []
+        routes, posted = self.routes, self.posted
         for message in step.waits:
-            source = self.schedule.placement.homes[message.stage]
-            while message not in self.posted:
-                earlier, vouched = next(self.incoming[source], (None, ()))
-                if earlier is None:
-                    raise self._stranded(step, f"waits for {message}, which rank {source} never does, or only once")
-                self.posted[earlier] = vouched
-                yield Action(_RECEIVE[earlier.kind], _peer(earlier), earlier.microbatch, earlier.stage)
+            if message in posted:
+                continue
+            source = routes[message[2] % len(routes)][message[1]]
+            for earlier, vouched in self.incoming[source]:
+                posted[earlier] = vouched
+                what, s, i, t, part = earlier
+                posts.append(_new(Action, (_RECEIVE[what], t, i, s, part)))
+                if earlier == message:
+                    break
+            else:
+                why = f"waits for {_send(message)}, which rank {source} never does, or only once"
+                raise self._stranded(step, why)
+        return posts
 
-    def _run(self, step: _Step) -> Iterator[Action]:
-        if step.action:
-            yield step.action
-        yield from step.sends
-        self.out.update(dict.fromkeys(step.sends))
+    def _run(self, step: _Step) -> list[Action]:
+        """The step's actions, its sends, and the waits for those sends that what it consumed has vouched for."""
+        words = [*step.actions]
+        out, posted = self.out, self.posted
+        for message in step.sends:
+            out[message] = None
+            what, s, i, t, part = message
+            words.append(_new(Action, (_SEND[what], s, i, t, part)))
         for message in step.waits:
-            if message not in self.posted:
-                raise self._stranded(step, f"waits for {message}, which an earlier action has consumed")
-            for sent in self.posted.pop(message):
-                if sent not in self.out:
-                    raise self._stranded(step, f"waits for {message}, before which its sender needs {sent}")
-                del self.out[sent]
-                yield sent._replace(kind=_WAIT[sent.kind])
+            if message not in posted:
+                raise self._stranded(step, f"waits for {_send(message)}, which an earlier action has consumed")
+            for sent in posted.pop(message):
+                if sent not in out:
+                    problem = f"waits for {_send(message)}, before which its sender needs {_send(sent)}"
+                    raise self._stranded(step, problem)
+                del out[sent]
+                what, s, i, t, part = sent
+                words.append(_new(Action, (_WAIT[what], s, i, t, part)))
+        return words
 
     def _stranded(self, step: _Step, problem: str) -> ScheduleError:
         repair = "Run check(schedule, graph) first: it names the cause."
-        return ScheduleError("ordered", self.rank, step.position, step.action, problem, repair)
+        return ScheduleError("ordered", self.rank, step.position, next(iter(step.actions), None), problem, repair)
 
-    def _messages(self, source: int) -> Iterator[tuple[Action, tuple[Action, ...]]]:
+    def _messages(self, source: int) -> Iterator[tuple[Message, list[Message]]]:
         """What `source` sends to this rank, in its order, each with the messages of ours that it has consumed since."""
-        homes = self.schedule.placement.homes
-        consumed: list[Action] = []
-        for step in self.wiring.steps(self.schedule, source):
-            consumed += (message for message in step.waits if homes[message.stage] == self.rank)
-            for message in step.sends:
-                if homes[_peer(message)] == self.rank:
-                    yield message, tuple(consumed)
-                    consumed = []
+        consumed: list[Message] = []
+        for _, _, waits, sends in _Steps(self.program, source, self.rank):
+            consumed += waits
+            for message in sends:
+                yield message, consumed
+                consumed = []
 
 
-def _peer(message: Action) -> int:
-    assert message.peer is not None, "a message has a peer stage"
-    return message.peer
+def _send(message: Message) -> Action:
+    what, s, i, t, part = message
+    return Action(_SEND[what], s, i, t, part)
 
 
-_RECEIVE = {"SEND_F": "RECV_F", "SEND_B": "RECV_B", "SEND_G": "RECV_G"}
-_WAIT = {"SEND_F": "WAIT_F", "SEND_B": "WAIT_B", "SEND_G": "WAIT_G"}
+_SEND = {"F": "SEND_F", "B": "SEND_B", "G": "SEND_G"}
+_RECEIVE = {"F": "RECV_F", "B": "RECV_B", "G": "RECV_G"}
+_WAIT = {"F": "WAIT_F", "B": "WAIT_B", "G": "WAIT_G"}
