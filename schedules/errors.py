@@ -63,6 +63,13 @@ class ProgramError(PipelineError, RuntimeError):
     """
 
 
+class TimelineError(PipelineError, ValueError):
+    """A timeline has a span that ends before it starts, or that starts or ends at no time at all.
+
+    Raised by `schedules.drawing`. The message names rank and action.
+    """
+
+
 class UsageError(PipelineError, ValueError):
     """A question on the command line makes no sense.
 

@@ -1,10 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture says what the simulation says."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import B, Costs, F, dag, gpipe, looped, one_f_one_b, schedule, spans, split_backward, transform
+from schedules import (
+    B,
+    Costs,
+    F,
+    ScheduleError,
+    check,
+    dag,
+    gpipe,
+    looped,
+    one_f_one_b,
+    schedule,
+    spans,
+    split_backward,
+    transform,
+)
 from schedules.drawing import text
 from schedules.testing import orders, schedules
 
@@ -84,13 +99,24 @@ def edited(rank, schedule, rows):
 def test_what_blocks_is_drawn_up_to_there_with_the_reason():
     broken = edited(gpipe(2, 1), ((F(0, 0), B(0, 0)), (F(1, 0),)))
     assert str(broken).splitlines() == [
-        "rank 0 |F0 .  |",
+        "rank 0 |F0 B0!|",
         "rank 1 |.  F0 |",
         "rank 0, position 1, 0B0: needs 1B0 or 1I0, which rank 1 never does [rule: ordered]. Add 1B0 or 1I0 to rank 1.",
     ]
 
 
-def test_what_cannot_begin_is_only_the_reason():
-    assert str(edited(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0, position 0, 0B0: comes before 0F0")
-    assert str(edited(gpipe(1, 1), (("F",),))).startswith("rank 0, position 0, F: no compute action")
+def test_what_cannot_begin_is_the_action_and_the_reason():
+    assert str(edited(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0 |B0!|\nrank 0, position 0, 0B0: comes before 0F0")
+    assert str(edited(gpipe(1, 1), (("F",),))).startswith("rank 0 |F!|\nrank 0, position 0, F: no compute action")
     assert str(edited(gpipe(1, 1), ((),))) == ""
+
+
+def test_a_violation_that_does_not_block_is_drawn_up_to_there_too():
+    broken = edited(gpipe(2, 2), ((F(0, 0), F(0, 1), B(0, 0), B(0, 0)), (F(1, 0), B(1, 0), F(1, 1), B(1, 1))))
+    with pytest.raises(ScheduleError) as caught:
+        check(broken)
+    assert text(broken, error=caught.value).splitlines() == [
+        "rank 0 |F0 F1 .  .  B0    B0!|",
+        "rank 1 |.  F0 B0    F1 B1    |",
+        str(caught.value),
+    ]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines as a trace file, for Perfetto (ui.perfetto.dev) and `chrome://tracing`.
+
+The format is the JSON of Chrome's "Trace Event Format": an object with a list of events, times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from schedules.actions import KINDS
+from schedules.costs import Sizes
+from schedules.drawing.palette import look
+from schedules.drawing.strips import Strip, held, strip
+from schedules.graph import Graph, chain
+from schedules.replay import Span
+
+Event: TypeAlias = dict[str, Any]
+Made: TypeAlias = tuple[str, int, int, int | None]
+
+
+def trace(
+    timelines: Mapping[str, Iterable[Span]],
+    graph: Graph | None = None,
+    memory: Sizes | None = None,
+    microseconds: float = 1000,
+) -> str:
+    """The trace of `timelines`, given by name: a process for each, in it a thread for each rank.
+
+    Actions are complete events, whose arguments are kind, stage, microbatch and slice. An arrow leads from each action
+    to those on other ranks that use what it makes, along `graph`, by default the chain of the stages. With `memory`,
+    there is a counter per rank of what it holds. A unit of time is drawn as so many `microseconds`.
+
+    >>> from schedules import Costs, gpipe, spans
+    >>> events = json.loads(trace({"gpipe": spans(gpipe(ranks=2, microbatches=1), Costs())}))["traceEvents"]
+    >>> [event["name"] for event in events if event["ph"] == "X"]
+    ['0F0', '0B0', '1F0', '1B0']
+    """
+    events = list[Event]()
+    for number, (name, spans) in enumerate(timelines.items()):
+        drawn = strip(spans)
+        process = _Process(number, drawn, microseconds)
+        events += process.names(name)
+        events += map(process.complete, drawn.every)
+        events += process.arrows(graph or chain(1 + max((s for held in drawn.stages for s in held), default=0)))
+        events += process.counters(memory) if memory else ()
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False, separators=(",", ":"))
+
+
+class _Process:
+    """The events of one timeline."""
+
+    def __init__(self, number: int, drawn: Strip, microseconds: float) -> None:
+        self.number, self.drawn, self.microseconds = number, drawn, microseconds
+
+    def _event(self, ph: str, name: str, rank: int, time: float | None = None, **more: object) -> Event:
+        event: Event = {"ph": ph, "name": name, "pid": self.number, "tid": rank, **more}
+        if time is not None:
+            event["ts"] = (time - self.drawn.begin) * self.microseconds
+        return event
+
+    def names(self, name: str) -> Iterator[Event]:
+        yield self._event("M", "process_name", 0, args={"name": name})
+        for rank in range(self.drawn.ranks):
+            yield self._event("M", "thread_name", rank, args={"name": f"rank {rank}"})
+            yield self._event("M", "thread_sort_index", rank, args={"sort_index": rank})
+
+    def complete(self, span: Span) -> Event:
+        rank, action, start, end = span
+        args = {"kind": look(action.kind).name, "stage": action.stage, "microbatch": action.microbatch}
+        if action.slice is not None:
+            args["slice"] = action.slice
+        duration = (end - start) * self.microseconds
+        return self._event("X", str(action), rank, start, dur=duration, cat=action.kind, args=args)
+
+    def arrows(self, graph: Graph) -> Iterator[Event]:
+        """From just before the end of each action that makes something to the start of each that uses it."""
+        users: dict[Made, Span] = {}
+        for span in self.drawn.every:
+            users.setdefault(_made(span), span)
+        count = 0
+        for span in self.drawn.every:
+            what, stage, microbatch, part = _made(span)
+            ways = {"F": graph.feeds, "B": graph.pulls}.get(what)
+            for target in ways[stage] if ways and stage < graph.stages else ():
+                user = users.get((what, target, microbatch, part))
+                if user and user.rank != span.rank:
+                    name, tag = {"F": "value", "B": "cotangent"}[what], {"id": f"{self.number}.{count}", "cat": what}
+                    yield self._event("s", name, span.rank, span.start + 0.99 * (span.end - span.start), **tag)
+                    yield self._event("f", name, user.rank, user.start, bp="e", **tag)
+                    count += 1
+
+    def counters(self, sizes: Sizes) -> Iterator[Event]:
+        for rank, row in enumerate(self.drawn.spans):
+            for time, level in held(row, sizes, self.drawn.share(rank)):
+                yield self._event("C", f"memory of rank {rank}", rank, time, args={"held": level})
+
+
+def _made(span: Span) -> Made:
+    """What an action makes, and takes of the same kind from other stages: values, cotangents, or nothing."""
+    kind, stage, microbatch, _, part = span.action
+    return KINDS[kind].crosses, stage, microbatch, part

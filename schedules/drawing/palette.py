@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look for every kind of action, the same in all pictures.
+
+The colours stay apart for most who see few of them (Okabe and Ito, "Color Universal Design", 2008); a letter says the
+same. Stages of one rank differ in lightness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from schedules.actions import KINDS
+
+Paint: TypeAlias = Callable[[str, str], str]
+MARKED = "#ff3030"
+
+
+class Look(NamedTuple):
+    """How a kind is drawn: the letter in its label, what stands behind its microbatch there, its colour, its name."""
+
+    letter: str
+    colour: str
+    name: str
+    joint: str = ""
+
+
+LOOKS: Mapping[str, Look] = MappingProxyType(
+    {
+        "F": Look("F", "#56b4e9", "forward"),
+        "C": Look("C", "#2f86c8", "checkpointed forward"),
+        "OVERLAP_F": Look("F", "#8c9cf0", "forward, overlapped with the backward behind it", "&"),
+        "R": Look("R", "#cc79a7", "recomputation"),
+        "B": Look("B", "#23ad82", "backward"),
+        "I": Look("I", "#e69f00", "backward, input half"),
+        "W": Look("W", "#efe04a", "backward, weight half"),
+        "G": Look("G", "#a6a6a6", "sum of the replicas' gradients"),
+        "U": Look("U", "#d8662a", "update"),
+    }
+)
+
+
+def look(kind: str) -> Look:
+    """How `kind` is drawn; kinds without a look of their own are light grey."""
+    return LOOKS.get(kind) or Look(kind, "#d0d0d0", KINDS[kind].meaning if kind in KINDS else kind)
+
+
+def shade(kind: str, lightness: float) -> str:
+    """The colour of `kind`; `lightness` from 0 to 1 takes it half of the way to white.
+
+    >>> shade("F", 0), shade("F", 1)
+    ('#56b4e9', '#aadaf4')
+    """
+    mixed = (round(part + (255 - part) * lightness / 2) for part in _parts(look(kind).colour))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def _parts(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
+
+
+def plain(text: str, colour: str) -> str:
+    """`text` as it is."""
+    return text
+
+
+def ansi(text: str, colour: str) -> str:
+    r"""`text` in black on the nearest of the 256 colours of a terminal.
+
+    >>> ansi("F0", shade("F", 0))
+    '\x1b[38;5;16;48;5;74mF0\x1b[0m'
+    """
+    red, green, blue = (max(0, (part - 35) // 40) for part in _parts(colour))  # levels 0, 95, 135, ... 255
+    return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}\x1b[0m"
+
+
+def legend(kinds: Iterable[str], paint: Paint = plain) -> str:
+    """One line that says what the letters mean.
+
+    >>> legend({"B", "F"})
+    'F forward   B backward'
+    """
+    used = set(kinds)
+    shown = [kind for kind in LOOKS if kind in used] + sorted(used - set(LOOKS))
+    looks = [look(kind) for kind in shown]
+    return "   ".join(f"{paint(one.letter + one.joint, one.colour)} {one.name}" for one in looks)

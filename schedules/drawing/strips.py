@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all pictures of a timeline have in common: who holds which stages, labels, lanes, and what was held when.
+
+Spans may come from a simulation or from a measurement, and may overlap on a rank; nothing is assumed but that start and
+end are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+
+from schedules.actions import Action
+from schedules.costs import Sizes
+from schedules.drawing.palette import look, shade
+from schedules.errors import TimelineError
+from schedules.replay import Span
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One timeline, all of it: its spans by rank in the order of time, and the stages that each rank holds."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.stages)
+
+    @cached_property
+    def every(self) -> tuple[Span, ...]:
+        """The spans of all ranks, rank by rank."""
+        return tuple(span for row in self.spans for span in row)
+
+    @cached_property
+    def begin(self) -> float:
+        """When the first action starts."""
+        return min((span.start for span in self.every), default=0.0)
+
+    @cached_property
+    def duration(self) -> float:
+        """From the first start to the last end."""
+        return max((span.end for span in self.every), default=0.0) - self.begin
+
+    @cached_property
+    def unit(self) -> float:
+        """The shortest time that is drawn as such: of the shortest action, if that is no speck beside the others."""
+        times = sorted(span.end - span.start for span in self.every if span.end > span.start)
+        return max(times[0], times[len(times) // 2] / 4) if times else 1.0
+
+    @cached_property
+    def kinds(self) -> set[str]:
+        """The kinds of action that occur."""
+        return {span.action.kind for span in self.every}
+
+    def label(self, action: Action) -> str:
+        """`F3`, forward of microbatch 3; `1F3` if a rank holds several stages; `F3.0` for a slice."""
+        stage = "" if all(len(held) < 2 for held in self.stages) else str(action.stage)
+        part = "" if action.slice is None else f".{action.slice}"
+        return f"{stage}{look(action.kind).letter}{action.microbatch}{part}"
+
+    @cached_property
+    def longest(self) -> int:
+        """The length of the longest label."""
+        return max((len(self.label(span.action)) for span in self.every), default=0)
+
+    @cached_property
+    def longest_microbatch(self) -> int:
+        """The length of the longest number of a microbatch."""
+        return max((len(str(span.action.microbatch)) for span in self.every), default=0)
+
+    def share(self, rank: int) -> float:
+        """By how much to divide sizes of slices of stages, so that 1 is a microbatch on all of the rank's stages."""
+        return self._slices * max(1, len(self.stages[rank]))
+
+    @cached_property
+    def _slices(self) -> int:
+        return 1 + max((span.action.slice or 0 for span in self.every), default=0)
+
+    def colour(self, span: Span) -> str:
+        """That of its kind, lighter for later stages of the rank."""
+        held = self.stages[span.rank]
+        return shade(span.action.kind, held.index(span.action.stage) / max(1, len(held) - 1))
+
+
+def strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) -> Strip:
+    """The timeline of `spans`; `stages` gives those of each rank, where not all may occur in it.
+
+    Raises `TimelineError` for a span that ends before it starts, or that starts or ends at no time at all.
+    """
+    given = tuple(spans)
+    for span in given:
+        if not (isfinite(span.start) and isfinite(span.end) and span.start <= span.end):
+            raise TimelineError(
+                f"rank {span.rank}, {span.action}: got start {span.start} and end {span.end}, expected finite numbers, "
+                "the end not before the start. Look at the costs or the clock that it was made with."
+            )
+    held = dict(enumerate(map(set, stages)))
+    for span in given:
+        held.setdefault(span.rank, set()).add(span.action.stage)
+    rows: list[list[Span]] = [[] for _ in range(max(held, default=-1) + 1)]
+    for span in given:
+        rows[span.rank].append(span)
+    ordered = (tuple(sorted(row, key=lambda span: (span.start, span.end))) for row in rows)
+    return Strip(tuple(ordered), tuple(tuple(sorted(held.get(rank, ()))) for rank in range(len(rows))))
+
+
+def lanes(intervals: Iterable[tuple[float, float]]) -> Iterator[int]:
+    """For each interval, in the order of their starts, the first lane that is free by then.
+
+    >>> list(lanes([(0, 2), (1, 3), (2, 4)]))
+    [0, 1, 0]
+    """
+    ends: list[float] = []
+    for start, end in intervals:
+        lane = next((lane for lane, free in enumerate(ends) if free <= start), len(ends))
+        ends[lane : lane + 1] = [end]
+        yield lane
+
+
+def held(row: Iterable[Span], sizes: Sizes, share: float) -> list[tuple[float, float]]:
+    """What one rank holds from which time on, divided by `share`: upwards when an action starts, downwards at its end.
+
+    >>> from schedules import B, F
+    >>> held([Span(0, F(0, 0), 0, 1), Span(0, B(0, 0), 1, 3)], Sizes(), 1)
+    [(0, 1.0), (3, 0.0)]
+    """
+    growths = ((span, sizes.growth(span.action.kind, span.action.stage)) for span in row)
+    changes = sorted(((span.start if g > 0 else span.end), g) for span, g in growths if g)
+    level, levels = 0.0, dict[float, float]()
+    for time, growth in changes:
+        level += growth / share
+        levels[time] = level
+    return list(levels.items())

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of timelines as SVG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from math import floor, log10
+from typing import TypeAlias
+
+from schedules.costs import Sizes
+from schedules.drawing.palette import LOOKS, MARKED, look
+from schedules.drawing.strips import Strip, held, lanes, strip
+from schedules.replay import Span
+
+LEFT, RIGHT, TITLE, ROW, GRAPH, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
+CELL, NARROW, WIDE = 26, 640, 2400
+FONTS, GLYPH = (11, 9, 7.5), 0.62  # sizes of a label, the largest that fits; width of a character in them
+IDLE, INK, FAINT = "#f1f1f1", "#202020", "#808080"
+Size: TypeAlias = float
+
+
+def svg(
+    timelines: Mapping[str, Iterable[Span]],
+    memory: Sizes | None = None,
+    width: float | None = None,
+    marked: Collection[Span] = (),
+) -> str:
+    """One picture of `timelines`, given by name, one under the other on the same scale of time; a row for each rank.
+
+    Every timeline begins at 0. Labels that do not fit their cells are shortened to the microbatch, or left out; a
+    viewer shows them whole where the mouse points. With `memory`, a graph under each row shows what the rank holds, and
+    the number behind it the most. The spans in `marked` get a frame. `width` is in pixels; without it, labels fit as
+    far as a screen goes. Raises `TimelineError` for times that are none.
+
+    >>> from schedules import Costs, gpipe, spans
+    >>> picture = svg({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())})
+    >>> picture[:4], picture.count("<title>"), "rank 1" in picture
+    ('<svg', 8, True)
+    """
+    strips = {name: strip(spans) for name, spans in timelines.items()}
+    duration = max((drawn.duration for drawn in strips.values()), default=0) or 1
+    unit = min((drawn.unit for drawn in strips.values()), default=1)
+    room = max(width - LEFT - RIGHT, 1) if width else min(max(CELL * duration / unit, NARROW), WIDE)
+    panels = [_Panel(name, drawn, room / duration, memory, frozenset(marked)) for name, drawn in strips.items()]
+    body, y = list[str](), 0.0
+    for panel in panels:
+        body.append(f'<g transform="translate({LEFT},{y:.2f})">\n{"".join(panel.draw(duration))}</g>\n')
+        y += panel.height
+    key, high = _legend(list(strips.values()), memory is not None, room + RIGHT)
+    body.append(f'<g transform="translate({LEFT},{y + 8:.2f})">\n{key}</g>\n')
+    w, h = LEFT + room + RIGHT, y + 8 + high
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{w:.2f}" height="{h:.2f}" viewBox="0 0 {w:.2f} {h:.2f}" '
+        f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="11" fill="{INK}">\n'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>\n{"".join(body)}</svg>\n'
+    )
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One timeline: a title, a row for each rank, and the axis of time."""
+
+    name: str
+    drawn: Strip
+    scale: Size
+    memory: Sizes | None
+    marked: frozenset[Span]
+
+    @property
+    def pitch(self) -> Size:
+        """From one row to the next."""
+        return ROW + GAP + (GRAPH if self.memory else 0)
+
+    @property
+    def height(self) -> Size:
+        return TITLE + self.pitch * self.drawn.ranks + AXIS
+
+    def draw(self, duration: float) -> Iterator[str]:
+        yield _text(0, TITLE - 8, self.name, 'font-weight="bold"')
+        for rank in range(self.drawn.ranks):
+            y = TITLE + rank * self.pitch
+            yield _text(-8, y + ROW / 2 + 4, f"rank {rank}", 'text-anchor="end"')
+            yield _rect(0, y, self.drawn.duration * self.scale, ROW, IDLE)
+            yield from self._row(self.drawn.spans[rank], y)
+            if self.memory:
+                yield from self._graph(rank, y + ROW + 1)
+        yield from _axis(duration, self.scale, TITLE + self.drawn.ranks * self.pitch)
+
+    def _row(self, row: tuple[Span, ...], y: Size) -> Iterator[str]:
+        places = list(lanes((span.start, span.end) for span in row))
+        high = ROW / (max(places, default=0) + 1)
+        # What takes no time is drawn last, so that it can be seen.
+        for span, lane in sorted(zip(row, places, strict=True), key=lambda place: place[0].start == place[0].end):
+            yield self._cell(span, y + lane * high, high)
+
+    def _cell(self, span: Span, y: Size, high: Size) -> str:
+        x, wide = self._x(span.start), (span.end - span.start) * self.scale
+        what = f"{span.action} on rank {span.rank}, {span.start:g} to {span.end:g}: {look(span.action.kind).name}"
+        frame = f'stroke="{MARKED}" stroke-width="2"' if span in self.marked else 'stroke="white" stroke-width="0.6"'
+        if not wide:
+            x, wide, frame = x - 1, 2, ""
+        cell = _rect(x, y, wide, high, self.drawn.colour(span), frame, f"<title>{_escaped(what)}</title>")
+        label, font = self._label(span, wide, high)
+        style = f'text-anchor="middle" font-size="{font:g}" pointer-events="none"'
+        return cell + (_text(x + wide / 2, y + high / 2 + font * 0.36, label, style) if label else "")
+
+    def _label(self, span: Span, wide: Size, high: Size) -> tuple[str, float]:
+        """What fits into a cell, and its size; cells of one size have labels of one kind."""
+        for label, longest in (
+            (self.drawn.label(span.action), self.drawn.longest),
+            (str(span.action.microbatch), self.drawn.longest_microbatch),
+        ):
+            for font in FONTS:
+                if longest * GLYPH * font <= wide and font <= high:
+                    return label, font
+        return "", 0
+
+    def _graph(self, rank: int, y: Size) -> Iterator[str]:
+        assert self.memory is not None, "drawn with memory only"
+        levels = [held(row, self.memory, self.drawn.share(r)) for r, row in enumerate(self.drawn.spans)]
+        top = max((level for row in levels for _, level in row), default=0) or 1
+        path, last = f"M0,{y + GRAPH:.2f}", y + GRAPH
+        for time, level in levels[rank]:
+            last = y + GRAPH * (1 - max(level, 0) / top)
+            path += f"H{self._x(time):.2f}V{last:.2f}"
+        end = self.drawn.duration * self.scale
+        peak = max((level for _, level in levels[rank]), default=0)
+        yield f'<path d="{path}H{end:.2f}V{y + GRAPH:.2f}Z" fill="#c9c2d8"/>\n'
+        yield _text(end + 5, y + GRAPH - 3, f"{peak:.3g}", f'font-size="9" fill="{FAINT}"')
+
+    def _x(self, time: float) -> Size:
+        return (time - self.drawn.begin) * self.scale
+
+
+def _axis(duration: float, scale: Size, y: Size) -> Iterator[str]:
+    """Ticks at round numbers, at least 50 pixels apart."""
+    least = 50 / scale
+    ten = 10.0 ** floor(log10(least))
+    step = ten * next(factor for factor in (1, 2, 5, 10) if factor * ten >= least)
+    yield f'<path d="M0,{y:.2f}H{duration * scale:.2f}" stroke="{FAINT}"/>\n'
+    for count in range(floor(duration / step * (1 + 1e-9)) + 1):
+        x = count * step * scale
+        yield f'<path d="M{x:.2f},{y:.2f}v4" stroke="{FAINT}"/>\n'
+        yield _text(x, y + 15, f"{count * step:g}", f'text-anchor="middle" font-size="9" fill="{FAINT}"')
+
+
+def _legend(strips: list[Strip], memory: bool, room: Size) -> tuple[str, Size]:
+    """What the colours mean, in as many lines as it takes; and how high that is."""
+    used = set[str]().union(*(drawn.kinds for drawn in strips))
+    entries = [(look(kind).colour, f"{look(kind).letter} {look(kind).name}") for kind in LOOKS if kind in used]
+    entries.append((IDLE, "idle"))
+    if any(len(stages) > 1 for drawn in strips for stages in drawn.stages):
+        entries.append(("none", "lighter: a later stage of the rank"))
+    if memory:
+        entries.append(("#c9c2d8", "memory held, and the most of it"))
+    x, y, drawn = 0.0, 0.0, list[str]()
+    for colour, words in entries:
+        wide = 18 + 24 + len(words) * GLYPH * 11
+        if x and x + wide > room:
+            x, y = 0, y + 20
+        drawn.append(_rect(x, y, 12, 12, colour) + _text(x + 18, y + 10, words))
+        x += wide
+    return "".join(drawn), y + 20
+
+
+def _rect(x: Size, y: Size, wide: Size, high: Size, colour: str, style: str = "", inside: str = "") -> str:
+    end = f">{inside}</rect>\n" if inside else "/>\n"
+    return f'<rect x="{x:.2f}" y="{y:.2f}" width="{wide:.2f}" height="{high:.2f}" fill="{colour}" {style}{end}'
+
+
+def _text(x: Size, y: Size, words: str, style: str = "") -> str:
+    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{_escaped(words)}</text>\n'
+
+
+def _escaped(words: str) -> str:
+    """`words` with what XML cannot hold replaced."""
+    return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words))
