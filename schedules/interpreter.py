@@ -6,24 +6,42 @@ their buffers and their timing.
 
 Idea. Everything that waits to be used is a *parcel* on some rank: a value, a cotangent, what a stage keeps for later.
 An action takes the parcels that it uses, waiting for them, and makes others. Sends and receives are posted and never
-block; `WAIT` waits for its send. What comes out is compared with `schedules.meaning.whole`.
+block; `WAIT` waits for its send, and may be left out. What comes out is compared with `schedules.meaning.whole`.
+
+Nothing here is taken from the rules, the replay or the lowering: it is what they are held against.
 
 Invariants. A parcel is used once. At the end no parcel, no send and no receive is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeAlias
 
 from schedules.actions import Action
 from schedules.authoring import Schedule
 from schedules.errors import ProgramError
 from schedules.graph import Graph
-from schedules.lowering import Program, lower
-from schedules.meaning import Formula, Meaning, formula
+from schedules.lowering import lower
+from schedules.meaning import Formula, Meaning, formula, total
 from schedules.networks import Links, Network, fifo, rendezvous, send_of
 from schedules.wiring import graph_of
+
+
+class Lowered(Protocol):
+    """A program, ours or somebody else's."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What was lowered."""
+
+    @property
+    def graph(self) -> Graph:
+        """For which stage graph."""
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """One rank's compute actions and transfers."""
 
 
 def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:
@@ -38,7 +56,7 @@ def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:
     return _Run(schedule, graph_of(schedule, graph), streams, None).finish()
 
 
-def interpret(program: Program, network: Network) -> Meaning:
+def interpret(program: Lowered, network: Network) -> Meaning:
     """Run a lowered program. Raises `ProgramError` where it cannot go on, or ends with something left over."""
     streams = [program.actions(rank) for rank in range(program.schedule.ranks)]
     return _Run(program.schedule, program.graph, streams, Links(network)).finish()
@@ -52,7 +70,12 @@ def prove(schedule: Schedule, graph: Graph | None = None) -> None:
     """
     program = lower(schedule, graph)
     for meaning in (ideal(schedule, graph), interpret(program, rendezvous), interpret(program, fifo)):
-        meaning.require(program.graph, schedule.microbatches)
+        require_whole(meaning, schedule, program.graph)
+
+
+def require_whole(meaning: Meaning, schedule: Schedule, graph: Graph) -> None:
+    """Raise `ProgramError` unless this is what the whole model computes in a step of the schedule's sizes."""
+    meaning.require(graph, schedule.microbatches, schedule.slices, schedule.backward)
 
 
 class _Parcel(NamedTuple):
@@ -62,24 +85,31 @@ class _Parcel(NamedTuple):
     source: int
     target: int
     microbatch: int
+    slice: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.source}>{self.target} of microbatch {self.microbatch}"
+        unit = f"{self.microbatch}" if self.slice is None else f"{self.microbatch}.{self.slice}"
+        return f"{self.kind} {self.source}>{self.target} of microbatch {unit}"
 
 
-Steps: TypeAlias = Iterator[_Parcel]  # yields the parcel that it waits for, again and again until it is there
+Steps: TypeAlias = Generator[_Parcel, None, None]  # yields what it waits for, again and again until it is there
+Place: TypeAlias = tuple[int, int]  # a stage on a rank
 
 
 class _Run:
     """One run of all ranks in turn. Without links, a parcel is at once on the rank of its target."""
 
     def __init__(self, schedule: Schedule, graph: Graph, streams: list[Iterator[Action]], links: Links | None) -> None:
-        self.graph, self.streams, self.links = graph, streams, links
-        self.homes, self.final = schedule.placement.homes, schedule.microbatches - 1
+        self.schedule, self.graph, self.streams, self.links = schedule, graph, streams, links
+        self.placement = schedule.placement
         self.held: list[dict[_Parcel, Formula]] = [{} for _ in streams]
         self.sent: list[dict[Action, None]] = [{} for _ in streams]  # invariant: those that have not had their WAIT
-        self.outputs: list[list[Formula]] = [[] for _ in self.homes]
-        self.gradients: list[list[Formula]] = [[] for _ in self.homes]
+        self.outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
+        places = [(s, rank) for s in range(graph.stages) for rank in self.placement.replicas(s)]
+        self.terms: dict[Place, list[Formula]] = {place: [] for place in places}
+        self.done: dict[Place, set[tuple[int, int | None]]] = {place: set() for place in places}
+        self.sums: dict[Place, Formula] = {}
+        self.updated = dict.fromkeys(places, -1)
         self.at = [""] * len(streams)
 
     def finish(self) -> Meaning:
@@ -92,73 +122,182 @@ class _Run:
                 where = "; ".join(f"rank {rank} at {self.at[rank]} needs {parcel}" for rank, parcel in needed.items())
                 raise ProgramError(f"nobody can go on: {where}. Reorder the actions, or add what is missing.")
             running = {rank: steps for rank, steps in running.items() if needed[rank]}
-        copies = {edge: self._copy(*edge) for edge in sorted(self.graph.gradients)}
+        return self._outcome()
+
+    def _outcome(self) -> Meaning:
+        S, replicas = self.graph.stages, self.placement.replicas
+        gradients = tuple(tuple(term for rank in replicas(s) for term in self.terms[s, rank]) for s in range(S))
+        sums = tuple(tuple(self._sum(s, rank) for rank in replicas(s)) for s in range(S))
+        copies = {edge: self._copies(*edge) for edge in sorted(self.graph.gradients)}
         self._require_nothing_left()
-        return Meaning(tuple(map(tuple, self.outputs)), tuple(map(tuple, self.gradients)), copies)
+        for s, found in enumerate(sums):
+            if {*found} != {total([self.terms[s, rank] for rank in replicas(s)])}:
+                raise ProgramError(f"stage {s}: its gradients were summed too early. Put each G behind all backwards.")
+        return Meaning(tuple(map(tuple, self.outputs)), gradients, sums, copies)
+
+    def _sum(self, s: int, rank: int) -> Formula:
+        """The gradient of stage `s` on one of its ranks: summed over replicas if there are some."""
+        if len(self.placement.replicas(s)) == 1:
+            return total([self.terms[s, rank]])
+        if (s, rank) not in self.sums:
+            raise ProgramError(f"rank {rank} never sums the gradients of stage {s} over its replicas. Add its G.")
+        return self.sums[s, rank]
 
     def _require_nothing_left(self) -> None:
         left = [str(parcel) for held in self.held for parcel in held]
-        left += [str(message) for sent in self.sent for message in sent]
         left += [str(message) for message in (self.links.left() if self.links else ())]
         if left:
             raise ProgramError(f"left over at the end: {', '.join(left)}. Use everything that is made, once.")
+        if max(self.updated.values()) >= 0:
+            for (s, rank), i in self.updated.items():
+                if any(j > i for j, _ in self.done[s, rank]):
+                    raise ProgramError(f"rank {rank}: gradients of stage {s} behind microbatch {i} are in no update.")
 
     def _rank(self, rank: int) -> Steps:
-        handlers = {"F": self._forward, "B": self._backward, "I": self._input_half, "W": self._weight_half}
-        transfers = {"SEND": self._send, "RECV": self._receive, "WAIT": self._wait}
-        for position, action in enumerate(self.streams[rank]):
+        handlers = _HANDLERS if self.links is None else {**_HANDLERS, **_TRANSFERS}
+        stream = enumerate(self.streams[rank])
+        for position, action in stream:
             self.at[rank] = f"position {position}, {action}"
-            handler = (handlers | transfers if self.links else handlers).get(action.kind.partition("_")[0])
-            if handler is None or action.stage >= len(self.homes) or self.homes[action.stage] != rank:
+            handler = handlers.get(action.kind)
+            if handler is None or not self._holds(rank, action):
                 raise ProgramError(f"rank {rank} cannot run {self.at[rank]}. Give it actions on stages that it holds.")
-            yield from handler(rank, action)
+            if action.kind == "OVERLAP_F":
+                yield from self._pair(rank, action, next(stream, (position, None))[1])
+            else:
+                yield from handler(self, rank, action)
+
+    def _holds(self, rank: int, action: Action) -> bool:
+        if not 0 <= action.stage < self.graph.stages:
+            return False
+        ends = self.placement.replicas(action.stage)
+        return rank in ends and (
+            action.peer is not None or self.placement.home(action.stage, action.microbatch) == rank
+        )
+
+    def _cannot(self, rank: int, repair: str) -> ProgramError:
+        return ProgramError(f"rank {rank} cannot run {self.at[rank]}. {repair}")
+
+    def _inputs(self, action: Action) -> list[_Parcel]:
+        """What a forward, or a full or half backward, takes."""
+        kind, s, i, _, part = action
+        before, after = (None, None) if part is None else (part - 1, part + 1)
+        if kind in _FORWARDS:
+            cache = [_Parcel("cache", s, s, i, before)] if part else []
+            return [*cache, *(_Parcel("F", p, s, i, part) for p in self.graph.fed_by[s])]
+        later = [_Parcel("later", s, s, i, after)] if after is not None and after < self.schedule.slices else []
+        cotangents = (_Parcel("B", t, s, i, part) for t in self.graph.pulled_by[s])
+        return [_Parcel("residuals", s, s, i, part), *later, *cotangents]
+
+    def _pair(self, rank: int, first: Action, second: Action | None) -> Steps:
+        """A fused pair: the data of both must be there before either begins."""
+        if second is None or second.kind not in ("B", "I") or not self._holds(rank, second):
+            raise self._cannot(rank, "Put the B or I that it overlaps with directly behind it.")
+        for parcel in (*self._inputs(first), *self._inputs(second)):
+            while parcel not in self.held[rank]:
+                yield parcel
+        yield from self._forward(rank, first)
+        yield from _HANDLERS[second.kind](self, rank, second)
 
     def _forward(self, rank: int, action: Action) -> Steps:
-        _, s, i, _, _ = action
-        inputs = yield from self._take(rank, *(_Parcel("F", p, s, i) for p in self.graph.fed_by[s]))
-        output = formula("F", s, i, *inputs)
+        kind, s, i, _, part = action
+        inputs = yield from self._take(rank, *self._inputs(action))
+        output = formula("F", s, (i, part or 0), *inputs)
         self.outputs[s].append(output)
-        self._put(rank, output, _Parcel("residuals", s, s, i), *(_Parcel("F", s, t, i) for t in self.graph.feeds[s]))
+        kept = [_Parcel("inputs" if kind == "C" else "residuals", s, s, i, part)] * self.schedule.backward
+        if part is not None and part < self.schedule.slices - 1:
+            kept.append(_Parcel("cache", s, s, i, part))
+        self._put(rank, output, *kept, *(_Parcel("F", s, t, i, part) for t in self.graph.feeds[s]))
+
+    def _recompute(self, rank: int, action: Action) -> Steps:
+        _, s, i, _, part = action
+        (output,) = yield from self._take(rank, _Parcel("inputs", s, s, i, part))
+        self._put(rank, output, _Parcel("residuals", s, s, i, part))
 
     def _pull(self, rank: int, action: Action) -> Generator[_Parcel, None, Formula]:
         """Make the cotangents; returns the term that is left to add to the gradient."""
-        _, s, i, _, _ = action
-        cotangents = (_Parcel("B", t, s, i) for t in self.graph.pulled_by[s])
-        kept = yield from self._take(rank, _Parcel("residuals", s, s, i), *cotangents)
-        self._put(rank, formula("B", *kept), *(_Parcel("B", s, p, i) for p in self.graph.pulls[s]))
+        _, s, i, _, part = action
+        kept = yield from self._take(rank, *self._inputs(action))
+        later = [_Parcel("later", s, s, i, part)] if part else []
+        self._put(rank, formula("B", *kept), *later, *(_Parcel("B", s, p, i, part) for p in self.graph.pulls[s]))
         return formula("W", *kept)
 
     def _backward(self, rank: int, action: Action) -> Steps:
         term = yield from self._pull(rank, action)
-        self.gradients[action.stage].append(term)
+        self._add(rank, action, term)
 
     def _input_half(self, rank: int, action: Action) -> Steps:
+        _, s, i, _, part = action
         term = yield from self._pull(rank, action)
-        self._put(rank, term, _Parcel("deferred", action.stage, action.stage, action.microbatch))
+        self._put(rank, term, _Parcel("deferred", s, s, i, part))
 
     def _weight_half(self, rank: int, action: Action) -> Steps:
-        terms = yield from self._take(rank, _Parcel("deferred", action.stage, action.stage, action.microbatch))
-        self.gradients[action.stage] += terms
+        _, s, i, _, part = action
+        (term,) = yield from self._take(rank, _Parcel("deferred", s, s, i, part))
+        self._add(rank, action, term)
+
+    def _add(self, rank: int, action: Action, term: Formula) -> None:
+        self.terms[action.stage, rank].append(term)
+        self.done[action.stage, rank].add((action.microbatch, action.slice))
+
+    def _expected(self, s: int, rank: int) -> set[tuple[int, int | None]]:
+        """The units whose gradients stage `s` adds on `rank`."""
+        parts = [None] if self.schedule.slices == 1 else [*range(self.schedule.slices)]
+        microbatches = range(self.schedule.microbatches)
+        return {(i, part) for i in microbatches if self.placement.home(s, i) == rank for part in parts}
+
+    def _sum_replicas(self, rank: int, action: Action) -> Steps:
+        _, s, i, _, _ = action
+        others = [other for other in self.placement.replicas(s) if other != rank]
+        if not others or (s, rank) in self.sums or i != max(self._expected(s, rank))[0]:
+            raise self._cannot(rank, "Sum the gradients of replicas once, named by this one's last microbatch.")
+        sums = {rank: formula("sum", *self.terms[s, rank])}
+        for other in others:
+            partial = _Parcel("G", s, s, max(self._expected(s, other))[0])
+            if self.links is not None:
+                (sums[other],) = yield from self._take(rank, partial)
+            while self.links is None and self.done[s, other] != self._expected(s, other):
+                yield partial
+            sums.setdefault(other, formula("sum", *self.terms[s, other]))
+        self.sums[s, rank] = formula("total", *(sums[replica] for replica in self.placement.replicas(s)))
+
+    def _update(self, rank: int, action: Action) -> Steps:
+        _, s, i, _, _ = action
+        needed = {(j, part) for j, part in self._expected(s, rank) if j <= i}
+        if i <= self.updated[s, rank] or not needed <= self.done[s, rank]:
+            raise self._cannot(rank, "Update with gradients that are there, each once.")
+        self.updated[s, rank] = i
+        yield from ()
 
     def _send(self, rank: int, action: Action) -> Steps:
         parcel = _parcel(action)
         if parcel.kind == "G":
-            self._put(rank, formula("sum", *self.gradients[parcel.source]), parcel)
+            s, t = parcel.source, parcel.target
+            self._put(rank, formula("sum", *self.terms[s, rank]) if s == t else self._sum(s, rank), parcel)
         if parcel not in self.held[rank] or action in self.sent[rank]:
-            raise ProgramError(f"rank {rank} cannot run {self.at[rank]}. Send what has been made, once.")
+            raise self._cannot(rank, "Send what has been made, once.")
         self.sent[rank][action] = None
-        self._deliver(self._links.send((rank, self.homes[parcel.target]), action, self.held[rank].pop(parcel)))
+        self._deliver(self._links.send((rank, self._other_end(rank, parcel)), action, self.held[rank].pop(parcel)))
         yield from ()
 
     def _receive(self, rank: int, action: Action) -> Steps:
         message = send_of(action)
-        self._deliver(self._links.receive((self.homes[message.stage], rank), message))
+        parcel = _parcel(message)
+        source = self.placement.home(message.stage, message.microbatch)
+        if rank != self._other_end(source, parcel):
+            raise self._cannot(rank, "Receive where the stage is that needs it.")
+        self._deliver(self._links.receive((source, rank), message))
         yield from ()
+
+    def _other_end(self, source: int, parcel: _Parcel) -> int:
+        """The rank that a parcel from rank `source` goes to: of the target stage, or of its other replica."""
+        if parcel.source != parcel.target:
+            return self.placement.home(parcel.target, parcel.microbatch)
+        return next((rank for rank in self.placement.replicas(parcel.source) if rank != source), source)
 
     def _wait(self, rank: int, action: Action) -> Steps:
         message = send_of(action)
         if message not in self.sent[rank]:
-            raise ProgramError(f"rank {rank} cannot run {self.at[rank]}. Wait once, after the send.")
+            raise self._cannot(rank, "Wait once, after the send.")
         while self._links.pending(message):
             yield _parcel(message)
         del self.sent[rank][message]
@@ -171,7 +310,8 @@ class _Run:
     def _deliver(self, passing: Iterator[tuple[Action, Formula]]) -> None:
         for message, value in passing:
             parcel = _parcel(message)
-            self._put(self.homes[parcel.target], value, parcel)
+            source = self.placement.home(message.stage, message.microbatch)
+            self._put(self._other_end(source, parcel), value, parcel)
 
     def _take(self, rank: int, *parcels: _Parcel) -> Generator[_Parcel, None, list[Formula]]:
         for parcel in parcels:
@@ -181,21 +321,49 @@ class _Run:
 
     def _put(self, rank: int, value: Formula, *parcels: _Parcel) -> None:
         for parcel in parcels:
-            held = self.held[rank if self.links else self.homes[parcel.target]]
+            held = self.held[rank if self.links else self.placement.home(parcel.target, parcel.microbatch)]
             if parcel in held:
                 raise ProgramError(f"{parcel} is made again by rank {rank} at {self.at[rank]}. Make it once.")
             held[parcel] = value
 
-    def _copy(self, s: int, t: int) -> Formula:
-        """The gradient of the parameters of `s` on the rank of `t`, received or there anyway."""
-        if self.links is None or self.homes[s] == self.homes[t]:
-            return formula("sum", *self.gradients[s])
-        parcel = _Parcel("G", s, t, self.final)
-        if parcel not in self.held[self.homes[t]]:
+    def _copies(self, s: int, t: int) -> tuple[Formula, ...]:
+        """Route by route, the gradient of the parameters of `s` on the rank of `t`, received or there anyway."""
+        return tuple(self._copy(s, t, route) for route in range(len(self.placement.routes)))
+
+    def _copy(self, s: int, t: int, route: int) -> Formula:
+        owner, holder = (self.placement.routes[route][stage] for stage in (s, t))
+        if self.links is None or owner == holder:
+            return self._sum(s, owner)
+        parcel = _Parcel("G", s, t, range(route, self.schedule.microbatches, len(self.placement.routes))[-1])
+        if parcel not in self.held[holder]:
             raise ProgramError(f"{parcel} never arrives. Send it after the last backward of stage {s}.")
-        return self.held[self.homes[t]].pop(parcel)
+        return self.held[holder].pop(parcel)
 
 
 def _parcel(message: Action) -> _Parcel:
     assert message.peer is not None, "a message has a peer stage"
-    return _Parcel(message.kind.partition("_")[2], message.stage, message.peer, message.microbatch)
+    return _Parcel(message.kind.partition("_")[2], message.stage, message.peer, message.microbatch, message.slice)
+
+
+Handler: TypeAlias = Callable[[_Run, int, Action], Steps]
+_FORWARDS = ("F", "C", "OVERLAP_F")
+_HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "F": _Run._forward,
+        "C": _Run._forward,
+        "OVERLAP_F": _Run._forward,
+        "R": _Run._recompute,
+        "B": _Run._backward,
+        "I": _Run._input_half,
+        "W": _Run._weight_half,
+        "G": _Run._sum_replicas,
+        "U": _Run._update,
+    }
+)
+_TRANSFERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        f"{word}_{what}": handler
+        for what in "FBG"
+        for word, handler in (("SEND", _Run._send), ("RECV", _Run._receive), ("WAIT", _Run._wait))
+    }
+)

@@ -12,7 +12,7 @@ often a graph forks and joins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
@@ -34,26 +34,34 @@ class Meaning:
     """What comes out of a step.
 
     - `outputs`: per stage, what its forwards made, in the order of `F`.
-    - `gradients`: per stage, the terms of its gradient, in the order in which they are added.
-    - `copies`: per edge of shared parameters, the gradient that reached the later stage.
+    - `gradients`: per stage, the terms of its gradient, in the order in which they are added: replica by replica.
+    - `sums`: per stage, its gradient on each rank that holds it.
+    - `copies`: per edge of tied parameters, the gradients that reached the later stage, one for each route.
     """
 
     outputs: Formulas
     gradients: Formulas
-    copies: Mapping[Edge, Formula]
+    sums: Formulas
+    copies: Mapping[Edge, tuple[Formula, ...]]
 
-    def require(self, graph: Graph, microbatches: int) -> None:
+    def require(self, graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> None:
         """Raise `ProgramError` unless this is the whole model, each microbatch exactly once, in any order."""
-        model = whole(graph, microbatches)
+        model = whole(graph, microbatches, slices, backward)
         _require("outputs", self.outputs, model.outputs)
         _require("gradient terms", self.gradients, model.gradients)
-        for (s, t), copy in self.copies.items():
-            complete = formula("sum", *self.gradients[s])
-            if copy != complete:
-                raise ProgramError(
-                    f"stage {t}: got {copy} as gradient of stage {s}'s parameters, expected {complete}. "
-                    f"Send it after the last backward of stage {s}."
-                )
+        for s, sums in enumerate(self.sums):
+            _require_same(f"stage {s}", s, sums, "Add up all replicas' gradients, in the order of routes, on each.")
+        for (s, t), copies in self.copies.items():
+            repair = f"Send it after the last backward of stage {s}."
+            _require_same(f"stage {t}", s, (self.sums[s][0], *copies), repair)
+
+
+def _require_same(where: str, stage: int, got: tuple[Formula, ...], repair: str) -> None:
+    different = next((one for one in got if one != got[0]), None)
+    if different is not None:
+        raise ProgramError(
+            f"{where}: got {different} as gradient of stage {stage}'s parameters, expected {got[0]}. {repair}"
+        )
 
 
 def _require(what: str, got: Formulas, expected: Formulas) -> None:
@@ -65,22 +73,46 @@ def _require(what: str, got: Formulas, expected: Formulas) -> None:
             )
 
 
-def whole(graph: Graph, microbatches: int) -> Meaning:
-    """The model itself: one microbatch after the other, through all stages and back.
+def total(replicas: Sequence[Sequence[Formula]]) -> Formula:
+    """The gradient that is the sum of these terms: each replica's own, in order, then replica by replica."""
+    sums = [formula("sum", *terms) for terms in replicas]
+    return sums[0] if len(sums) == 1 else formula("total", *sums)
+
+
+def whole(graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> Meaning:
+    """The model itself: one microbatch after the other, slice by slice, through all stages and back.
 
     >>> from schedules import chain
-    >>> whole(chain(1), microbatches=1).outputs[0][0] == formula("F", 0, 0)
+    >>> whole(chain(1), microbatches=1).outputs[0][0] == formula("F", 0, (0, 0))
     True
     """
-    outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
-    gradients: list[list[Formula]] = [[] for _ in range(graph.stages)]
+    S = graph.stages
+    outputs: list[list[Formula]] = [[] for _ in range(S)]
+    gradients: list[list[Formula]] = [[] for _ in range(S)]
     for i in range(microbatches):
-        cotangents: dict[int, Formula] = {}
-        for s in range(graph.stages):
-            outputs[s].append(formula("F", s, i, *(outputs[p][i] for p in graph.fed_by[s])))
-        for s in reversed(range(graph.stages)):
-            kept = (outputs[s][i], *(cotangents[t] for t in graph.pulled_by[s]))
-            cotangents[s] = formula("B", *kept)
-            gradients[s].append(formula("W", *kept))
-    copies = {(s, t): formula("sum", *gradients[s]) for s, t in graph.gradients}
-    return Meaning(tuple(map(tuple, outputs)), tuple(map(tuple, gradients)), copies)
+        first = i * slices
+        for unit in range(first, first + slices):
+            for s in range(S):
+                cache = outputs[s][first:unit][-1:]
+                outputs[s].append(
+                    formula("F", s, divmod(unit, slices), *cache, *(outputs[p][unit] for p in graph.fed_by[s]))
+                )
+        later: dict[int, Formula] = {}
+        for unit in reversed(range(first, first + slices) if backward else ()):
+            cotangents: dict[int, Formula] = {}
+            for s in reversed(range(S)):
+                kept = (
+                    outputs[s][unit],
+                    *([later[s]] if s in later else []),
+                    *(cotangents[t] for t in graph.pulled_by[s]),
+                )
+                cotangents[s] = formula("B", *kept)
+                gradients[s].append(formula("W", *kept))
+            later = cotangents
+    sums = tuple((total([terms]),) for terms in gradients)
+    return Meaning(
+        tuple(map(tuple, outputs)),
+        tuple(map(tuple, gradients)),
+        sums,
+        {(s, t): (sums[s][0],) for s, t in graph.gradients},
+    )

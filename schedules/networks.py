@@ -55,18 +55,18 @@ def send_of(action: Action) -> Action:
     >>> str(send_of(parse("1RECV_F0<0"))), str(send_of(parse("0WAIT_F0>1")))
     ('0SEND_F0>1', '0SEND_F0>1')
     """
-    kind, stage, i, peer, _ = action
+    kind, stage, i, peer, part = action
     assert peer is not None, "a transfer has a peer stage"
     if kind.startswith("RECV"):
-        return Action(kind.replace("RECV", "SEND"), peer, i, stage)
+        return Action(kind.replace("RECV", "SEND"), peer, i, stage, part)
     return action._replace(kind=kind.replace("WAIT", "SEND"))
 
 
 def receive_of(send: Action) -> Action:
     """The receive that takes what `send` sends."""
-    kind, stage, i, peer, _ = send
+    kind, stage, i, peer, part = send
     assert peer is not None, "a transfer has a peer stage"
-    return Action(kind.replace("SEND", "RECV"), peer, i, stage)
+    return Action(kind.replace("SEND", "RECV"), peer, i, stage, part)
 
 
 class Links:
