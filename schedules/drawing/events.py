@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from schedules.actions import KINDS
 from schedules.costs import Sizes
 from schedules.drawing.palette import look
-from schedules.drawing.strips import Strip, held, strip
+from schedules.drawing.strips import Strip, strip
 from schedules.graph import Graph, chain
 from schedules.replay import Span
 
@@ -24,14 +24,15 @@ Made: TypeAlias = tuple[str, int, int, int | None]
 def trace(
     timelines: Mapping[str, Iterable[Span]],
     graph: Graph | None = None,
-    memory: Sizes | None = None,
+    sizes: Sizes | None = None,
     microseconds: float = 1000,
 ) -> str:
     """The trace of `timelines`, given by name: a process for each, in it a thread for each rank.
 
     Actions are complete events, whose arguments are kind, stage, microbatch and slice. An arrow leads from each action
-    to those on other ranks that use what it makes, along `graph`, by default the chain of the stages. With `memory`,
-    there is a counter per rank of what it holds. A unit of time is drawn as so many `microseconds`.
+    to those on other ranks that use what it makes, along `graph`, by default the chain of the stages. A counter per
+    rank says what it holds, by `sizes`, or in units of one rank's activations of one microbatch. A unit of time is
+    drawn as so many `microseconds`. Raises `TimelineError` for times that are none.
 
     >>> from schedules import Costs, gpipe, spans
     >>> events = json.loads(trace({"gpipe": spans(gpipe(ranks=2, microbatches=1), Costs())}))["traceEvents"]
@@ -45,7 +46,7 @@ def trace(
         events += process.names(name)
         events += map(process.complete, drawn.every)
         events += process.arrows(graph or chain(1 + max((s for held in drawn.stages for s in held), default=0)))
-        events += process.counters(memory) if memory else ()
+        events += process.counters(sizes)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False, separators=(",", ":"))
 
 
@@ -92,9 +93,9 @@ class _Process:
                     yield self._event("f", name, user.rank, user.start, bp="e", **tag)
                     count += 1
 
-    def counters(self, sizes: Sizes) -> Iterator[Event]:
-        for rank, row in enumerate(self.drawn.spans):
-            for time, level in held(row, sizes, self.drawn.share(rank)):
+    def counters(self, sizes: Sizes | None) -> Iterator[Event]:
+        for rank in range(self.drawn.ranks):
+            for time, level in self.drawn.held(rank, sizes):
                 yield self._event("C", f"memory of rank {rank}", rank, time, args={"held": level})
 
 

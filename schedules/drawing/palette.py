@@ -29,14 +29,14 @@ class Look(NamedTuple):
 LOOKS: Mapping[str, Look] = MappingProxyType(
     {
         "F": Look("F", "#56b4e9", "forward"),
-        "C": Look("C", "#2f86c8", "checkpointed forward"),
+        "C": Look("C", "#3f97dc", "checkpointed forward"),
         "OVERLAP_F": Look("F", "#8c9cf0", "forward, overlapped with the backward behind it", "&"),
         "R": Look("R", "#cc79a7", "recomputation"),
-        "B": Look("B", "#23ad82", "backward"),
+        "B": Look("B", "#45c49a", "backward"),
         "I": Look("I", "#e69f00", "backward, input half"),
         "W": Look("W", "#efe04a", "backward, weight half"),
         "G": Look("G", "#a6a6a6", "sum of the replicas' gradients"),
-        "U": Look("U", "#d8662a", "update"),
+        "U": Look("U", "#e5743a", "update"),
     }
 )
 

@@ -17,6 +17,7 @@ from schedules.costs import Sizes
 from schedules.drawing.palette import look, shade
 from schedules.errors import TimelineError
 from schedules.replay import Span
+from schedules.simulation import UNITS
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,24 @@ class Strip:
         """The length of the longest number of a microbatch."""
         return max((len(str(span.action.microbatch)) for span in self.every), default=0)
 
-    def share(self, rank: int) -> float:
-        """By how much to divide sizes of slices of stages, so that 1 is a microbatch on all of the rank's stages."""
-        return self._slices * max(1, len(self.stages[rank]))
+    def held(self, rank: int, sizes: Sizes | None) -> list[tuple[float, float]]:
+        """What `rank` holds from which time on: upwards when an action starts, downwards at its end.
 
-    @cached_property
-    def _slices(self) -> int:
-        return 1 + max((span.action.slice or 0 for span in self.every), default=0)
+        Without `sizes`, 1 is one rank's activations of one microbatch.
+
+        >>> from schedules import B, F
+        >>> strip([Span(0, F(0, 0), 0, 1), Span(0, B(0, 0), 1, 3)]).held(0, None)
+        [(0, 1.0), (3, 0.0)]
+        """
+        slices = 1 + max((span.action.slice or 0 for span in self.every), default=0)
+        share = slices if sizes else slices * len(set[int]().union(*self.stages)) / self.ranks
+        grown = ((span, (sizes or UNITS).growth(span.action.kind, span.action.stage)) for span in self.spans[rank])
+        changes = sorted((span.start if growth > 0 else span.end, growth) for span, growth in grown if growth)
+        level, levels = 0.0, dict[float, float]()
+        for time, growth in changes:
+            level += growth / share
+            levels[time] = level
+        return list(levels.items())
 
     def colour(self, span: Span) -> str:
         """That of its kind, lighter for later stages of the rank."""
@@ -120,19 +132,3 @@ def lanes(intervals: Iterable[tuple[float, float]]) -> Iterator[int]:
         lane = next((lane for lane, free in enumerate(ends) if free <= start), len(ends))
         ends[lane : lane + 1] = [end]
         yield lane
-
-
-def held(row: Iterable[Span], sizes: Sizes, share: float) -> list[tuple[float, float]]:
-    """What one rank holds from which time on, divided by `share`: upwards when an action starts, downwards at its end.
-
-    >>> from schedules import B, F
-    >>> held([Span(0, F(0, 0), 0, 1), Span(0, B(0, 0), 1, 3)], Sizes(), 1)
-    [(0, 1.0), (3, 0.0)]
-    """
-    growths = ((span, sizes.growth(span.action.kind, span.action.stage)) for span in row)
-    changes = sorted(((span.start if g > 0 else span.end), g) for span, g in growths if g)
-    level, levels = 0.0, dict[float, float]()
-    for time, growth in changes:
-        level += growth / share
-        levels[time] = level
-    return list(levels.items())

@@ -12,28 +12,31 @@ from typing import TypeAlias
 
 from schedules.costs import Sizes
 from schedules.drawing.palette import LOOKS, MARKED, look
-from schedules.drawing.strips import Strip, held, lanes, strip
+from schedules.drawing.strips import Strip, lanes, strip
 from schedules.replay import Span
 
 LEFT, RIGHT, TITLE, ROW, GRAPH, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
 CELL, NARROW, WIDE = 26, 640, 2400
 FONTS, GLYPH = (11, 9, 7.5), 0.62  # sizes of a label, the largest that fits; width of a character in them
-IDLE, INK, FAINT = "#f1f1f1", "#202020", "#808080"
+IDLE, HELD, INK, FAINT = "#f1f1f1", "#c9c2d8", "#202020", "#808080"
 Size: TypeAlias = float
+Levels: TypeAlias = tuple[list[tuple[float, float]], ...]
 
 
 def svg(
     timelines: Mapping[str, Iterable[Span]],
-    memory: Sizes | None = None,
+    memory: bool = False,
+    sizes: Sizes | None = None,
     width: float | None = None,
     marked: Collection[Span] = (),
 ) -> str:
     """One picture of `timelines`, given by name, one under the other on the same scale of time; a row for each rank.
 
     Every timeline begins at 0. Labels that do not fit their cells are shortened to the microbatch, or left out; a
-    viewer shows them whole where the mouse points. With `memory`, a graph under each row shows what the rank holds, and
-    the number behind it the most. The spans in `marked` get a frame. `width` is in pixels; without it, labels fit as
-    far as a screen goes. Raises `TimelineError` for times that are none.
+    viewer shows them whole where the mouse points. With `memory`, a graph under each row shows what the rank holds, by
+    `sizes`, or in units of one rank's activations of one microbatch; the number behind it is the most. The spans in
+    `marked` get a frame. `width` is in pixels; without it, labels fit as far as a screen goes. Raises `TimelineError`
+    for times that are none.
 
     >>> from schedules import Costs, gpipe, spans
     >>> picture = svg({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())})
@@ -44,12 +47,16 @@ def svg(
     duration = max((drawn.duration for drawn in strips.values()), default=0) or 1
     unit = min((drawn.unit for drawn in strips.values()), default=1)
     room = max(width - LEFT - RIGHT, 1) if width else min(max(CELL * duration / unit, NARROW), WIDE)
-    panels = [_Panel(name, drawn, room / duration, memory, frozenset(marked)) for name, drawn in strips.items()]
+
+    def levels(drawn: Strip) -> Levels:
+        return tuple(drawn.held(rank, sizes) for rank in range(drawn.ranks if memory else 0))
+
+    panels = [_Panel(name, drawn, room / duration, levels(drawn), frozenset(marked)) for name, drawn in strips.items()]
     body, y = list[str](), 0.0
     for panel in panels:
         body.append(f'<g transform="translate({LEFT},{y:.2f})">\n{"".join(panel.draw(duration))}</g>\n')
         y += panel.height
-    key, high = _legend(list(strips.values()), memory is not None, room + RIGHT)
+    key, high = _legend(list(strips.values()), memory, room + RIGHT)
     body.append(f'<g transform="translate({LEFT},{y + 8:.2f})">\n{key}</g>\n')
     w, h = LEFT + room + RIGHT, y + 8 + high
     return (
@@ -66,7 +73,7 @@ class _Panel:
     name: str
     drawn: Strip
     scale: Size
-    memory: Sizes | None
+    memory: Levels
     marked: frozenset[Span]
 
     @property
@@ -86,15 +93,18 @@ class _Panel:
             yield _rect(0, y, self.drawn.duration * self.scale, ROW, IDLE)
             yield from self._row(self.drawn.spans[rank], y)
             if self.memory:
-                yield from self._graph(rank, y + ROW + 1)
+                yield from self._graph(self.memory[rank], y + ROW + 1)
         yield from _axis(duration, self.scale, TITLE + self.drawn.ranks * self.pitch)
 
     def _row(self, row: tuple[Span, ...], y: Size) -> Iterator[str]:
         places = list(lanes((span.start, span.end) for span in row))
         high = ROW / (max(places, default=0) + 1)
-        # What takes no time is drawn last, so that it can be seen.
-        for span, lane in sorted(zip(row, places, strict=True), key=lambda place: place[0].start == place[0].end):
+        # What is marked is drawn last, and what takes no time, so that the neighbours do not cover it.
+        for span, lane in sorted(zip(row, places, strict=True), key=lambda place: self._rises(place[0])):
             yield self._cell(span, y + lane * high, high)
+
+    def _rises(self, span: Span) -> bool:
+        return span in self.marked or span.start == span.end
 
     def _cell(self, span: Span, y: Size, high: Size) -> str:
         x, wide = self._x(span.start), (span.end - span.start) * self.scale
@@ -118,17 +128,11 @@ class _Panel:
                     return label, font
         return "", 0
 
-    def _graph(self, rank: int, y: Size) -> Iterator[str]:
-        assert self.memory is not None, "drawn with memory only"
-        levels = [held(row, self.memory, self.drawn.share(r)) for r, row in enumerate(self.drawn.spans)]
-        top = max((level for row in levels for _, level in row), default=0) or 1
-        path, last = f"M0,{y + GRAPH:.2f}", y + GRAPH
-        for time, level in levels[rank]:
-            last = y + GRAPH * (1 - max(level, 0) / top)
-            path += f"H{self._x(time):.2f}V{last:.2f}"
-        end = self.drawn.duration * self.scale
-        peak = max((level for _, level in levels[rank]), default=0)
-        yield f'<path d="{path}H{end:.2f}V{y + GRAPH:.2f}Z" fill="#c9c2d8"/>\n'
+    def _graph(self, levels: list[tuple[float, float]], y: Size) -> Iterator[str]:
+        top = max((level for row in self.memory for _, level in row), default=0) or 1
+        path = "".join(f"H{self._x(time):.2f}V{y + GRAPH * (1 - max(level, 0) / top):.2f}" for time, level in levels)
+        end, peak = self.drawn.duration * self.scale, max((level for _, level in levels), default=0)
+        yield f'<path d="M0,{y + GRAPH:.2f}{path}H{end:.2f}V{y + GRAPH:.2f}Z" fill="{HELD}"/>\n'
         yield _text(end + 5, y + GRAPH - 3, f"{peak:.3g}", f'font-size="9" fill="{FAINT}"')
 
     def _x(self, time: float) -> Size:
@@ -155,7 +159,7 @@ def _legend(strips: list[Strip], memory: bool, room: Size) -> tuple[str, Size]:
     if any(len(stages) > 1 for drawn in strips for stages in drawn.stages):
         entries.append(("none", "lighter: a later stage of the rank"))
     if memory:
-        entries.append(("#c9c2d8", "memory held, and the most of it"))
+        entries.append((HELD, "memory held, and the most of it"))
     x, y, drawn = 0.0, 0.0, list[str]()
     for colour, words in entries:
         wide = 18 + 24 + len(words) * GLYPH * 11
