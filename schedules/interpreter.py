@@ -17,31 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from schedules.actions import Action
 from schedules.authoring import Schedule
+from schedules.channels import Lowered
 from schedules.errors import ProgramError
 from schedules.graph import Graph
 from schedules.lowering import lower
 from schedules.meaning import Formula, Meaning, formula, total
 from schedules.networks import Links, Network, fifo, rendezvous, send_of
 from schedules.wiring import graph_of
-
-
-class Lowered(Protocol):
-    """A program, ours or somebody else's."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """What was lowered."""
-
-    @property
-    def graph(self) -> Graph:
-        """For which stage graph."""
-
-    def actions(self, rank: int) -> Iterator[Action]:
-        """One rank's compute actions and transfers."""
 
 
 def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:

@@ -83,7 +83,7 @@ def lower(schedule: Schedule, graph: Graph | None = None) -> Program:
     return Program(schedule, graph_of(schedule, graph))
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """An action, or a fused pair, with the messages that it waits for and those that leave after it."""
 
     position: int
@@ -103,7 +103,7 @@ class _Row(NamedTuple):
     closes: bool
 
 
-class _Steps:
+class Steps:
     """The steps of `rank`, with all its messages, or with only those that it exchanges with rank `other`."""
 
     def __init__(self, program: Program, rank: int, other: int | None = None) -> None:
@@ -146,7 +146,7 @@ class _Steps:
         """The last microbatch of a route: it names the messages that travel once."""
         return range(route, self.schedule.microbatches, len(self.routes))[-1]
 
-    def __iter__(self) -> Iterator[_Step]:
+    def __iter__(self) -> Iterator[Step]:
         """Every step; last, without action, the gradients of tied parameters that end the step of this rank."""
         R, rows, opener, position = len(self.routes), self.rows, None, -1
         nothing: list[Message] = []
@@ -160,17 +160,17 @@ class _Steps:
                 sends = [*sends, (what, s, i, t, part)]
             if closes:
                 waits, sends = [*waits, *self._partials(kind, s)], [*sends, *self._complete(kind, s)]
-            step = _new(_Step, (position, (action,), waits, sends))
+            step = _new(Step, (position, (action,), waits, sends))
             if opener is not None:
                 first, opener = opener, None
-                yield _Step(first.position, (*first.actions, action), first.waits + waits, first.sends + sends)
+                yield Step(first.position, (*first.actions, action), first.waits + waits, first.sends + sends)
             elif kind == "OVERLAP_F":
                 opener = step
             else:
                 yield step
         if opener is not None:
             yield opener
-        yield _Step(position + 1, (), list(self._copies()), nothing)
+        yield Step(position + 1, (), list(self._copies()), nothing)
 
     def _partials(self, kind: str, s: int) -> Iterator[Message]:
         """What a sum over replicas waits for."""
@@ -222,8 +222,8 @@ class _Lowering:
             raise
 
     def _actions(self) -> Iterator[Action]:
-        ahead: deque[_Step] = deque()
-        for step in _Steps(self.program, self.rank):
+        ahead: deque[Step] = deque()
+        for step in Steps(self.program, self.rank):
             posts = self._post(step)
             ahead.append(step)
             yield from posts + self._run(ahead.popleft()) if len(ahead) > LOOK_AHEAD else posts
@@ -231,7 +231,7 @@ class _Lowering:
             yield from self._run(step)
         yield from (_new(Action, (_WAIT[what], s, i, t, part)) for what, s, i, t, part in self.out)
 
-    def _post(self, step: _Step) -> list[Action]:
+    def _post(self, step: Step) -> list[Action]:
         """Receives of what the step waits for, each source's in its order, up to the last that is needed."""
         posts: list[Action] = []
         routes, posted = self.routes, self.posted
@@ -246,11 +246,11 @@ class _Lowering:
                 if earlier == message:
                     break
             else:
-                why = f"waits for {_send(message)}, which rank {source} never does, or only once"
+                why = f"waits for {transfer('SEND', message)}, which rank {source} never does, or only once"
                 raise self._stranded(step, why)
         return posts
 
-    def _run(self, step: _Step) -> list[Action]:
+    def _run(self, step: Step) -> list[Action]:
         """The step's actions, its sends, and the waits for those sends that what it consumed has vouched for."""
         words = [*step.actions]
         out, posted = self.out, self.posted
@@ -260,33 +260,42 @@ class _Lowering:
             words.append(_new(Action, (_SEND[what], s, i, t, part)))
         for message in step.waits:
             if message not in posted:
-                raise self._stranded(step, f"waits for {_send(message)}, which an earlier action has consumed")
+                raise self._stranded(
+                    step, f"waits for {transfer('SEND', message)}, which an earlier action has consumed"
+                )
             for sent in posted.pop(message):
                 if sent not in out:
-                    problem = f"waits for {_send(message)}, before which its sender needs {_send(sent)}"
+                    problem = (
+                        f"waits for {transfer('SEND', message)}, before which its sender needs {transfer('SEND', sent)}"
+                    )
                     raise self._stranded(step, problem)
                 del out[sent]
                 what, s, i, t, part = sent
                 words.append(_new(Action, (_WAIT[what], s, i, t, part)))
         return words
 
-    def _stranded(self, step: _Step, problem: str) -> ScheduleError:
+    def _stranded(self, step: Step, problem: str) -> ScheduleError:
         repair = "Run check(schedule, graph) first: it names the cause."
         return ScheduleError("ordered", self.rank, step.position, next(iter(step.actions), None), problem, repair)
 
     def _messages(self, source: int) -> Iterator[tuple[Message, list[Message]]]:
         """What `source` sends to this rank, in its order, each with the messages of ours that it has consumed since."""
         consumed: list[Message] = []
-        for _, _, waits, sends in _Steps(self.program, source, self.rank):
+        for _, _, waits, sends in Steps(self.program, source, self.rank):
             consumed += waits
             for message in sends:
                 yield message, consumed
                 consumed = []
 
 
-def _send(message: Message) -> Action:
+def transfer(word: str, message: Message) -> Action:
+    """The `SEND`, `RECV` or `WAIT` of a message.
+
+    >>> str(transfer("RECV", ("F", 0, 3, 1, None)))
+    '1RECV_F3<0'
+    """
     what, s, i, t, part = message
-    return Action(_SEND[what], s, i, t, part)
+    return Action(f"{word}_{what}", t, i, s, part) if word == "RECV" else Action(f"{word}_{what}", s, i, t, part)
 
 
 _SEND = {"F": "SEND_F", "B": "SEND_B", "G": "SEND_G"}

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
+from schedules.channels import Lowered, check_transfers
 from schedules.costs import Costs, Sizes
 from schedules.errors import ScheduleError
 from schedules.fitting import compute_only, placed
@@ -118,22 +119,19 @@ def sliced(progress: Progress, actions: Actions) -> Actions:
     A slice attends to those before it, so its forward needs theirs, and its backward the cotangents of those behind it.
     """
     k = progress.schedule.slices
-    forwards: dict[tuple[int, int, str], int] = {}
+    passed: dict[tuple[int, int, str], int] = {}  # how many slices have gone this way, of what is in flight
     for position, action in enumerate(actions):
         kind, s, i, _, part = action
-        way = "R" if kind == "R" else KINDS[kind].crosses
-        if way:
-            done = forwards.get((s, i, way), 0)
-            expected = k - 1 - done if way == "B" else done
-            begun = max(forwards.get((s, i, "F"), 0), 0)
-            if part != expected or (way == "B" and begun < k):
-                problem = f"comes before slice {expected}" if part != expected else f"comes before {s}F{i}.{begun}"
+        if way := KINDS[kind].crosses:
+            done = passed.get((s, i, way), 0)
+            expected, forwards = (done if way == "F" else k - 1 - done), passed.get((s, i, "F"), 0)
+            if part != expected or (way == "B" and forwards < k):
+                first = f"{s}F{i}.{forwards}" if way == "B" and forwards < k else f"{s}{way}{i}.{expected}"
                 repair = "Run the slices of a microbatch forward from the first, then backward from the last."
-                raise _error("sliced", progress, position, action, problem, repair)
-            forwards[s, i, way] = done + 1
+                raise _error("sliced", progress, position, action, f"comes before {first}", repair)
+            passed[s, i, way] = done + 1
             if way == "B" and part == 0:
-                for one in "FBR":
-                    forwards.pop((s, i, one), None)
+                del passed[s, i, "F"], passed[s, i, "B"]
         yield action
 
 
@@ -230,12 +228,14 @@ def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
     return RULES + further
 
 
-def check(schedule: Schedule, graph: Graph | None = None) -> None:
+def check(plan: Schedule | Lowered, graph: Graph | None = None) -> None:
     """Raise `ScheduleError` unless the schedule is correct for the stage graph (by default the chain of its stages).
 
     Correct means: it has every compute action exactly once and on the right rank, keeps within its own limits, and all
-    ranks together can finish without waiting for each other in a circle. The error names rank, position, action, rule
-    and repair. One pass over all actions; what is in flight is kept, nothing else.
+    ranks together can finish without waiting for each other in a circle. A lowered program is checked for its own
+    graph, and its transfers too: every message is sent, received and used once, both ends of a channel post in the same
+    order, and nobody waits in vain. The error names rank, position, action, rule and repair. One pass over all actions;
+    what is in flight is kept, nothing else.
 
     >>> from schedules import B, F, check, one_f_one_b, schedule
     >>> check(one_f_one_b(ranks=4, microbatches=8))
@@ -249,7 +249,11 @@ def check(schedule: Schedule, graph: Graph | None = None) -> None:
     schedules.errors.ScheduleError: rank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward]. \
 Add 0F0 before it, or move it behind.
     """
-    graph = graph_of(schedule, graph)
+    if not isinstance(plan, Schedule):
+        check(plan.schedule, plan.graph)
+        check_transfers(plan)
+        return
+    schedule, graph = plan, graph_of(plan, graph)
     books = [Progress(schedule, rank) for rank in range(schedule.ranks)]
     streams = [_checked(book) for book in books]
     for _ in replay(schedule, streams, wires(schedule, graph, FREE, UNITS), FREE, spans=False):

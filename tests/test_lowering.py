@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import (
+    KINDS,
     Action,
     B,
     F,
@@ -21,10 +22,11 @@ from schedules import (
     gpipe,
     lower,
     one_f_one_b,
+    parse,
     split_backward,
     transform,
 )
-from schedules.interpreter import _Run
+from schedules.interpreter import _Run, require_whole
 from schedules.networks import Links, fifo, rendezvous, send_of
 from schedules.replay import needs
 from schedules.testing import orders, require_matching_ends
@@ -100,9 +102,10 @@ def test_receives_are_posted_a_compute_action_ahead(case):
         actions = list(lower(schedule, graph).actions(rank))
         computed = [at for at, action in enumerate(actions) if action.peer is None]
         for ahead, at in zip([*computed[:1], *computed], computed, strict=False):
-            for kind, stage, i in needs(actions[at], graph):
-                if schedule.placement.homes[stage] != rank:
-                    assert actions.index(Action(f"RECV_{kind}", actions[at].stage, i, stage)) < ahead
+            _, s, i, _, part = actions[at]
+            for what, stage, _ in needs(actions[at], graph):
+                if stage != s and schedule.placement.home(stage, i) != rank:
+                    assert actions.index(Action(f"RECV_{what}", s, i, stage, part)) <= ahead
 
 
 @settings(deadline=None)
@@ -110,26 +113,26 @@ def test_receives_are_posted_a_compute_action_ahead(case):
 def test_sends_follow_the_action_that_makes_the_value(case):
     schedule, graph = case
     for rank in range(schedule.ranks):
-        last = None
+        before = last = None
         for action in lower(schedule, graph).actions(rank):
             if action.peer is None:
-                last = action
-            elif action.kind == "SEND_F":
-                assert last == F(action.stage, action.microbatch)
-            elif action.kind == "SEND_B":
-                assert last[1:3] == (action.stage, action.microbatch)
-                assert last.kind in "BI"
+                before, last = last, action
+            elif action.kind in ("SEND_F", "SEND_B"):
+                pair = [before, last] if before and before.kind == "OVERLAP_F" else [last]
+                makers = [one for one in pair if KINDS[one.kind].crosses == action.kind[-1]]
+                assert [(one.stage, one.microbatch, one.slice) for one in makers] == [(*action[1:3], action.slice)]
             elif action.kind == "SEND_G":
-                assert last.kind in "BW"
+                assert KINDS[last.kind].after == "done" or last.kind == "G"
 
 
 class Impatient(_Run):
     """A run in which only the waits at the end may have to wait."""
 
-    def _wait(self, rank, action):
-        at_the_end = action in trailing_waits(self.program, rank)
-        assert at_the_end or not self.links.pending(send_of(action)), f"{action} blocks rank {rank}"
-        yield from super()._wait(rank, action)
+    def _rank(self, rank):
+        for needed in super()._rank(rank):
+            action = parse(self.at[rank].split(", ")[1])
+            assert not action.kind.startswith("WAIT") or action in trailing_waits(self.program, rank), action
+            yield needed
 
 
 def trailing_waits(program, rank):
@@ -144,7 +147,7 @@ def test_a_wait_that_a_message_vouches_for_never_blocks(case, network):
     streams = [program.actions(rank) for rank in range(schedule.ranks)]
     run = Impatient(schedule, graph, streams, Links(network))
     run.program = program
-    run.finish().require(graph, schedule.microbatches)
+    require_whole(run.finish(), schedule, graph)
 
 
 @transform

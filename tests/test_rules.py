@@ -23,7 +23,7 @@ from schedules import (
     split_backward,
     transform,
 )
-from schedules.interpreter import ideal, prove
+from schedules.interpreter import ideal, prove, require_whole
 from schedules.testing import orders, schedules
 
 
@@ -82,7 +82,7 @@ def accepted(schedule, graph):
 
 def computes_the_model(schedule, graph):
     try:
-        ideal(schedule, graph).require(graph, schedule.microbatches)
+        require_whole(ideal(schedule, graph), schedule, graph)
     except PipelineError:
         return False
     return True

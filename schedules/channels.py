@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a program correct: the rules on its transfers.
+
+Problem. A lowering may be right on a network that buffers or matches tags, and hang or mix up values on another; and
+programs are written by other people, too.
+
+Idea. Play all ranks of the program on the least helpful network: a send and a receive are posted without waiting, both
+ends of a channel meet in order, and a message passes when both are posted. What its messages must be follows from the
+compute actions (`schedules.lowering`). Since both ends post in the same order, tags make no difference: a program that
+passes here finishes under tag-matched rendezvous and under one zero-buffer FIFO per channel alike.
+
+Invariant: a message is made, sent, received, used, each once, in this order; `WAIT` may be left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from schedules.actions import Action
+from schedules.authoring import Schedule
+from schedules.errors import ScheduleError
+from schedules.graph import Graph
+from schedules.lowering import Message, Program, Step, Steps, transfer
+from schedules.placement import Placement
+
+
+class Lowered(Protocol):
+    """A program, ours or somebody else's."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its compute actions."""
+
+    @property
+    def graph(self) -> Graph:
+        """The stage graph that it is for."""
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """One rank's compute actions and transfers."""
+
+
+class _Rank:
+    """Where one rank stands: what it has made and not sent, sent and not waited for, received and not used.
+
+    - `step`: the compute action at hand with its messages, until it has run; `rest`: what is left of a fused pair.
+    - `needed`: the message that the rank waits for.
+    """
+
+    def __init__(self, program: Lowered, rank: int) -> None:
+        self.rank, self.stream = rank, program.actions(rank)
+        self.steps = iter(Steps(Program(program.schedule, program.graph), rank))
+        self.step, self.rest = next(self.steps), 0
+        self.position, self.action = 0, next(self.stream, None)
+        self.made, self.sent, self.arrived = set[Message](), set[Message](), set[Message]()
+        self.needed: Message | None = None
+
+    def advance(self) -> None:
+        """On to the next action."""
+        self.position, self.action = self.position + 1, next(self.stream, None)
+
+    def error(self, rule: str, problem: str, repair: str) -> ScheduleError:
+        """A violation at the action where the rank stands."""
+        return ScheduleError(rule, self.rank, self.position, self.action, problem, repair)
+
+
+class _Channels:
+    """All ranks of a program, played together."""
+
+    def __init__(self, program: Lowered) -> None:
+        self.placement = program.schedule.placement
+        self.ranks = [_Rank(program, rank) for rank in range(program.schedule.ranks)]
+        self.sends = defaultdict[tuple[int, int], deque[Message]](deque)
+        self.receives = defaultdict[tuple[int, int], deque[Message]](deque)
+        self.ready = deque(self.ranks)
+
+    def play(self) -> None:
+        """Raise `ScheduleError` unless all ranks come to their end and nothing is left over."""
+        while self.ready:
+            rank = self.ready.popleft()
+            rank.needed = None
+            while self._go(rank):
+                rank.advance()
+        for rank in self.ranks:
+            if rank.needed is not None:
+                raise self._stuck(rank, rank.needed)
+        for rank in self.ranks:
+            self._require_nothing_left(rank)
+
+    def _go(self, rank: _Rank) -> bool:
+        """Do the action where the rank stands; false if it must wait, or is at its end."""
+        action = rank.action
+        if action is None or action.peer is None:
+            return self._compute(rank) and action is not None
+        if rank.rest:
+            raise rank.error("fused", "stands between the two actions of a fused pair", "Move it in front or behind.")
+        word, _, what = action.kind.partition("_")
+        if word == "RECV":
+            return self._receive(rank, (what, action.peer, action.microbatch, action.stage, action.slice))
+        message = (what, action.stage, action.microbatch, action.peer, action.slice)
+        return self._send(rank, message) if word == "SEND" else self._wait(rank, message)
+
+    def _compute(self, rank: _Rank) -> bool:
+        """A compute action uses what has arrived, and makes what is to be sent; the second of a pair does for both."""
+        step = rank.step
+        self._require_expected(rank, step.actions[-rank.rest] if rank.rest else next(iter(step.actions), None))
+        if not rank.rest:
+            rank.needed = next((message for message in step.waits if message not in rank.arrived), None)
+            if rank.needed is not None:
+                return False
+            rank.arrived.difference_update(step.waits)
+            rank.rest = len(step.actions)
+        if rank.rest <= 1:
+            rank.made.update(step.sends)
+            rank.step = next(rank.steps, NOTHING)
+        rank.rest = max(0, rank.rest - 1)
+        return True
+
+    def _require_expected(self, rank: _Rank, expected: Action | None) -> None:
+        """The program computes what its schedule says."""
+        if rank.action != expected:
+            problem = f"stands where the program's schedule has {expected}" if expected else "is not in its schedule"
+            raise rank.error("same_actions", problem, "Give a program the schedule of its compute actions.")
+
+    def _send(self, rank: _Rank, message: Message) -> bool:
+        if message not in rank.made:
+            raise rank.error("sent_once", "is sent before it is made, or again, or nobody needs it", _SENDS)
+        rank.made.remove(message)
+        rank.sent.add(message)
+        channel = rank.rank, target_of(message, self.placement)
+        self.sends[channel].append(message)
+        self._pass(channel)
+        return True
+
+    def _receive(self, rank: _Rank, message: Message) -> bool:
+        _, s, i, _, _ = message
+        source = self.placement.home(s, i)
+        if source == rank.rank or target_of(message, self.placement) != rank.rank:
+            raise rank.error("received_once", f"is no message for rank {rank.rank}", "Receive it where it is used.")
+        self.receives[source, rank.rank].append(message)
+        self._pass((source, rank.rank))
+        return True
+
+    def _wait(self, rank: _Rank, message: Message) -> bool:
+        """Wait for a send that has been posted; it is done once it is in no queue."""
+        if message not in rank.sent:
+            raise rank.error("waited_once", "has no send before it, or was waited for", "Wait once, behind the send.")
+        if message in self.sends[rank.rank, target_of(message, self.placement)]:
+            rank.needed = message
+            return False
+        rank.sent.remove(message)
+        return True
+
+    def _pass(self, channel: tuple[int, int]) -> None:
+        """Let the messages at the heads of both queues pass; raises `ScheduleError` if they are not the same."""
+        sends, receives = self.sends[channel], self.receives[channel]
+        while sends and receives:
+            if sends[0] != receives[0]:
+                raise self._disorder(channel)
+            message = sends.popleft()
+            receives.popleft()
+            source, target = (self.ranks[rank] for rank in channel)
+            target.arrived.add(message)
+            self.ready.extend(rank for rank in (source, target) if rank.needed == message)
+
+    def _disorder(self, channel: tuple[int, int]) -> ScheduleError:
+        send, receive = self.sends[channel][0], self.receives[channel][0]
+        problem = f"{transfer('RECV', receive)} is posted where {transfer('SEND', send)} is next on its channel"
+        rank = self.ranks[channel[1]]
+        return rank.error("channel_order", problem, "Post both ends of a channel in the same order.")
+
+    def _stuck(self, rank: _Rank, message: Message) -> ScheduleError:
+        """Why a message does not come."""
+        source = self.ranks[self.placement.home(message[1], message[2])]
+        if message in self.sends[source.rank, target_of(message, self.placement)]:
+            problem = f"waits for {transfer('SEND', message)}, for which no receive is posted"
+            return rank.error("flows", problem, f"Post {transfer('RECV', message)} before it is needed.")
+        where = f"position {source.position}, {source.action}" if source.action else "its end"
+        problem = f"waits for {transfer('SEND', message)}, but rank {source.rank} waits at {where}"
+        if source.needed is None:
+            problem = f"waits for {transfer('SEND', message)}, which rank {source.rank} never sends"
+        return rank.error("flows", problem, "Reorder the transfers or the actions, or add what is missing.")
+
+    def _require_nothing_left(self, rank: _Rank) -> None:
+        left = [f"{transfer('SEND', message)} is never sent" for message in sorted(rank.made, key=str)]
+        left += [f"{transfer('RECV', message)} is never used" for message in sorted(rank.arrived, key=str)]
+        unmet = [message for (_, target), queue in self.receives.items() if target == rank.rank for message in queue]
+        left += [f"{transfer('RECV', message)} is posted, but never sent" for message in unmet]
+        unmet = [message for (source, _), queue in self.sends.items() if source == rank.rank for message in queue]
+        left += [f"{transfer('SEND', message)} is posted, but never received" for message in unmet]
+        if left:
+            raise rank.error("nothing_left", left[0], "Make, send, receive and use every message once.")
+
+
+_SENDS = "Send each value once, behind the action that makes it, to a stage on another rank that uses it."
+NOTHING = Step(0, (), [], [])
+
+
+def target_of(message: Message, placement: Placement) -> int:
+    """The rank that a message goes to: of its target stage, or of the stage's other replica."""
+    _, s, i, t, _ = message
+    if s != t:
+        return placement.home(t, i)
+    source = placement.home(s, i)
+    return next((rank for rank in placement.replicas(s) if rank != source), source)
+
+
+def check_transfers(program: Lowered) -> None:
+    """Raise `ScheduleError` unless the program's transfers bring every value to its users on any network.
+
+    Its compute actions must pass `check`. One pass over all actions; what is in flight is kept, nothing else.
+    """
+    _Channels(program).play()
