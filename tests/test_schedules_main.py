@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m schedules`, as it is typed."""
 
+import json
+import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
-from schedules import families, one_f_one_b
+from schedules import families, gpipe, lower, one_f_one_b, split_backward
 from schedules.__main__ import main
-from schedules.interchange import write_csv
+from schedules.interchange import read_csv, write_csv
 
 MINE = """
 from schedules import B, F, schedule
@@ -22,6 +25,16 @@ def good(rank, ranks, microbatches):
 @schedule()
 def bad(rank, ranks, microbatches):
     yield B(rank, 0)
+
+@schedule()
+def stuck(rank, ranks, microbatches):
+    yield F(rank, 0)
+    if rank == 0:
+        yield B(rank, 0)
+
+@schedule()
+def needy(rank, ranks, microbatches, k):
+    yield F(rank, k)
 
 def plain():
     pass
@@ -51,8 +64,10 @@ def test_as_a_process():
 def test_list(capsys):
     code, out, _ = answer(capsys, "list")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == families.__all__
-    assert all(len(line.split()) > 3 for line in out.splitlines())
+    schedules, changes = out.split("\n\n")
+    assert [line.split()[0] for line in schedules.splitlines()[1:]] == families.__all__
+    assert "split_backward" in [line.split()[0] for line in changes.splitlines()[1:]]
+    assert all(len(line.split()) > 3 for line in out.splitlines() if line)
 
 
 def test_show_with_costs(capsys):
@@ -67,22 +82,59 @@ def test_show_wraps_in_a_terminal_only(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     whole = answer(capsys, "show", "gpipe", "--ranks", 2, "--microbatches", 3)[1]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    blocks = answer(capsys, "show", "gpipe", "--ranks", 2, "--microbatches", 3)[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    blocks = answer(capsys, "show", "gpipe", "--ranks", 2, "--microbatches", 3)[1].rpartition("\n\n")[0]
     assert max(map(len, whole.splitlines())) > 20
     assert max(map(len, blocks.splitlines())) <= 20
     assert blocks.startswith("rank 0 |F0 F1 F2 |\nrank 1 |.  F0 F1 |\n\nrank 0 |")
 
 
+def test_colours_are_for_terminals_that_have_them(capsys, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    arguments = ["show", "gpipe", "split_backward", "--ranks", 2, "--microbatches", 2]
+    bare = answer(capsys, *arguments)[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    painted = answer(capsys, *arguments)[1]
+    assert "\x1b[" not in bare
+    assert len(set(re.findall(r"\x1b\[[0-9;]+m", painted))) == 3 + 1  # F, I and W; and the end of each
+    assert (
+        re.sub(r"\x1b\[[0-9;]+m", "", painted)
+        == bare + "\nF forward   I backward, input half   W backward, weight half\n"
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in answer(capsys, *arguments)[1]
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b[" not in answer(capsys, *arguments)[1]
+
+
 def test_simulate(capsys):
     code, out, _ = answer(capsys, "simulate", "one_f_one_b", "--ranks", 4, "--microbatches", 8, "--comm", 0.5)
     assert code == 0
-    assert dict(line.split(maxsplit=1) for line in out.replace("peak memory", "peak_memory").splitlines()) == {
-        "makespan": "41",
-        "span": "41",
-        "bubble": "0.4146",
-        "busy": "24 24 24 24",
-        "peak_memory": "4 3 2 1",
-    }
+    assert out.splitlines()[:9] == [
+        "makespan  41",
+        "span      41, the longest of one rank",
+        "bubble    0.4146 of the span, 0.4146 of the makespan",
+        "",
+        "rank  busy  idle  peak memory",
+        "0       24    17            4",
+        "1       24    17            3",
+        "2       24    17            2",
+        "3       24    17            1",
+    ]
+
+
+def test_costs_of_each_stage_of_links_and_sizes(capsys):
+    def makespan(*arguments):
+        return float(answer(capsys, "simulate", "gpipe", "--ranks", 2, "--microbatches", 1, *arguments)[1].split()[1])
+
+    assert makespan() == 6
+    assert makespan("--F", "1,5") == 10
+    assert makespan("--latency", 1, "--bytes", 8, "--bandwidth", 4) == makespan("--comm", 3) == 12
+    assert 5 < makespan("--jitter", 0.1, "--seed", 1) != makespan("--jitter", 0.1, "--seed", 2) < 7
+    out = answer(capsys, "simulate", "gpipe", "--ranks", 1, "--microbatches", 3, "--activation", 10)[1]
+    assert "0        9     0           30" in out
 
 
 def test_check(capsys, file):
@@ -92,9 +144,21 @@ def test_check(capsys, file):
         "ok: 1 ranks, 1 stages, 8 microbatches, 16 actions\n",
         "",
     )
-    code, out, err = answer(capsys, "check", f"{file}:bad")
+    code, out, err = answer(capsys, "check", f"{file}:bad", "--ranks", 1)
     assert (code, err) == (1, "")
-    assert out.startswith("rank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward].")
+    assert out.startswith("rank 0 |B0!|\nrank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward].")
+
+
+def test_check_draws_the_last_of_what_leads_to_the_violation(capsys, tmp_path):
+    path = tmp_path / "table.csv"
+    actions = ",".join(f"0F{i},0B{i}" for i in range(100))
+    path.write_text(f"{actions},0F7\n")
+    code, out, _ = answer(capsys, "check", path)
+    assert code == 1
+    picture, reason = out.rstrip().rsplit("\n", 1)
+    assert len(picture) < 300
+    assert picture.endswith("F99 B99     F7! |")
+    assert reason.startswith("rank 0, position 200, 0F7: has run already")
 
 
 def test_a_table(capsys, tmp_path):
@@ -108,19 +172,90 @@ def test_a_table(capsys, tmp_path):
     assert err.startswith("python -m schedules: line 2, column 2: got '1X0'")
 
 
-def test_chunks_reach_a_schedule_that_takes_them(capsys, tmp_path):
+def test_a_table_of_a_program(capsys, tmp_path):
+    path = tmp_path / "table.csv"
+    write_csv(lower(one_f_one_b(ranks=2, microbatches=3)), path)
+    assert answer(capsys, "check", path)[:2] == (0, "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions\n")
+    assert answer(capsys, "show", path)[1] == f"{one_f_one_b(ranks=2, microbatches=3)}\n"
+    path.write_text(path.read_text().replace("0SEND_F1>1,", "", 1))
+    code, out, _ = answer(capsys, "check", path)
+    assert code == 1
+    assert out.startswith("rank 0 |F0 F1 .  .  B0    F2 |\nrank 1 |.  F0 B0    F1!.  .  |\nrank 1, position 5, 1F1: ")
+    assert "[rule: channel_order]" in out
+
+
+PARAMETERS = """
+from schedules import B, F, looped, schedule, transform
+
+@schedule(looped)
+def chunked(rank, ranks, microbatches, chunks=2, name="x", *, late=False):
+    mine = range(rank, ranks * chunks, ranks)
+    yield from (F(s, 0) for s in mine)
+    yield from (B(s, 0) for s in reversed(mine))
+
+@transform
+def twice(rank, schedule, times):
+    yield from list(schedule.actions(rank)) * times
+"""
+
+
+def test_parameters_are_the_factory_s_own(capsys, tmp_path):
     path = tmp_path / "chunked.py"
-    path.write_text(
-        "from schedules import B, F, looped, schedule\n"
-        "@schedule(looped)\n"
-        "def chunked(rank, ranks, microbatches, chunks=2):\n"
-        "    mine = range(rank, ranks * chunks, ranks)\n"
-        "    yield from (F(s, 0) for s in mine)\n"
-        "    yield from (B(s, 0) for s in reversed(mine))\n"
-    )
+    path.write_text(PARAMETERS)
     arguments = ["check", f"{path}:chunked", "--microbatches", 1, "--ranks", 2]
     assert answer(capsys, *arguments)[1] == "ok: 2 ranks, 4 stages, 1 microbatches, 8 actions\n"
-    assert answer(capsys, *arguments, "--chunks", 3)[1] == "ok: 2 ranks, 6 stages, 1 microbatches, 12 actions\n"
+    assert answer(capsys, *arguments, "chunks=3")[1] == "ok: 2 ranks, 6 stages, 1 microbatches, 12 actions\n"
+    more = ["ranks=3", "chunks=1", "name=a=b", "late=true"]
+    assert answer(capsys, *arguments, *more)[1] == "ok: 3 ranks, 3 stages, 1 microbatches, 6 actions\n"
+    assert "has run already" in answer(capsys, *arguments, f"{path}:twice", "times=2")[1]
+
+
+def test_files(capsys, tmp_path):
+    svg, trace, table = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.csv"
+    files = ["--svg", svg, "--trace", trace, "--csv", table]
+    code, out, _ = answer(capsys, "show", "gpipe", "split_backward", "--ranks", 2, "--microbatches", 3, *files)
+    assert (code, out) == (0, f"wrote {svg}\nwrote {trace}\nwrote {table}\n")
+    assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 18
+    assert str(read_csv(table)) == str(split_backward(gpipe(2, 3)))
+    assert answer(capsys, "simulate", "gpipe", "--svg", svg)[1].endswith(f"wrote {svg}\n")
+    code, _, err = answer(capsys, "show", "gpipe", "--svg", tmp_path / "nowhere" / "a.svg")
+    assert (code, "No such file" in err) == (2, True)
+
+
+def test_compare(capsys, tmp_path):
+    svg = tmp_path / "a.svg"
+    out = answer(capsys, "compare", "gpipe", "one_f_one_b", "one_f_one_b", "split_backward", "--svg", svg)[1]
+    assert out.splitlines() == [
+        "4 ranks, 8 microbatches",
+        "",
+        "                             stages  makespan       bubble  idle  peak memory        weights",
+        "gpipe                             4        33  +0%  0.2727     9            8   +0%        1",
+        "one_f_one_b                       4        33  +0%  0.2727     9            4  -50%        1",
+        "split_backward(one_f_one_b)       4        30  -9%  0.2000     6            4  -50%        1",
+        f"wrote {svg}",
+    ]
+    texts = {element.text for element in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"gpipe", "one_f_one_b", "split_backward(one_f_one_b)"} <= texts
+
+
+def test_compare_gives_all_the_same_work(capsys, tmp_path):
+    path = tmp_path / "chunked.py"
+    path.write_text(PARAMETERS)
+    sizes = ["--microbatches", 1, "--ranks", 2, "--activation", 6]
+    rows = answer(capsys, "compare", f"{path}:chunked", "chunks=1..3", *sizes)[1].splitlines()[3:]
+    assert [row.split()[1:4] for row in rows] == [["2", "6", "+0%"], ["4", "6", "+0%"], ["6", "6", "+0%"]]
+    assert [row.split()[6:] for row in rows] == [["6", "+0%", "1"]] * 3
+
+
+def test_compare_at_equal_memory_says_why_the_others_are_left_out(capsys, file):
+    arguments = ["gpipe", "one_f_one_b", f"{file}:bad", "--memory", 4]
+    code, out, err = answer(capsys, "compare", *arguments)
+    rows = out.splitlines()
+    assert (code, err, rows[3].split()[0]) == (0, "", "one_f_one_b")
+    assert rows[5] == "gpipe is left out: it holds 8 on rank 0, more than 4."
+    assert rows[7].startswith(f"{file}:bad is left out: rank 0, position 0, 0B0: comes before 0F0")
+    assert len(rows) == 8
 
 
 @pytest.mark.parametrize(
@@ -128,24 +263,58 @@ def test_chunks_reach_a_schedule_that_takes_them(capsys, tmp_path):
     [
         (["show", "nope"], "got 'nope', expected one of gpipe, one_f_one_b"),
         (["check", "gpipe", "--ranks", "0"], "gpipe: got ranks=0, expected an integer of at least 1"),
-        (["check", "gpipe", "--chunks", "2"], "got --chunks, but gpipe does not take them"),
+        (["check", "gpipe", "k=2"], "got k=, but gpipe takes ranks, microbatches. Drop it."),
+        (["check", "gpipe", "ranks=x"], "got ranks=x, expected a number. Write it as in ranks=2."),
+        (["check", "gpipe", "ranks=1e999"], "got ranks=1e999, expected a number."),
+        (["check", "gpipe", "ranks=2.5"], "gpipe: got ranks=2.5, expected an integer of at least 1"),
+        (["check", "gpipe", "ranks=2,,3"], "got '2,,3', expected a value, as in 2, several, as in 1,2,4, or a range"),
+        (["check", "gpipe", "ranks=3..2"], "got '3..2', expected a value"),
+        (["check", "gpipe", "ranks=2..3"], "got gpipe(ranks=2) and gpipe(ranks=3), expected one schedule. Use compare"),
+        (["check", "gpipe", "gpipe"], "got gpipe and gpipe, expected one schedule"),
+        (["check", "ranks=2"], "got ranks=2, expected a schedule's name before it"),
+        (["check", "split_backward"], "got split_backward, expected a schedule before it"),
+        (["check", "FILE:needy"], "needy needs k. Add it, as in"),
+        (
+            ["compare", "gpipe", "ranks=2", "gpipe"],
+            "got gpipe with 4 ranks and gpipe(ranks=2) with 2, expected as many",
+        ),
+        (["compare", "gpipe", "--F", "1,2"], "got F=(1.0, 2.0), expected one number"),
+        (["show", "gpipe", "--F", "1,2"], "got 2 numbers for --F, expected 4: one for each stage of gpipe"),
+        (["simulate", "gpipe", "--activation", "1,2"], "got 2 numbers for --activation, expected 4"),
+        (["show", "gpipe", "--comm", "1", "--bytes", "2"], "got --comm and --bytes, expected one of them"),
+        (["check", "nowhere.csv", "k=2"], "got k=, but nowhere.csv has its own sizes"),
         (["check", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
-        (["check", "nowhere.csv", "--ranks", "2"], "got --ranks, expected no sizes: nowhere.csv has its own"),
+        (["check", "TABLE", "--ranks", "2"], "got --ranks, expected no sizes: "),
         (["check", "nowhere.py:f"], "No such file or directory"),
         (["check", "nowhere.txt:f"], "got 'nowhere.txt', expected a Python file"),
         (["check", "FILE:nothing"], "nothing', expected one of"),
         (["check", "FILE:plain"], "plain', expected one of"),
-        (["simulate", "FILE:bad"], "0B0: needs 0F0, which no rank ever does [rule: ordered]"),
+        (["simulate", "FILE:stuck"], "0B0: needs 1B0 or 1I0, which rank 1 never does [rule: ordered]"),
     ],
 )
 def test_what_makes_no_sense_is_one_line_and_code_2(capsys, file, arguments, message):
-    code, out, err = answer(capsys, *(argument.replace("FILE", str(file)) for argument in arguments))
+    table = file.with_name("table.csv")
+    table.write_text("0F0,0B0\n")
+    named = (argument.replace("FILE", str(file)).replace("TABLE", str(table)) for argument in arguments)
+    code, out, err = answer(capsys, *named)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("python -m schedules: ")
     assert message in err
 
 
-@pytest.mark.parametrize("arguments", [[], ["list", "gpipe"], ["show"], ["show", "gpipe", "--F", "nan"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["list", "gpipe"],
+        ["show"],
+        ["show", "gpipe", "--F", "nan"],
+        ["show", "gpipe", "--F", "1,"],
+        ["show", "gpipe", "--bandwidth", "0"],
+        ["show", "gpipe", "--jitter", "1"],
+        ["draw", "gpipe"],
+    ],
+)
 def test_what_is_no_question_is_code_2(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers, each a function of the options that prints and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Iterable
+from itertools import islice
+
+from schedules import drawing, families, rules, simulation, transforms
+from schedules.authoring import Factory
+from schedules.commands.files import written
+from schedules.commands.naming import is_transform, parameters
+from schedules.commands.questions import costs_of, fitted, sizes_of, subject_of
+from schedules.commands.terminal import columns, paint, table
+from schedules.costs import Costs
+from schedules.errors import ScheduleError
+from schedules.interchange import Listing
+
+PAGE = 120
+
+
+def list_all(options: argparse.Namespace) -> int:
+    """Print the names of all schedules and transforms, with their parameters."""
+    print("schedules; each takes ranks and microbatches")
+    _print_factories([getattr(families, name) for name in families.__all__])
+    print("\ntransforms; behind a schedule")
+    _print_factories([one for one in vars(transforms).values() if isinstance(one, Factory) and is_transform(one)])
+    return 0
+
+
+def _print_factories(factories: Iterable[Factory[...]]) -> None:
+    rows = []
+    for factory in factories:
+        own = [str(one).replace(" ", "") for name, one in parameters(factory).items() if name not in _ALL]
+        rows.append((" ".join([factory.__name__, *own]), (inspect.getdoc(factory) or "").partition("\n")[0]))
+    wide = max(len(name) for name, _ in rows)
+    for name, what in rows:
+        print(f"  {name:{wide}}  {what}")
+
+
+_ALL = ("ranks", "microbatches")
+
+
+def show(options: argparse.Namespace) -> int:
+    """Draw the timeline."""
+    one = subject_of(options)
+    schedule = one.make()
+    costs = fitted(costs_of(options), schedule)
+    if written(
+        options,
+        {one.title: lambda: simulation.spans(schedule, costs, one.graph)},
+        one.graph,
+        schedule,
+        sizes_of(options),
+    ):
+        return 0
+    print(drawing.text(schedule, costs, one.graph, columns(sys.maxsize), paint()))
+    if sys.stdout.isatty():
+        kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
+        print(f"\n{drawing.legend(kinds, paint())}")
+    return 0
+
+
+def check(options: argparse.Namespace) -> int:
+    """Say whether the schedule is correct; if not, draw what leads to the violation."""
+    one = subject_of(options)
+    schedule = one.make()
+    try:
+        rules.check(one.program or schedule, one.graph)
+    except ScheduleError as violation:
+        met = _among_compute(one.program, violation) if one.program else violation
+        picture = drawing.text(schedule, Costs(), one.graph, columns(PAGE), paint(), met).removesuffix(str(met))
+        print("\n\n".join(picture.split("\n\n")[-2:]) + str(violation))
+        return 1
+    actions = sum(1 for rank in range(schedule.ranks) for _ in schedule.actions(rank))
+    print(
+        f"ok: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches, {actions} actions"
+    )
+    return 0
+
+
+def _among_compute(program: Listing, error: ScheduleError) -> ScheduleError:
+    """The error of a program, at the position where it stands among the compute actions."""
+    before = islice(program.actions(error.rank), error.position)
+    position = sum(1 for action in before if action.peer is None)
+    return ScheduleError(error.rule, error.rank, position, error.action, error.problem, error.repair)
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Say how long it takes, and what each rank does and holds."""
+    one = subject_of(options)
+    schedule = one.make()
+    costs, sizes = fitted(costs_of(options), schedule), fitted(sizes_of(options), schedule)
+    timeline = simulation.simulate(schedule, costs, one.graph, sizes)
+    print(f"makespan  {timeline.makespan:g}")
+    print(f"span      {timeline.span:g}, the longest of one rank")
+    print(f"bubble    {timeline.bubble:.4f} of the span, {timeline.bubble_of_makespan:.4f} of the makespan\n")
+    ranks = zip(range(schedule.ranks), timeline.busy, timeline.idle, timeline.peak_memory, strict=True)
+    print(table([["rank", "busy", "idle", "peak memory"], *([f"{cell:g}" for cell in row] for row in ranks)]))
+    written(
+        options,
+        {one.title: lambda: simulation.spans(schedule, costs, one.graph)},
+        one.graph,
+        schedule,
+        sizes,
+        memory=True,
+    )
+    return 0

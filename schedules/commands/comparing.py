@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules side by side.
+
+At equal ranks and microbatches, every schedule does the same work: a schedule with `S` stages on `P` ranks is given
+`P/S` of the times, which are of a rank's share of the model. At equal memory, only those are compared that keep within
+it, of those that are named; `k=1..4` names four. Columns:
+
+- `makespan`, `bubble`, `idle`: as in `Timeline`, idle time as the mean of the ranks.
+- `peak memory`: of the rank that holds most.
+- `weights`: how often a rank holds its share of the model: twice in a bidirectional schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from statistics import mean
+from typing import NamedTuple, TypeVar
+
+from schedules.authoring import Schedule
+from schedules.commands.files import written
+from schedules.commands.naming import Subject
+from schedules.commands.questions import costs_of, sizes_of, subjects_of
+from schedules.commands.terminal import table
+from schedules.costs import Costs, Sizes
+from schedules.errors import ScheduleError, SizeError, UsageError
+from schedules.graph import Graph
+from schedules.rules import check
+from schedules.simulation import Timeline, simulate, spans
+
+Given = TypeVar("Given", Costs, Sizes)
+NO_WORK = ("comm", "jitter", "seed")
+HEAD = ["", "stages", "makespan", "", "bubble", "idle", "peak memory", "", "weights"]
+
+
+class Entry(NamedTuple):
+    """A schedule that is compared, with the times of its stages, and what became of it."""
+
+    schedule: Schedule
+    costs: Costs
+    graph: Graph | None
+    timeline: Timeline
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Print a line for each schedule, relative to the first, and why the others are left out."""
+    costs, sizes = costs_of(options), sizes_of(options)
+    found = {subject.title: _examined(subject, costs, sizes, options.memory) for subject in subjects_of(options)}
+    entries = {title: entry for title, entry in found.items() if isinstance(entry, Entry)}
+    if entries:
+        first = next(iter(entries.values()))
+        _require_equal(entries)
+        print(f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches\n")
+        print(table([HEAD, *([title, *_cells(entry, first)] for title, entry in entries.items())]))
+    for title, reason in found.items():
+        if not isinstance(reason, Entry):
+            print(f"\n{title} is left out: {reason}")
+    timelines = {title: partial(spans, one.schedule, one.costs, one.graph) for title, one in entries.items()}
+    written(options, timelines, sizes=sizes, memory=True)
+    return 0
+
+
+def _examined(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float) -> Entry | str:
+    """The schedule and what it takes, or why it is left out."""
+    try:
+        schedule = subject.make()
+        check(schedule, subject.graph)
+    except (SizeError, ScheduleError) as reason:
+        return str(reason)
+    share = schedule.ranks / schedule.stages
+    own, held = _scaled(costs, share), sizes and _scaled(sizes, share)
+    timeline = simulate(schedule, own, subject.graph, held)
+    peak = max(timeline.peak_memory)
+    if peak > memory:
+        return f"it holds {peak:g} on rank {timeline.peak_memory.index(peak)}, more than {memory:g}."
+    return Entry(schedule, own, subject.graph, timeline)
+
+
+def _scaled(costs: Given, share: float) -> Given:
+    """The costs of a stage that is this share of a rank's part of the model."""
+    values = {field.name: getattr(costs, field.name) for field in fields(costs) if field.name not in NO_WORK}
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            raise UsageError(f"got {name}={value}, expected one number: a rank's, since stages differ. Give their sum.")
+    return replace(costs, **{name: value * share for name, value in values.items() if value is not None})
+
+
+def _require_equal(entries: Mapping[str, Entry]) -> None:
+    """All must have as many ranks and microbatches as the first."""
+    (first, one), *others = entries.items()
+    for title, other in others:
+        for size in ("ranks", "microbatches"):
+            expected, got = getattr(one.schedule, size), getattr(other.schedule, size)
+            if got != expected:
+                raise UsageError(
+                    f"got {title} with {got} {size} and {first} with {expected}, expected as many. Choose --{size}."
+                )
+
+
+def _cells(entry: Entry, first: Entry) -> Iterator[str]:
+    timeline = entry.timeline
+    peak, makespan = max(timeline.peak_memory), timeline.makespan
+    copies = max(len(entry.schedule.placement.stages_on(rank)) for rank in range(entry.schedule.ranks))
+    yield f"{entry.schedule.stages}"
+    yield f"{makespan:g}"
+    yield _relative(makespan, first.timeline.makespan)
+    yield f"{timeline.bubble:.4f}"
+    yield f"{mean(timeline.idle):g}"
+    yield f"{peak:g}"
+    yield _relative(peak, max(first.timeline.peak_memory))
+    yield f"{copies * entry.schedule.ranks / entry.schedule.stages:g}"
+
+
+def _relative(value: float, reference: float) -> str:
+    return f"{100 * (value / reference - 1):+.0f}%" if reference else ""

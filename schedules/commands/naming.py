@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules as they are named on a command line.
+
+    one_f_one_b                              a built-in schedule
+    interleaved_1f1b chunks=3                with a parameter of its own
+    one_f_one_b split_backward               with a transform applied to it; transforms take parameters too
+    mine.py:zigzag depth=2                   a factory in a file of one's own, which is run
+    table.csv                                a table, of a schedule or a program
+    interleaved_1f1b chunks=1..3             one schedule for each value; chunks=1,2,4 likewise
+
+A word with `=` belongs to the name before it; a name of a transform applies to the schedules before it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from math import isfinite
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from schedules import families, transforms
+from schedules.authoring import Factory, Schedule
+from schedules.errors import UsageError
+from schedules.graph import Graph
+from schedules.interchange import Listing, read_csv
+
+Value: TypeAlias = int | float | str | bool | None
+Make: TypeAlias = Callable[[], Schedule]
+
+
+class Subject(NamedTuple):
+    """A schedule to answer for: its name as a title, how to make it, and the program that it was read with, if so."""
+
+    title: str
+    make: Callable[[], Schedule]
+    program: Listing | None = None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The stage graph of the program; `None` for the chain."""
+        return self.program.graph if self.program else None
+
+
+class Phrase(NamedTuple):
+    """A name, and the values that each of its parameters shall take."""
+
+    name: str
+    pairs: dict[str, list[str]]
+
+
+def subjects(words: Sequence[str], sizes: Mapping[str, int]) -> list[Subject]:
+    """All schedules that `words` name, of the given sizes where they do not say others.
+
+    Raises `UsageError` for names and parameters that do not exist.
+
+    >>> [one.title for one in subjects(["gpipe", "one_f_one_b", "split_backward"], {"ranks": 2, "microbatches": 3})]
+    ['gpipe', 'split_backward(one_f_one_b)']
+    """
+    found: list[list[Subject]] = []
+    for phrase in phrases(words):
+        if phrase.name.endswith(".csv"):
+            found.append([_table(phrase)])
+        elif not is_transform(factory := find(phrase.name)):
+            found.append([_made(factory, phrase.name, given, sizes) for given in _each(factory, phrase, sizes)])
+        elif found:
+            found[-1] = [
+                _changed(factory, phrase.name, given, one) for one in found[-1] for given in _each(factory, phrase, {})
+            ]
+        else:
+            raise UsageError(f"got {phrase.name}, expected a schedule before it. Name the one that it is to change.")
+    return [one for group in found for one in group]
+
+
+def phrases(words: Sequence[str]) -> Iterator[Phrase]:
+    """Names, each with the pairs behind it.
+
+    >>> list(phrases(["kfkb", "k=1..3", "gpipe"]))
+    [Phrase(name='kfkb', pairs={'k': ['1', '2', '3']}), Phrase(name='gpipe', pairs={})]
+    """
+    phrase: Phrase | None = None
+    for word in words:
+        pair = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word)
+        if pair and phrase is None:
+            raise UsageError(f"got {word}, expected a schedule's name before it. Put it behind the name.")
+        if pair and phrase:
+            phrase.pairs[pair[1]] = _values(pair[2])
+            continue
+        if phrase:
+            yield phrase
+        phrase = Phrase(word, {})
+    if phrase:
+        yield phrase
+
+
+def _values(text: str) -> list[str]:
+    if bounds := re.fullmatch(r"(-?\d{1,9})\.\.(-?\d{1,9})", text):
+        values = [str(value) for value in range(int(bounds[1]), int(bounds[2]) + 1)]
+    else:
+        values = text.split(",")
+    if not all(values) or not values:
+        raise UsageError(f"got {text!r}, expected a value, as in 2, several, as in 1,2,4, or a range, as in 1..4.")
+    return values
+
+
+def find(name: str) -> Factory[...]:
+    """The factory of that name: of a schedule or a transform that is built in, or in `file.py:function`."""
+    file, colon, function = name.rpartition(":")
+    built_in = getattr(families, name, None) or getattr(transforms, name, None)
+    found = getattr(_run(Path(file)), function, None) if colon else built_in
+    if not isinstance(found, Factory):
+        raise UsageError(
+            f"got {name!r}, expected one of {', '.join(families.__all__)}, a function with @schedule as in "
+            "file.py:function, or a table in a .csv file."
+        )
+    return found
+
+
+def is_transform(factory: Factory[...]) -> bool:
+    """Whether it makes schedules of schedules."""
+    return "schedule" in factory.signature.parameters
+
+
+def parameters(factory: Factory[...]) -> dict[str, inspect.Parameter]:
+    """Its parameters by name, but for the schedule that a transform changes."""
+    return {name: one for name, one in factory.signature.parameters.items() if name != "schedule"}
+
+
+def _run(path: Path) -> object:
+    """The module in a file of the user's."""
+    name = "schedules_of_the_user"  # not the file's own, which may be that of a module in use
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"got {str(path)!r}, expected a Python file. Name it as in file.py:function.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _each(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> Iterator[dict[str, Value]]:
+    """Every combination of the values of the phrase's parameters; `sizes` are given besides."""
+    known = parameters(factory)
+    for name in phrase.pairs:
+        if name not in known:
+            takes = ", ".join(known) or "no parameters"
+            raise UsageError(f"got {name}=, but {phrase.name} takes {takes}. Drop it.")
+    for name, parameter in known.items():
+        if name not in {*phrase.pairs, *sizes} and parameter.default is parameter.empty:
+            raise UsageError(f"{phrase.name} needs {name}. Add it, as in {phrase.name} {name}=2.")
+    values = ([_value(known[name], text) for text in texts] for name, texts in phrase.pairs.items())
+    for chosen in product(*values):
+        yield dict(zip(phrase.pairs, chosen, strict=True))
+
+
+def _value(parameter: inspect.Parameter, text: str) -> Value:
+    """A number, true, false or none; any other text only where the default is one."""
+    if isinstance(parameter.default, str):
+        return text
+    try:
+        value = ast.literal_eval(text.capitalize())
+    except (ValueError, SyntaxError):
+        value = ...
+    if not (value is None or (isinstance(value, int | float) and isfinite(value))):
+        raise UsageError(f"got {parameter.name}={text}, expected a number. Write it as in {parameter.name}=2.")
+    return value
+
+
+def _table(phrase: Phrase) -> Subject:
+    if phrase.pairs:
+        raise UsageError(f"got {next(iter(phrase.pairs))}=, but {phrase.name} has its own sizes. Drop it.")
+    read = read_csv(phrase.name)
+    schedule, program = (read.schedule, read) if isinstance(read, Listing) else (read, None)
+    return Subject(phrase.name, lambda: schedule, program)
+
+
+def _made(factory: Factory[...], name: str, given: dict[str, Value], sizes: Mapping[str, int]) -> Subject:
+    return Subject(_title(name, given), lambda: factory(**{**sizes, **given}))
+
+
+def _changed(factory: Factory[...], name: str, given: dict[str, Value], one: Subject) -> Subject:
+    return Subject(_title(name, given, one.title), lambda: factory(one.make(), **given), one.program)
+
+
+def _title(name: str, given: Mapping[str, Value], *first: str) -> str:
+    inside = [*first, *(f"{parameter}={value}" for parameter, value in given.items())]
+    return f"{name}({', '.join(inside)})" if inside else name
