@@ -20,10 +20,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from schedules.actions import KINDS, Action, parse
 from schedules.authoring import Schedule
+from schedules.channels import Lowered
 from schedules.errors import TableError, VocabularyError
 
 NEIGHBOUR: Mapping[str, int] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
@@ -77,43 +78,40 @@ def _read(text: str) -> tuple[Action, ...]:
     return () if not text or _SHARDING.fullmatch(text) else (parse(text),)
 
 
-class Lowered(Protocol):
-    """A program, whoever lowered it: a schedule's compute actions and its transfers."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule that was lowered."""
-
-    def actions(self, rank: int) -> Iterator[Action]:
-        """The compute actions and transfers of `rank`, in order."""
-
-
 Plan: TypeAlias = Schedule | Lowered
 Words: TypeAlias = Callable[[Plan, int], str]
 
 
 def own(plan: Plan, rank: int) -> str:
     """Every action in its text form, fused pairs in one cell."""
-    return _FUSED.sub(_fuse, ",".join(map(str, plan.actions(rank))))
+    return _fuse(",".join(map(str, plan.actions(rank))))
+
+
+def _fuse(line: str) -> str:
+    return re.sub(r"([0-9]+)OVERLAP_(F[0-9.]+),([0-9]+[BI][0-9.]+)", r"(\1\2;\3)OVERLAP_F_B", line)
 
 
 def pipelining(plan: Plan, rank: int) -> str:
     """What `torch.distributed.pipelining` reads: a schedule as "compute_only", a program as "compute_comms".
 
     In a program `WAIT` is left out, and every stage gathers its weights before its first action and adds up and scales
-    its gradients after its last backward. Raises `TableError` for what that package has no words for: replicas, slices,
-    recomputation, updates, and transfers between stages that are no neighbours.
+    its gradients after its last backward. `lower` wants a queue for each direction, and over NCCL that package has one
+    for all that passes between two ranks: there, write the schedule, and let it do the lowering.
+
+    Raises `TableError` for what that package cannot read: replicas, slices, recomputation, updates, schedules without
+    backwards, and transfers between stages that are no neighbours.
 
     >>> from schedules import gpipe, lower
     >>> pipelining(lower(gpipe(ranks=2, microbatches=1)), 1)
     '1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0'
     """
     schedule = plan if isinstance(plan, Schedule) else plan.schedule
-    if schedule.placement.mirrors:
-        raise TableError(f"got {schedule!r}, whose stages live on two ranks each, expected one. {_NO_WORD}")
+    if schedule.placement.mirrors or not schedule.backward:
+        got = "stages on two ranks each" if schedule.placement.mirrors else "no backward"
+        raise TableError(f"got a schedule with {got}, expected stages on one rank each, and backwards. {_NO_WORD}")
     actions = plan.actions(rank)
     words = (_word(rank, action) for action in actions) if plan is schedule else _sharded(rank, schedule, actions)
-    line = _FUSED.sub(_fuse, ",".join(words))
+    line = _fuse(",".join(words))
     if lone := _LONE.search(line):
         raise TableError(f"rank {rank}: got {lone[0]}, expected 3B0 or 3I0 directly behind it. Put one there.")
     return line
@@ -143,13 +141,5 @@ def _word(rank: int, action: Action) -> str:
     return f"{stage}{kind}{microbatch}"
 
 
-_NO_WORD = "torch.distributed.pipelining has no word for it: write it in our own."
+_NO_WORD = "torch.distributed.pipelining cannot read it: write it in our own words."
 _LONE = re.compile(r"[0-9]+OVERLAP_F[0-9]+")
-_FUSED = re.compile(r"([0-9]+)OVERLAP_(F[0-9.]+)((?:,[0-9]+(?:SEND|RECV)_[FB][0-9]+)*),([0-9]+[BI][0-9.]+)(?=,|$)")
-
-
-def _fuse(found: re.Match[str]) -> str:
-    """The pair in one cell; receives posted between its two come before it, as none of them waits, sends behind."""
-    transfers = found[3].split(",")[1:]
-    receives, sends = ([word for word in transfers if kind in word] for kind in ("RECV", "SEND"))
-    return ",".join((*receives, f"({found[1]}{found[2]};{found[4]})OVERLAP_F_B", *sends))
