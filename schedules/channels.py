@@ -95,6 +95,8 @@ class _Channels:
             return self._compute(rank) and action is not None
         if rank.rest:
             raise rank.error("fused", "stands between the two actions of a fused pair", "Move it in front or behind.")
+        if not (0 <= action.stage < self.placement.stages and 0 <= action.peer < self.placement.stages):
+            raise rank.error("known_ends", "names a stage that does not exist", "Name the two stages of an edge.")
         word, _, what = action.kind.partition("_")
         if word == "RECV":
             return self._receive(rank, (what, action.peer, action.microbatch, action.stage, action.slice))

@@ -153,7 +153,9 @@ class _Run:
                 yield from handler(self, rank, action)
 
     def _holds(self, rank: int, action: Action) -> bool:
-        if not 0 <= action.stage < self.graph.stages:
+        if not all(0 <= stage < self.graph.stages for stage in (action.stage, action.peer) if stage is not None):
+            return False
+        if (action.slice is None) != (self.schedule.slices == 1 or action.kind[-1] in "GU"):
             return False
         ends = self.placement.replicas(action.stage)
         return rank in ends and (
@@ -249,7 +251,7 @@ class _Run:
     def _update(self, rank: int, action: Action) -> Steps:
         _, s, i, _, _ = action
         needed = {(j, part) for j, part in self._expected(s, rank) if j <= i}
-        if i <= self.updated[s, rank] or not needed <= self.done[s, rank]:
+        if not self.updated[s, rank] < i < self.schedule.microbatches or not needed <= self.done[s, rank]:
             raise self._cannot(rank, "Update with gradients that are there, each once.")
         self.updated[s, rank] = i
         yield from ()

@@ -17,7 +17,7 @@ class OnlyTheStandardLibrary:
 
 sys.meta_path.insert(0, OnlyTheStandardLibrary())
 import schedules
-names = [m.name for m in pkgutil.walk_packages(schedules.__path__, "schedules.") if m.name != "schedules.testing"]
+names = [m.name for m in pkgutil.walk_packages(schedules.__path__, "schedules.") if not m.name.startswith("schedules.testing")]
 for name in names:
     importlib.import_module(name)
 try:

@@ -163,7 +163,7 @@ def test_a_makespan_below_the_bounds_is_found(monkeypatch):
     s = one_f_one_b(3, 4)
     too_short = simulate(gpipe(3, 2))
     require_bounds(s, chain(3), Costs(comm=100))
-    monkeypatch.setattr("schedules.testing.simulate", lambda *_: too_short)
+    monkeypatch.setattr("schedules.testing.suite.simulate", lambda *_: too_short)
     with pytest.raises(AssertionError, match="is less than the work"):
         require_bounds(s, chain(3), Costs(F=100))
     with pytest.raises(AssertionError, match="that one microbatch takes"):

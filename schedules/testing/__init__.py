@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Property tests for schedules: strategies, and a whole suite in one line. Needs Hypothesis.
+
+Problem. A schedule that works for 4 ranks and 8 microbatches may fail for 3 and 2, and nobody writes that test.
+
+Idea. `conformance(factory)` is a test: Hypothesis looks for sizes, a stage graph and costs with which something that
+must hold for every schedule does not, shrinks them, and the picture of the smallest such schedule is in the message.
+
+    from schedules.testing import conformance
+    test_mine = conformance(mine)
+"""
+
+from schedules.testing.mutants import mutants
+from schedules.testing.orders import orders
+from schedules.testing.strategies import costs, graphs, schedules, sizes
+from schedules.testing.suite import conformance, require_bounds, require_matching_ends, require_round_trip
+
+__all__ = [
+    "conformance",
+    "costs",
+    "graphs",
+    "mutants",
+    "orders",
+    "require_bounds",
+    "require_matching_ends",
+    "require_round_trip",
+    "schedules",
+    "sizes",
+]

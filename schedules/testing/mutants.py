@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strategy for what is nearly right: schedules and programs with something edited.
+
+A checker is worth as much as what it refuses. `mutants` drops, duplicates, swaps and moves actions, and changes their
+stage, microbatch, slice, kind or peer; of a lowered program, transfers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from schedules.actions import KINDS, Action
+from schedules.authoring import Schedule
+from schedules.channels import Lowered
+from schedules.graph import Graph
+from schedules.transforms import transform
+
+Rows = list[list[Action]]
+EDITS = ("drop", "duplicate", "swap", "neighbours", "move", "away", "stage", "microbatch", "slice", "kind", "peer")
+COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
+TRANSFERS = tuple(kind for kind, word in KINDS.items() if word.mark)
+
+
+@transform
+def edited(rank: int, schedule: Schedule, rows: tuple[tuple[Action, ...], ...]) -> Iterator[Action]:
+    """These rows in place of the schedule's own actions."""
+    yield from rows[rank]
+
+
+@dataclass(frozen=True)
+class Edited:
+    """A program of which something was edited, and the schedule of its compute actions."""
+
+    schedule: Schedule
+    graph: Graph
+    rows: tuple[tuple[Action, ...], ...]
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """One rank's compute actions and transfers."""
+        return iter(self.rows[rank])
+
+
+@st.composite
+def mutants(draw: st.DrawFn, plan: Schedule) -> Schedule:
+    """The schedule after one or two edits; it may still be right."""
+    return _schedule(plan, draw(_edits(_rows(plan), plan)))
+
+
+@st.composite
+def mutant_programs(draw: st.DrawFn, program: Lowered) -> Edited:
+    """The program after one or two edits; it may still be right."""
+    rows = draw(_edits(_rows(program), program.schedule))
+    computed = [[action for action in row if action.peer is None] for row in rows]
+    return Edited(_schedule(program.schedule, computed), program.graph, tuple(map(tuple, rows)))
+
+
+def _rows(plan: Schedule | Lowered) -> Rows:
+    ranks = plan.ranks if isinstance(plan, Schedule) else plan.schedule.ranks
+    return [list(plan.actions(rank)) for rank in range(ranks)]
+
+
+def _schedule(original: Schedule, rows: Sequence[Sequence[Action]]) -> Schedule:
+    return edited(original, tuple(map(tuple, rows)))
+
+
+@st.composite
+def _edits(draw: st.DrawFn, rows: Rows, schedule: Schedule) -> Rows:
+    for _ in range(draw(st.integers(1, 2))):
+        _edit(draw, rows, schedule)
+    return rows
+
+
+def _edit(draw: st.DrawFn, rows: Rows, schedule: Schedule) -> None:
+    row = draw(st.sampled_from([row for row in rows if row] or [[Action("F", 0, 0)]]))
+    at, to, what = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1)), draw(st.sampled_from(EDITS))
+    if what == "drop":
+        del row[at]
+    elif what == "duplicate":
+        row.insert(to, row[at])
+    elif what == "swap":
+        row[at], row[to] = row[to], row[at]
+    elif what == "neighbours":
+        row[at - 1], row[at] = row[at], row[at - 1]
+    elif what == "move":
+        row.insert(to, row.pop(at))
+    elif what == "away":
+        other = draw(st.sampled_from(rows))
+        other.insert(draw(st.integers(0, len(other))), row.pop(at))
+    else:
+        changed: dict[str, Any] = {what: draw(_values(what, row[at], schedule))}
+        row[at] = row[at]._replace(**changed)
+
+
+def _values(field: str, action: Action, schedule: Schedule) -> st.SearchStrategy[str | int | None]:
+    """What a field may be changed to: one number too far included."""
+    if field == "kind":
+        return st.sampled_from(COMPUTE if action.peer is None else TRANSFERS)
+    if field == "slice":
+        return st.none() | st.integers(0, schedule.slices)
+    if field == "peer" and action.peer is None:
+        return st.none()
+    return st.integers(0, schedule.microbatches if field == "microbatch" else schedule.stages)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strategy for any correct schedule whatever, with the stage graph that it is correct for.
+
+Families are orderly; a checker, a lowering or an executor must be right for orders that nobody would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, pairwise
+
+from hypothesis import strategies as st
+
+from schedules.actions import KINDS, Action
+from schedules.authoring import Schedule
+from schedules.errors import ScheduleError
+from schedules.graph import Graph
+from schedules.interchange import table
+from schedules.placement import Placement
+from schedules.replay import makes, needs
+from schedules.rules import check
+from schedules.testing.strategies import graphs
+
+
+@st.composite
+def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int = 4) -> tuple[Schedule, Graph]:
+    """Any correct schedule of at most these sizes, with the graph that it is correct for.
+
+    A placement and a graph at random, with one route or two; then, again and again, any action whose data are there:
+    whole backwards and halves of them mixed, forwards with and without recomputation, slices, updates of the weights;
+    some neighbours fused. Shrinks towards one microbatch after the other.
+    """
+    S, M, slices = draw(st.integers(1, stages)), draw(st.integers(1, microbatches)), draw(st.sampled_from([1, 1, 1, 2]))
+    routes = draw(st.integers(1, min(2, M)))
+    homes = [draw(st.lists(st.integers(0, ranks - 1), min_size=S, max_size=S)) for _ in range(routes)]
+    used = sorted({rank for route in homes for rank in route})
+    first, *mirrors = (tuple(used.index(rank) for rank in route) for route in homes)
+    placement = Placement(len(used), first, tuple(mirror for mirror in mirrors if mirror != first))
+    graph = draw(graphs(S))
+    rows: list[list[Action]] = [[] for _ in used]
+    for action in _any_order(draw, graph, M, slices):
+        rows[placement.home(action.stage, action.microbatch)].append(action)
+    _sum_replicas(placement, M, rows)
+    if not placement.mirrors and draw(st.booleans()):
+        _update_weights(draw, slices, rows)
+    return _fused(draw, rows, graph), graph
+
+
+def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) -> Iterator[Action]:
+    """All compute actions of all units, each at a moment at which what it needs is there."""
+    parts = [None] if slices == 1 else [*range(slices)]
+    each = [(s, i, part) for i in range(microbatches) for part in parts for s in range(graph.stages)]
+    split, recomputed = (draw(st.sets(st.sampled_from(each))) for _ in "ab")
+    waiting = [
+        Action(kind, *unit[:2], None, unit[2])
+        for unit in each
+        for kind in ("CR" if unit in recomputed else "F") + ("IW" if unit in split else "B")
+    ]
+    made = set[tuple[object, ...]]()
+    while waiting:
+        ready = [action for action in waiting if made.issuperset(_tokens(action, graph, slices, recomputed))]
+        action = ready[draw(st.integers(0, len(ready) - 1))]
+        waiting.remove(action)
+        made.add((*makes(action), action.slice))
+        yield action
+
+
+def _tokens(
+    action: Action, graph: Graph, slices: int, recomputed: set[tuple[int, int, int | None]]
+) -> Iterator[tuple[object, ...]]:
+    """What an action needs, slice by slice: the slice before it going forward, the one behind it going back."""
+    kind, s, i, _, part = action
+    for token in needs(action, graph):
+        yield (*token, part)
+    if kind in ("B", "I") and (s, i, part) in recomputed:
+        yield "R", s, i, part
+    if part is not None and (crosses := KINDS[kind].crosses):
+        neighbour = part - 1 if crosses == "F" else part + 1
+        if 0 <= neighbour < slices:
+            yield crosses, s, i, neighbour
+
+
+def _sum_replicas(placement: Placement, microbatches: int, rows: list[list[Action]]) -> None:
+    """Where a stage has replicas, each ends with the sum of their gradients."""
+    for s in range(placement.stages):
+        for route, homes in enumerate(placement.routes):
+            if len(placement.replicas(s)) > 1:
+                last = range(route, microbatches, len(placement.routes))[-1]
+                rows[homes[s]].append(Action("G", s, last))
+
+
+def _update_weights(draw: st.DrawFn, slices: int, rows: list[list[Action]]) -> None:
+    """Updates of every stage, after some of the microbatches up to which all are done, and after the last."""
+    for row in rows:
+        for s in {action.stage for action in row}:
+            total = sum(action.stage == s and KINDS[action.kind].after == "done" for action in row)
+            done, applied, at = set[tuple[int, int | None]](), -1, 0
+            while at < len(row):
+                action, at = row[at], at + 1
+                if action.stage == s and KINDS[action.kind].after == "done":
+                    done.add((action.microbatch, action.slice))
+                    full = next(i for i in count() if sum(j == i for j, _ in done) < slices) - 1
+                    if full > applied and (len(done) == total or draw(st.booleans())):
+                        row.insert(at, Action("U", s, full))
+                        applied, at = full, at + 1
+
+
+def _fused(draw: st.DrawFn, rows: list[list[Action]], graph: Graph) -> Schedule:
+    """The schedule of these rows, with some neighbours fused where it stays correct."""
+    for row in rows:
+        for at, (first, second) in enumerate(pairwise(row)):
+            if first.kind == "F" and second.kind in "BI" and draw(st.booleans()):
+                row[at] = first._replace(kind="OVERLAP_F")
+                try:
+                    check(_table(rows), graph)
+                except ScheduleError:
+                    row[at] = first
+    return _table(rows)
+
+
+def _table(rows: list[list[Action]]) -> Schedule:
+    return table(rows=tuple(",".join(map(str, row)) for row in rows))

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies for what a schedule is tried with: sizes, costs, stage graphs; and for schedules themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from schedules.authoring import SIZES, Schedule
+from schedules.costs import Costs
+from schedules.errors import SizeError
+from schedules.graph import Edge, Graph
+
+RANKS, MICROBATCHES, CHUNKS = 8, 12, 4
+
+
+def sizes() -> st.SearchStrategy[tuple[int, int]]:
+    """Ranks from 1 to 8 and microbatches from 1 to 12."""
+    return st.tuples(st.integers(1, RANKS), st.integers(1, MICROBATCHES))
+
+
+def costs() -> st.SearchStrategy[Costs]:
+    """Costs in quarters, whose sums floating point keeps exactly."""
+    times = st.integers(1, 20).map(lambda quarters: quarters / 4)
+    return st.builds(Costs, F=times, B=times, I=times, W=times, comm=st.just(0) | times)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, stages: int) -> Graph:
+    """Stage graphs in which every stage but the first is fed by an earlier one.
+
+    Cotangents flow back along some of the values' edges and along others too; some stages share parameters.
+    """
+
+    def edges(smallest: int) -> frozenset[Edge]:
+        starts = (draw(st.sets(st.integers(0, t - 1), min_size=smallest, max_size=3)) for t in range(1, stages))
+        return frozenset((s, t) for t, these in enumerate(starts, 1) for s in these)
+
+    values = edges(1)
+    dead = draw(st.sets(st.sampled_from(sorted(values)), max_size=3)) if values else set()
+    extra = draw(st.just(frozenset[Edge]()) | st.builds(edges, st.just(0)))
+    shared = draw(st.just(frozenset[Edge]()) | st.builds(edges, st.just(0)))
+    return Graph(stages, values, (values - dead) | extra, shared)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> Schedule:
+    """What one of the factories makes of `sizes`, and of 1 to 4 for whatever else it takes that is an `int`.
+
+    Sizes that the factory refuses with `SizeError` are passed over.
+    """
+    factory: Callable[..., Schedule] = draw(st.sampled_from(factories))
+    ranks, microbatches = draw(sizes())
+    others = {name: draw(st.integers(1, CHUNKS)) for name in _numbers(factory)}
+    try:
+        return factory(ranks=ranks, microbatches=microbatches, **others)
+    except SizeError:
+        reject()
+
+
+def _numbers(factory: Callable[..., Schedule]) -> list[str]:
+    """What a factory takes beyond ranks and microbatches that is an `int`, or by its name a size."""
+    others = [p for p in inspect.signature(factory).parameters.values() if p.name not in ("ranks", "microbatches")]
+    return [p.name for p in others if p.annotation in (int, "int") or type(p.default) is int or p.name in SIZES]

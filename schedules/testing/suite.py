@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole suite of properties for one factory of schedules."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import schedules as package
+from schedules.actions import KINDS, Action
+from schedules.authoring import Factory, Schedule
+from schedules.channels import Lowered, target_of
+from schedules.costs import Costs
+from schedules.graph import Edge, Graph, chain
+from schedules.interchange import table
+from schedules.interpreter import prove
+from schedules.lowering import lower
+from schedules.networks import receive_of, send_of
+from schedules.replay import makes, needs
+from schedules.rules import check
+from schedules.simulation import simulate
+from schedules.testing.strategies import costs, graphs, schedules
+
+ALMOST = 1e-6  # thirds and the like do not add up exactly
+
+
+@st.composite
+def _cases(draw: st.DrawFn, factory: Callable[..., Schedule]) -> tuple[Schedule, Graph, Costs]:
+    schedule = draw(schedules([factory]))
+    return schedule, draw(st.just(chain(schedule.stages)) | graphs(schedule.stages)), draw(costs())
+
+
+def conformance(factory: Callable[..., Schedule]) -> Callable[[], None]:
+    """A test for pytest that `factory(ranks=, microbatches=)`, with `chunks=` if it takes them, makes good schedules.
+
+    For 1 to 8 ranks, 1 to 12 microbatches, the chain or any graph, and any costs:
+
+    - `check` accepts it, and its `repr` and its pickle give it back;
+    - of every channel of its program, both ends post the same messages in the same order;
+    - run on formulas it computes the whole model, as it is and lowered, with tags and without (`interpreter.prove`);
+    - its simulated makespan is at least the busiest rank's work and the time of one microbatch on its way.
+
+    >>> from schedules import one_f_one_b, split_backward
+    >>> test_one_f_one_b = conformance(one_f_one_b)
+    >>> test_split = conformance(lambda ranks, microbatches: split_backward(one_f_one_b(ranks, microbatches)))
+    """
+
+    @settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+    @given(case=_cases(factory))
+    def conforms(case: tuple[Schedule, Graph, Costs]) -> None:
+        schedule, graph, times = case
+        with _drawn(schedule):
+            check(schedule, graph)
+            require_round_trip(schedule)
+            require_matching_ends(lower(schedule, graph))
+            prove(schedule, graph)
+            require_bounds(schedule, graph, times)
+
+    conforms.__doc__ = f"{factory!r} makes schedules that conform."
+    return conforms
+
+
+def require_round_trip(schedule: Schedule) -> None:
+    """`repr` evaluates to an equal schedule, and so does its pickle, if its factories can be imported."""
+    again = eval(repr(schedule), {**vars(package), "table": table, **_factories(schedule)})
+    assert again == schedule, f"repr gives {again!r}, expected {schedule!r}. Give the arguments a repr that evaluates."
+    if all(_importable(factory) for factory in _factories(schedule).values()):
+        copy = pickle.loads(pickle.dumps(schedule))
+        assert copy == schedule, f"pickle gives {copy!r}, expected {schedule!r}. Give the arguments an equality."
+
+
+def _factories(schedule: Schedule) -> dict[str, Factory[...]]:
+    """By name: the schedule's factory, and those of the schedules among its arguments."""
+    inner = [value for _, value in schedule.arguments if isinstance(value, Schedule)]
+    found = {name: factory for one in inner for name, factory in _factories(one).items()}
+    return {**found, schedule.factory.__name__: schedule.factory}
+
+
+def _importable(factory: Factory[...]) -> bool:
+    return getattr(sys.modules.get(factory.__module__), factory.__qualname__, None) is factory
+
+
+def require_matching_ends(program: Lowered) -> None:
+    """Per channel, the receives posted at one end are the sends posted at the other, in the same order."""
+    placement = program.schedule.placement
+    sends: dict[Edge, list[Action]] = defaultdict(list)
+    receives: dict[Edge, list[Action]] = defaultdict(list)
+    for rank in range(program.schedule.ranks):
+        for action in program.actions(rank):
+            kind, s, i, peer, part = action
+            if kind.startswith("SEND") and peer is not None:
+                sends[rank, target_of((kind[5:], s, i, peer, part), placement)].append(receive_of(action))
+            if kind.startswith("RECV"):
+                send = send_of(action)
+                receives[placement.home(send.stage, send.microbatch), rank].append(action)
+    assert receives == sends, f"posted are the receives {receives}, expected {sends}. Post them in the sender's order."
+
+
+def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
+    """No timeline is shorter than the work of one rank, nor than the way of one microbatch through all stages."""
+    makespan = simulate(schedule, times, graph).makespan
+    share = {kind: schedule.slices if word.after else 1 for kind, word in KINDS.items()}
+    work = [
+        sum(times.time(a.kind, a.stage) / share[a.kind] for a in schedule.actions(rank))
+        for rank in range(schedule.ranks)
+    ]
+    way = _way(schedule, graph, times)
+    assert makespan >= max(work) - ALMOST, (
+        f"makespan {makespan} is less than the work {max(work)} of rank {work.index(max(work))}."
+    )
+    assert makespan >= way - ALMOST, f"makespan {makespan} is less than the {way} that one microbatch takes."
+
+
+def _way(schedule: Schedule, graph: Graph, times: Costs) -> float:
+    """The time of microbatch 0, or of its last slice, through all stages and back, if no rank keeps it waiting."""
+    home, done = schedule.placement.homes, dict[tuple[str, int, int], float]()
+    each = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    mine = [a for a in each if a.microbatch == 0 and a.slice in (None, schedule.slices - 1) and KINDS[a.kind].after]
+    rising = sorted((a for a in mine if KINDS[a.kind].crosses == "F"), key=lambda a: a.stage)
+    falling = sorted((a for a in mine if KINDS[a.kind].crosses == "B"), key=lambda a: -a.stage)
+    recomputed = [a for a in mine if a.kind == "R"]
+    for action in (*rising, *recomputed, *falling, *(a for a in mine if a.kind == "W")):
+        s = action.stage
+        ready = (
+            done[token] + times.transfer(token[0], token[1], home[token[1]], home[s]) for token in needs(action, graph)
+        )
+        done[makes(action)] = max(ready, default=0) + times.time(action.kind, s) / schedule.slices
+    return max(done.values())
+
+
+@contextmanager
+def _drawn(schedule: Schedule) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{schedule!r}\n{schedule}")
+        raise
