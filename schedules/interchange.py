@@ -124,8 +124,10 @@ class Listing:
 def listing(rows: tuple[str, ...]) -> Listing:
     """The program that `rows` spell out: one text per rank, of compute actions and transfers between commas.
 
-    If the transfers name no peers, the graph is the chain of the stages. If they do, it has the edges that they name;
-    but those inside a rank leave no trace, so it is the chain again if they name just what a chain sends across ranks.
+    If no transfer names its peer, the graph is the chain of the stages. If they do, edges inside a rank leave no trace:
+    values flow along the chain if none is named beside it, else along those that are named. So do cotangents, but their
+    chain must be named in full, for they end where stages are frozen.
+
     Raises `TableError` as `table` does, and for a transfer to or from a stage that stands on no line or on the wrong
     side. Whether the program is correct is for `check` to say.
 
@@ -140,7 +142,8 @@ def listing(rows: tuple[str, ...]) -> Listing:
     if not any(mark in row for row in rows for mark in "<>"):
         return Listing(rows, Graph(schedule.stages, line, line))
     across = {(s, t) for s, t in line for homes in schedule.placement.routes if homes[s] != homes[t]}
-    values, cotangents = (line if found[word] == across else frozenset(found[word]) for word in "FB")
+    values = line if found["F"] <= across else frozenset(found["F"])
+    cotangents = line if found["B"] == across else frozenset(found["B"])  # fewer, where early stages are frozen
     return Listing(rows, Graph(schedule.stages, values, cotangents, frozenset(found["G"])))
 
 

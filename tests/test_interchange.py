@@ -17,6 +17,7 @@ from schedules import (
     Graph,
     Placement,
     Schedule,
+    ScheduleError,
     TableError,
     chain,
     check,
@@ -196,6 +197,15 @@ def test_a_chain_is_a_chain_on_any_route():
     program = lower(s)
     again = read(written(program))
     assert (again.graph, again.channels, rows(again)) == (chain(3), program.channels, rows(program))
+
+
+def test_transfers_that_are_missing_at_both_ends_are_missed():
+    text = written(lower(gpipe(ranks=3, microbatches=1)))
+    for cell in ("1SEND_F0>2,", "1WAIT_F0>2", "2RECV_F0<1,"):
+        assert cell in text
+        text = text.replace(cell, "")
+    with pytest.raises(ScheduleError):
+        check(read(text))
 
 
 def test_where_transfers_name_other_edges_the_graph_has_no_more():
