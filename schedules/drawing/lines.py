@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import islice
-from math import floor
+from itertools import islice, pairwise
+from math import ceil, floor
 from sys import maxsize
 from typing import NamedTuple
 
@@ -56,10 +56,12 @@ def text(
     timeline, error = _simulated(schedule, costs, graph, error)
     drawn = strip(timeline, map(schedule.placement.stages_on, range(schedule.ranks)))
     names, rows, width = _table(drawn, error, paint)
-    room = max(1, (columns - len(names[0]) - 1) // width)
+    cells = len(rows[0])
+    count = ceil(cells / max(1, (columns - len(names[0]) - 1) // width))
+    edges = [ceil(cells * block / count) for block in range(count)] + [cells]
     blocks = (
-        "\n".join(f"{name}{''.join(row[first : first + room])}|" for name, row in zip(names, rows, strict=True))
-        for first in range(0, len(rows[0]), room)
+        "\n".join(f"{name}{''.join(row[first:last])}|" for name, row in zip(names, rows, strict=True))
+        for first, last in pairwise(edges)
     )
     return "\n\n".join(blocks) + (f"\n{error}" if error else "")
 

@@ -7,6 +7,7 @@ same. Stages of one rank differ in lightness.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
@@ -32,7 +33,7 @@ LOOKS: Mapping[str, Look] = MappingProxyType(
         "C": Look("C", "#3f97dc", "checkpointed forward"),
         "OVERLAP_F": Look("F", "#8c9cf0", "forward, overlapped with the backward behind it", "&"),
         "R": Look("R", "#cc79a7", "recomputation"),
-        "B": Look("B", "#45c49a", "backward"),
+        "B": Look("B", "#45c484", "backward"),
         "I": Look("I", "#e69f00", "backward, input half"),
         "W": Look("W", "#efe04a", "backward, weight half"),
         "G": Look("G", "#a6a6a6", "sum of the replicas' gradients"),
@@ -71,8 +72,11 @@ def ansi(text: str, colour: str) -> str:
     >>> ansi("F0", shade("F", 0))
     '\x1b[38;5;16;48;5;74mF0\x1b[0m'
     """
-    red, green, blue = (max(0, (part - 35) // 40) for part in _parts(colour))  # levels 0, 95, 135, ... 255
+    red, green, blue = (bisect(_MIDDLES, part) for part in _parts(colour))
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}\x1b[0m"
+
+
+_MIDDLES = (48, 115, 155, 195, 235)  # between the levels that each of the three has: 0, 95, 135, 175, 215, 255
 
 
 def legend(kinds: Iterable[str], paint: Paint = plain) -> str:
