@@ -4,6 +4,7 @@
 from schedules.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
 from schedules.authoring import Factory, Limits, Schedule, schedule
 from schedules.costs import Costs, Link, Sizes
+from schedules.critical import CriticalPath, critical_path
 from schedules.errors import (
     GraphError,
     PipelineError,
@@ -28,6 +29,7 @@ __all__ = [
     "B",
     "C",
     "Costs",
+    "CriticalPath",
     "F",
     "Factory",
     "G",
@@ -54,6 +56,7 @@ __all__ = [
     "bidirectional",
     "chain",
     "check",
+    "critical_path",
     "dag",
     "forwards",
     "gpipe",

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The critical path: which actions and transfers decide how long a step takes, and what to shorten first.
+
+Idea. Every action starts when its rank became free or when the last thing it needed arrived. Followed backwards from
+the action that ends last, that gives one unbroken chain of actions and transfers as long as the makespan. A little less
+time for a kind of action saves as many times that as it stands on the chain, as long as no other chain is longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from schedules.actions import KINDS, Action
+from schedules.authoring import Schedule
+from schedules.costs import Costs
+from schedules.graph import Graph
+from schedules.replay import Span, needs
+from schedules.simulation import spans
+from schedules.wiring import graph_of
+
+Maker: TypeAlias = tuple[str, int, int, int | None]  # what a stage has made, for which microbatch and slice
+_ALMOST = 1e-9
+
+
+class Stretch(NamedTuple):
+    """One action on the path, and the time for which what it waited for was on its way to it."""
+
+    span: Span
+    transfer: float
+
+
+class Share(NamedTuple):
+    """How much of the makespan goes to one thing: `F of stage 3`, `transfers from rank 0 to rank 1`; how often."""
+
+    what: str
+    time: float
+    passes: int
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """`stretches`, from first to last; `shares`, by what takes most time on it: what to shorten first.
+
+    >>> from schedules import gpipe
+    >>> path = critical_path(gpipe(ranks=2, microbatches=1), Costs(F=1, B=2, comm=0.5))
+    >>> " ".join(str(stretch.span.action) for stretch in path.stretches)
+    '0F0 1F0 1B0 0B0'
+    >>> [f"{share.what}: {share.time:g}" for share in path.shares[:3]]
+    ['B of stage 0: 2', 'B of stage 1: 2', 'F of stage 0: 1']
+    """
+
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What the time of the path goes to, most first."""
+        found: dict[str, list[float]] = {}
+        before = None
+        for span, transfer in self.stretches:
+            found.setdefault(f"{span.action.kind} of stage {span.action.stage}", []).append(span.end - span.start)
+            if transfer and before is not None:
+                found.setdefault(f"transfers from rank {before.rank} to rank {span.rank}", []).append(transfer)
+            before = span
+        shares = [Share(what, sum(times), len(times)) for what, times in found.items()]
+        return tuple(sorted(shares, key=lambda share: (-share.time, share.what)))
+
+
+def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> CriticalPath:
+    """The path that decides the makespan of `schedule` under `costs`. All spans are kept.
+
+    Of several equally long ones, the one that stays on its rank where it can. Raises as `schedules.spans` does.
+    """
+    graph = graph_of(schedule, graph)
+    played = _Played(schedule, graph, spans(schedule, costs, graph))
+    span: Span | None = max(played.all, key=lambda span: span.end)
+    stretches: list[Stretch] = []
+    while span is not None:
+        before, transfer = played.before(span, costs)
+        stretches.append(Stretch(span, transfer))
+        span = before
+    return CriticalPath(tuple(reversed(stretches)))
+
+
+class _Played:
+    """All spans of a timeline, by what they made, and by their place on their rank."""
+
+    def __init__(self, schedule: Schedule, graph: Graph, played: Iterable[Span]) -> None:
+        self.schedule, self.graph = schedule, graph
+        self.all = list(played)
+        self.previous: dict[Action, Span] = {}
+        self.made: dict[Maker, Span] = {}
+        self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
+        last: dict[int, Span] = {}
+        for span in self.all:
+            if span.rank in last:
+                self.previous[span.action] = last[span.rank]
+            last[span.rank] = span
+            word = KINDS[span.action.kind]
+            if word.crosses:
+                self.made[word.crosses, span.action.stage, span.action.microbatch, span.action.slice] = span
+            if word.after == "done":
+                self.gradients[span.action.stage, span.rank] = span
+
+    def before(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
+        """The span whose end, or whose transfer's arrival, let this one start; and how long the transfer took."""
+        previous = self.previous.get(span.action)
+        if previous is not None and previous.end >= span.start - _ALMOST:
+            return previous, 0.0
+        for maker, what in self._makers(span.action):
+            transfer = costs.transfer(what, maker.action.stage, maker.rank, span.rank)
+            if maker.end + transfer >= span.start - _ALMOST:
+                return maker, transfer
+        return None, 0.0
+
+    def _makers(self, action: Action) -> Iterator[tuple[Span, str]]:
+        _, s, i, _, part = action
+        for what, peer, _ in needs(action, self.graph):
+            if peer != s:
+                yield self.made[what, peer, i, part], what
+        if action.kind == "G":
+            for rank in self.schedule.placement.replicas(s):
+                yield self.gradients[s, rank], "G"
+        if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for what its second action needs
+            partner = next(later for later, earlier in self.previous.items() if earlier.action == action)
+            yield from self._makers(partner)
