@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from schedules.actions import Action, B, F
-from schedules.authoring import schedule
+from schedules.authoring import Limits, schedule
 from schedules.placement import linear
 
 
-@schedule(placement=linear)
+@schedule(placement=linear, limits=Limits(memory=lambda rank, ranks, microbatches: microbatches))
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965, section 2.3).
 
@@ -25,3 +25,17 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         yield F(rank, i)
     for i in range(microbatches):
         yield B(rank, i)
+
+
+@schedule(placement=linear, backward=False)
+def forward_only(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Forwards, and nothing comes back: inference (the fill of GPipe, arXiv 1811.06965, section 2.3).
+
+    Idle time per rank: `(P - 1) F`. Peak memory: none, since nothing is kept for a backward.
+
+    >>> print(forward_only(ranks=2, microbatches=3))
+    rank 0 |F0 F1 F2 .  |
+    rank 1 |.  F0 F1 F2 |
+    """
+    for i in range(microbatches):
+        yield F(rank, i)

@@ -1,16 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward, one backward: a microbatch leaves before the next one enters."""
+"""One forward, one backward: a microbatch leaves before the next one enters.
+
+Idea. Such a schedule is two orders, of forwards and of backwards, and how many forwards a rank runs ahead. `alternate`
+makes a schedule of them; families differ in the three.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
+from typing import TypeAlias, TypeVar
 
 from schedules.actions import Action, B, F
-from schedules.authoring import schedule
+from schedules.authoring import Limits, schedule
+from schedules.errors import SizeError
 from schedules.placement import linear
 
+Step = TypeVar("Step")
+Pass: TypeAlias = Callable[[int, int], Action]
 
-@schedule(placement=linear)
+
+def alternate(ahead: int, forwards: Iterator[Step], backwards: Iterator[Step]) -> Iterator[Step]:
+    """So many forwards ahead, then one forward, one backward, until only backwards are left.
+
+    >>> list(alternate(1, iter("FGH"), iter("bcd")))
+    ['F', 'G', 'b', 'H', 'c', 'd']
+    """
+    yield from islice(forwards, ahead)
+    for forward, backward in zip(forwards, backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards
+
+
+def passes(steps: Sequence[tuple[Pass, int]], groups: Iterable[range]) -> Iterator[Action]:
+    """Group by group, every microbatch of the group through one step, a kind of pass on a stage, then the next step.
+
+    >>> list(passes([(F, 0), (F, 4)], [range(2), range(2, 3)]))
+    [F(0, 0), F(0, 1), F(4, 0), F(4, 1), F(0, 2), F(4, 2)]
+    """
+    return chain.from_iterable(map(kind, repeat(stage), group) for group in groups for kind, stage in steps)
+
+
+@schedule(placement=linear, limits=Limits(memory=lambda rank, ranks, microbatches: min(ranks - rank, microbatches)))
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """1F1B: fill until the first cotangent can come back, then alternate (arXiv 2006.09503, section 2).
 
@@ -20,11 +52,48 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 0 |F0 F1 .  .  B0    F2 B1    .  B2    |
     rank 1 |.  F0 B0    F1 B1    F2 B2    .  .  |
     """
-    warmup = min(ranks - 1 - rank, microbatches)
-    for i in range(warmup):
-        yield F(rank, i)
-    for i in range(microbatches - warmup):
-        yield F(rank, warmup + i)
-        yield B(rank, i)
-    for i in range(microbatches - warmup, microbatches):
-        yield B(rank, i)
+    every = [range(microbatches)]
+    return alternate(ranks - 1 - rank, passes([(F, rank)], every), passes([(B, rank)], every))
+
+
+@schedule(
+    placement=linear, limits=Limits(memory=lambda rank, ranks, microbatches: min(2 * (ranks - rank) - 1, microbatches))
+)
+def eager_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Eager 1F1B: two forwards ahead for each later rank, so that transfers overlap (arXiv 2211.05322, section 4).
+
+    Idle time per rank: `(P - 1) (F + B + 2 comm)` while `2 comm <= F + B`; 1F1B idles longer as soon as transfers take
+    any time. Peak memory: `min(2 (P - r) - 1, M)` microbatches on rank `r`.
+
+    >>> print(eager_1f1b(ranks=3, microbatches=4))
+    rank 0 |F0 F1 F2 F3 .  .  .  B0    .  B1    .  B2    .  B3    |
+    rank 1 |.  F0 F1 F2 .  B0    F3 B1    .  B2    .  B3    .  .  |
+    rank 2 |.  .  F0 B0    F1 B1    F2 B2    F3 B3    .  .  .  .  |
+    """
+    every = [range(microbatches)]
+    return alternate(2 * (ranks - 1 - rank), passes([(F, rank)], every), passes([(B, rank)], every))
+
+
+def _positive_groups(ranks: int, microbatches: int, k: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise SizeError.of("kfkb", "k", k, "an integer of at least 1", "Choose k >= 1; with k=1 it is 1F1B.")
+
+
+@schedule(
+    placement=linear,
+    limits=Limits(memory=lambda rank, ranks, microbatches, k: min(k * (ranks - rank), microbatches)),
+    requires=_positive_groups,
+)
+def kfkb(rank: int, ranks: int, microbatches: int, k: int = 2) -> Iterator[Action]:
+    """kFkB: 1F1B of groups of `k` microbatches, the last of them smaller if need be (Ada-Grouper, arXiv 2303.01675).
+
+    Idle time per rank: `(P - 1) (F + B + 2 comm)` while `2 comm <= (k - 1) (F + B)`: a group's transfers overlap with
+    the rest of the group. Peak memory: `min(k (P - r), M)` microbatches on rank `r`. With `k=1` it is `one_f_one_b`.
+
+    >>> print(kfkb(ranks=2, microbatches=5, k=2))
+    rank 0 |F0 F1 F2 F3 .  B0    B1    F4 .  B2    B3    .  B4    |
+    rank 1 |.  F0 F1 B0    B1    F2 F3 B2    B3    F4 B4    .  .  |
+    """
+    groups = [range(i, min(i + k, microbatches)) for i in range(0, microbatches, k)]
+    for kind, group in alternate(ranks - 1 - rank, zip(repeat(F), groups), zip(repeat(B), groups)):
+        yield from map(kind, repeat(rank), group)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No flush: weights are updated while microbatches are in flight.
+
+Idea. A step of training need not wait for the pipeline to drain. A rank updates its weights as soon as it has a
+gradient, and keeps the versions that microbatches in flight began with, so that each goes backward through the weights
+that it went forward through. The price is memory for versions, and gradients of weights that are not the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.actions import Action, U
+from schedules.authoring import Limits, schedule
+from schedules.errors import SizeError
+from schedules.families.one_forward_one_backward import one_f_one_b
+from schedules.placement import linear
+
+
+def _in_flight(rank: int, ranks: int, microbatches: int) -> int:
+    return min(ranks - rank, microbatches)
+
+
+@schedule(placement=linear, limits=Limits(memory=_in_flight, versions=_in_flight))
+def pipedream(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """PipeDream: 1F1B that updates after every backward and stashes weights (arXiv 1806.03377, section 3.3).
+
+    Without a flush a rank idles only before its first and after its last microbatch, for `(P - 1) (F + B)`, however
+    many there are. Peak memory: `min(P - r, M)` microbatches on rank `r`, and at most as many versions of its weights:
+    the newest, and those that the `P - r - 1` microbatches then in flight began with.
+
+    >>> print(pipedream(ranks=2, microbatches=3))
+    rank 0 |F0 F1 .  .  B0   uF2 B1   u.  B2   u|
+    rank 1 |.  F0 B0   uF1 B1   uF2 B2   u.  .  |
+    """
+    for action in one_f_one_b.generator(rank, ranks, microbatches):
+        yield action
+        if action.kind == "B":
+            yield U(rank, action.microbatch)
+
+
+def _enough_to_outlive(ranks: int, microbatches: int, accumulate: int) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < ranks:
+        repair = f"Choose accumulate >= {ranks}: with less, microbatches in flight need a third version of the weights."
+        raise SizeError.of("pipedream_2bw", "accumulate", accumulate, f"an integer of at least {ranks}", repair)
+
+
+@schedule(
+    placement=linear,
+    limits=Limits(
+        memory=lambda rank, ranks, microbatches, accumulate: _in_flight(rank, ranks, microbatches),
+        versions=lambda rank, ranks, microbatches, accumulate: 2,
+    ),
+    requires=_enough_to_outlive,
+)
+def pipedream_2bw(rank: int, ranks: int, microbatches: int, accumulate: int = 8) -> Iterator[Action]:
+    """PipeDream-2BW: 1F1B that updates after every `accumulate` microbatches (arXiv 2006.09503, section 3.1).
+
+    Idle time and peak memory are those of `pipedream`, but for the weights: every microbatch that an update overtakes
+    began with the version before it, so two versions do. The last update is of what is left over. `accumulate` must be
+    at least `P`.
+
+    >>> print(pipedream_2bw(ranks=2, microbatches=4, accumulate=2))
+    rank 0 |F0 F1 .  .  B0    F2 B1   uF3 B2    .  B3   u|
+    rank 1 |.  F0 B0    F1 B1   uF2 B2    F3 B3   u.  .  |
+    """
+    for action in one_f_one_b.generator(rank, ranks, microbatches):
+        yield action
+        i = action.microbatch
+        if action.kind == "B" and ((i + 1) % accumulate == 0 or i + 1 == microbatches):
+            yield U(rank, i)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looped placement: every rank holds several chunks of the model, and a microbatch goes round and round.
+
+Idea. Stages are `V` times shorter than with one chunk per rank, so a pipeline of the same ranks fills and drains in a
+`V`th of the time. Microbatches go in rounds: as soon as the last of a round has entered its first chunk, the first of
+it comes back for its second. A round of fewer microbatches than ranks would leave the ranks waiting for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from schedules.actions import Action, B, F
+from schedules.authoring import Limits, schedule
+from schedules.families.one_forward_one_backward import Pass, alternate, passes
+from schedules.placement import looped
+
+
+def rounds(ranks: int, microbatches: int) -> list[range]:
+    """As many rounds as there can be of at least `P` microbatches each, the longer ones first; one if there are fewer.
+
+    >>> rounds(ranks=4, microbatches=9), rounds(ranks=4, microbatches=3)
+    ([range(0, 5), range(5, 9)], [range(0, 3)])
+    """
+    count = max(1, microbatches // ranks)
+    size, longer = divmod(microbatches, count)
+    starts = [i * size + min(i, longer) for i in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def legs(forwards: range, backwards: range) -> list[tuple[Pass, int]]:
+    """Forward through these stages, and then backward through those, from the last to the first."""
+    return [*((F, stage) for stage in forwards), *((B, stage) for stage in reversed(backwards))]
+
+
+def _ahead(rank: int, ranks: int, microbatches: int, chunks: int) -> int:
+    """Forwards before the last chunk's first one, and two for each later rank, as in `eager_1f1b`."""
+    if chunks == 1:
+        return ranks - 1 - rank
+    return (chunks - 1) * len(rounds(ranks, microbatches)[0]) + 2 * (ranks - 1 - rank)
+
+
+def _interleaved_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
+    return min(_ahead(rank, ranks, microbatches, chunks) + 1, chunks * microbatches) / chunks
+
+
+@schedule(placement=looped, limits=Limits(memory=_interleaved_memory))
+def interleaved_1f1b(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
+    """Interleaved 1F1B: 1F1B on `V` chunks per rank, in rounds (Megatron-LM, arXiv 2104.04473, section 2.2).
+
+    Idle time per rank: `(P - 1 + (V - 1) max(0, P - M)) (F + B)` for chunks that take `F` and `B`, which is a `V`th of
+    that of `one_f_one_b` where `M >= P`. Peak memory on rank `r`: `min(((V - 1) g + 2 (P - 1 - r) + 1) / V, M)`
+    microbatches, `g` being the length of the first round: `P` where `P` divides `M`, and less than `2 P` always. With
+    one chunk it is `one_f_one_b`, which has `P - 1 - r` in the place of `2 (P - 1 - r)`.
+
+    >>> print(interleaved_1f1b(ranks=2, microbatches=2, chunks=2))
+    rank 0 |0F0 0F1 2F0 2F1 .   .   2B0     .   2B1     0B0     0B1     |
+    rank 1 |.   1F0 1F1 3F0 3B0     3F1 3B1     1B0     1B1     .   .   |
+    """
+    stages = range(rank, ranks * chunks, ranks)
+    groups = rounds(ranks, microbatches)
+    forwards = passes([(F, stage) for stage in stages], groups)
+    backwards = passes([(B, stage) for stage in reversed(stages)], groups)
+    return alternate(_ahead(rank, ranks, microbatches, chunks), forwards, backwards)
+
+
+@schedule(placement=looped, limits=Limits(memory=lambda rank, ranks, microbatches, chunks: microbatches))
+def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
+    """Every microbatch through a chunk before the next chunk: all forwards, then all backwards (arXiv 2211.05953).
+
+    A stage's weights are needed, and its gradients complete, once for all microbatches in a row, which suits sharded
+    data parallelism. Idle time per rank: `(P - 1 + (V - 1) max(0, P - M)) (F + B)` for chunks that take `F` and `B`.
+    Peak memory: all `M` microbatches on every rank. With one chunk it is `gpipe`.
+
+    >>> print(breadth_first(ranks=2, microbatches=2, chunks=2))
+    rank 0 |0F0 0F1 2F0 2F1 .   .   .   2B0     2B1     0B0     0B1     |
+    rank 1 |.   1F0 1F1 3F0 3F1 3B0     3B1     1B0     1B1     .   .   |
+    """
+    stages = range(rank, ranks * chunks, ranks)
+    return passes(legs(stages, stages), [range(microbatches)])

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences cut into slices, which pass through the pipeline one by one.
+
+Idea. A slice attends to the slices before it: their forwards come first, and the cotangents of what they kept come
+from the slices behind. So slices go forward in ascending order and backward in descending order; the last slice of a
+microbatch is the first to come back, and the pipeline fills with slices where it used to fill with microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.actions import Action, B, F
+from schedules.authoring import Limits, schedule
+from schedules.families.one_forward_one_backward import alternate
+from schedules.placement import linear
+
+
+def _memory(rank: int, ranks: int, microbatches: int, slices: int) -> float:
+    return min((ranks - 1 - rank + slices) / slices, microbatches)
+
+
+@schedule(placement=linear, limits=Limits(memory=_memory))
+def seq_1f1b(rank: int, ranks: int, microbatches: int, slices: int = 2) -> Iterator[Action]:
+    """Seq1F1B: 1F1B of slices, all of one microbatch ahead (arXiv 2406.03488, section 3).
+
+    Idle time per rank, of `k` slices that take a `k`th of `F` and `B` each: `(P - 1) (F + B) / k`, a `k`th of that of
+    `one_f_one_b`. Peak memory on rank `r`: `min((P - 1 - r + k) / k, M)` microbatches, if a slice holds a `k`th of one.
+    With one slice it is `one_f_one_b`.
+
+    >>> print(seq_1f1b(ranks=2, microbatches=2, slices=2))
+    rank 0 |F0.0 F0.1 F1.0 .    .    B0.1      F1.1 B0.0      .    B1.1      B1.0      |
+    rank 1 |.    F0.0 F0.1 B0.1      F1.0 B0.0      F1.1 B1.1      B1.0      .    .    |
+    """
+    parts = range(slices) if slices > 1 else [None]
+    forwards = (F(rank, i, part) for i in range(microbatches) for part in parts)
+    backwards = (B(rank, i, part) for i in range(microbatches) for part in reversed(parts))
+    return alternate(ranks - 1 - rank + slices - 1, forwards, backwards)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wave-like placement: a microbatch goes down the ranks and comes back up, again and again.
+
+Idea. Forwards and backwards are legs of one way: `2 W` legs forward, down and up in turn, then `2 W` legs backward,
+down and up in turn. To a rank, a leg down and a leg up are what the forward and the backward are in 1F1B: it runs as
+many ahead and then alternates, so that the first microbatches of a round come up while the last ones go down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec
+
+from schedules.actions import Action
+from schedules.authoring import Factory, Limits, Shape, schedule
+from schedules.errors import SizeError
+from schedules.families.looped import legs, rounds
+from schedules.families.one_forward_one_backward import alternate, passes
+from schedules.placement import vee
+
+Sizes = ParamSpec("Sizes")
+
+
+def _memory(rank: int, ranks: int, microbatches: int, waves: int) -> float:
+    last = min(ranks, microbatches) - 1
+    return len(rounds(ranks, microbatches)[0]) - max(0, last - rank) / (2 * waves)
+
+
+def _positive_waves(ranks: int, microbatches: int, waves: int) -> None:
+    if isinstance(waves, bool) or not isinstance(waves, int) or waves < 1:
+        raise SizeError.of("hanayo", "waves", waves, "an integer of at least 1", "Choose waves >= 1.")
+
+
+def _waved(generator: Callable[Concatenate[int, Sizes], Iterator[Action]]) -> Factory[Sizes]:
+    """Like `@schedule`, with two chunks per rank for each of the `waves`."""
+    one = schedule(placement=vee, limits=Limits(memory=_memory), requires=_positive_waves)(generator)
+
+    def shape(arguments: dict[str, Any]) -> Shape:
+        shape = one.shape(arguments)
+        return shape._replace(placement=vee(shape.ranks, 2 * arguments["waves"]))
+
+    return Factory(generator, one.signature, shape, one.limits)
+
+
+@_waved
+def hanayo(rank: int, ranks: int, microbatches: int, waves: int = 1) -> Iterator[Action]:
+    """Hanayo: `W` waves, each a chunk on the way down and one on the way up (arXiv 2308.15762, section 3).
+
+    Microbatches go in the rounds of `interleaved_1f1b`; where there are fewer of them than ranks, the places of the
+    missing ones stay empty. Idle time per rank, for chunks that take `F` and `B`, with `n = min(P, M)` and in
+    `R = max(1, M // P)` rounds: `(n - 1) (F + B + (2 R - 1) |F - B|) + 2 W (P - n) (F + B)`. So it has a `2 W`th of the
+    idle time of `one_f_one_b` where `F = B`, and loses some between rounds where not. Peak memory on rank `r`:
+    `g - max(0, n - 1 - r) / (2 W)` microbatches, `g` being the length of the first round: `P` where `P` divides `M`,
+    and less than `2 P` always.
+
+    >>> print(hanayo(ranks=2, microbatches=2, waves=1))
+    rank 0 |0F0 0F1 .   3F0 3B0     3F1 3B1     .   0B0     .   .   0B1     |
+    rank 1 |.   1F0 2F0 1F1 2F1 .   2B0     1B0     2B1     1B1     .   .   |
+    """
+    falling = range(rank, 2 * ranks * waves, 2 * ranks)
+    rising = range(2 * ranks - 1 - rank, 2 * ranks * waves, 2 * ranks)
+    groups = rounds(ranks, max(ranks, microbatches))
+    down, up = passes(legs(falling, rising), groups), passes(legs(rising, falling), groups)
+    for action in alternate(ranks - 1 - rank, down, up):
+        if action.microbatch < microbatches:
+            yield action
