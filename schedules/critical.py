@@ -32,7 +32,7 @@ class Stretch(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How much of the makespan goes to one thing: `F of stage 3`, `transfers from rank 0 to rank 1`; how often."""
+    """How much of the makespan goes to one thing, such as `F of stage 3`, in how many passes on the path."""
 
     what: str
     time: float
