@@ -143,7 +143,8 @@ def listing(rows: tuple[str, ...]) -> Listing:
         return Listing(rows, Graph(schedule.stages, line, line))
     across = {(s, t) for s, t in line for homes in schedule.placement.routes if homes[s] != homes[t]}
     values = line if found["F"] <= across else frozenset(found["F"])
-    cotangents = line if found["B"] == across else frozenset(found["B"])  # fewer, where early stages are frozen
+    named = found["B"] == across or not schedule.backward
+    cotangents = line if named else frozenset(found["B"])  # fewer, where early stages are frozen
     return Listing(rows, Graph(schedule.stages, values, cotangents, frozenset(found["G"])))
 
 

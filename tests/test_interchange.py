@@ -21,6 +21,7 @@ from schedules import (
     TableError,
     chain,
     check,
+    families,
     gpipe,
     lower,
     one_f_one_b,
@@ -49,6 +50,7 @@ def rows(plan):
     return [list(plan.actions(rank)) for rank in range(ranks)]
 
 
+FAMILIES = [getattr(families, name) for name in families.__all__]
 COMPUTE = sorted(kind for kind, word in KINDS.items() if not word.mark)
 AHEAD = {"SEND_F": 1, "WAIT_F": 1, "RECV_F": -1, "SEND_B": -1, "WAIT_B": -1, "RECV_B": 1}
 
@@ -102,12 +104,24 @@ def test_a_listing_says_what_it_holds(case):
 
 
 @settings(deadline=None)
-@given(schedules([gpipe, one_f_one_b]) | orders().map(lambda case: case[0]))
+@given(schedules(FAMILIES) | orders().map(lambda case: case[0]))
 def test_reading_gives_back_what_was_written(s):
     again = read(written(s))
     assert rows(again) == rows(s)
-    assert (again.ranks, again.microbatches, again.placement) == (s.ranks, s.microbatches, s.placement)
+    assert (again.microbatches, again.placement) == (s.microbatches, s.placement)
+    assert (again.slices, again.backward) == (s.slices, s.backward)
     assert written(again) == written(s)
+
+
+@settings(deadline=None)
+@given(schedules(FAMILIES))
+def test_programs_of_chains_are_programs_of_chains_again(s):
+    program = lower(s)
+    again = read(written(program))
+    assert rows(again) == rows(program)
+    if isinstance(again, Listing):
+        assert (again.graph, again.channels) == (program.graph, program.channels)
+        check(again)
 
 
 @settings(deadline=None)
