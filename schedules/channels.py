@@ -84,7 +84,7 @@ class _Channels:
                 rank.advance()
         for rank in self.ranks:
             if rank.needed is not None:
-                raise self._stuck(rank, rank.needed)
+                raise self._stuck(rank)
         for rank in self.ranks:
             self._require_nothing_left(rank)
 
@@ -172,17 +172,30 @@ class _Channels:
         rank = self.ranks[channel[1]]
         return rank.error("channel_order", problem, "Post both ends of a channel in the same order.")
 
-    def _stuck(self, rank: _Rank, message: Message) -> ScheduleError:
-        """Why a message does not come."""
-        source = self.ranks[self.placement.home(message[1], message[2])]
-        if message in self.sends[source.rank, target_of(message, self.placement)]:
-            problem = f"waits for {transfer('SEND', message)}, for which no receive is posted"
-            return rank.error("flows", problem, f"Post {transfer('RECV', message)} before it is needed.")
-        where = f"position {source.position}, {source.action}" if source.action else "its end"
-        problem = f"waits for {transfer('SEND', message)}, but rank {source.rank} waits at {where}"
-        if source.needed is None:
-            problem = f"waits for {transfer('SEND', message)}, which rank {source.rank} never sends"
-        return rank.error("flows", problem, "Reorder the transfers or the actions, or add what is missing.")
+    def _stuck(self, rank: _Rank) -> ScheduleError:
+        """Follow who waits for whom, until somebody waits in vain or the circle closes."""
+        seen = dict[int, None]()
+        while True:
+            message = rank.needed
+            assert message is not None, "a rank that is followed waits"
+            seen[rank.rank] = None
+            ends = self.placement.home(message[1], message[2]), target_of(message, self.placement)
+            send, receive = transfer("SEND", message), transfer("RECV", message)
+            if message in self.sends[ends]:
+                problem, repair = f"waits for {send}, for which no receive is posted", f"Post {receive} before that."
+                break
+            source = self.ranks[ends[0]]
+            if source.needed is None:
+                problem, repair = f"waits for {send}, which rank {source.rank} never does", f"Add it to rank {ends[0]}."
+                break
+            if source.rank in seen:
+                circle = list(seen)[list(seen).index(source.rank) :]
+                steps = (f"rank {one} at {self.ranks[one].action}" for one in circle)
+                problem = f"waits for {send}, and the ranks wait in a circle: {', '.join(steps)}"
+                repair = "Reorder the actions or the transfers of one of these ranks."
+                break
+            rank = source
+        return rank.error("flows", problem, repair)
 
     def _require_nothing_left(self, rank: _Rank) -> None:
         left = [f"{transfer('SEND', message)} is never sent" for message in sorted(rank.made, key=str)]
