@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Protocol
 
 from schedules.actions import Action
@@ -59,6 +60,11 @@ class _Rank:
     def advance(self) -> None:
         """On to the next action."""
         self.position, self.action = self.position + 1, next(self.stream, None)
+
+    @cached_property
+    def ahead(self) -> list[Action]:
+        """The actions that this rank has not come to; read once, when it is stuck."""
+        return [*self.stream]
 
     def error(self, rule: str, problem: str, repair: str) -> ScheduleError:
         """A violation at the action where the rank stands."""
@@ -185,7 +191,7 @@ class _Channels:
                 problem, repair = f"waits for {send}, for which no receive is posted", f"Post {receive} before that."
                 break
             source = self.ranks[ends[0]]
-            if source.needed is None:
+            if send not in source.ahead:
                 problem, repair = f"waits for {send}, which rank {source.rank} never does", f"Add it to rank {ends[0]}."
                 break
             if source.rank in seen:
