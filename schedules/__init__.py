@@ -14,9 +14,26 @@ from schedules.errors import (
     TableError,
     VocabularyError,
 )
-from schedules.families import gpipe, one_f_one_b
+from schedules.families import (
+    breadth_first,
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    eager_1f1b,
+    forward_only,
+    gpipe,
+    hanayo,
+    interleaved_1f1b,
+    kfkb,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    seq_1f1b,
+)
 from schedules.graph import Graph, chain, dag
 from schedules.lowering import Program, lower
+from schedules.mirroring import mirror
+from schedules.overlapping import overlap
 from schedules.placement import Placement, bidirectional, linear, looped, vee
 from schedules.replay import Span
 from schedules.rules import check
@@ -73,4 +90,18 @@ __all__ = [
     "summarize",
     "transform",
     "vee",
+    "chimera",
+    "dualpipe",
+    "dualpipe_v",
+    "mirror",
+    "overlap",
+    "breadth_first",
+    "eager_1f1b",
+    "forward_only",
+    "hanayo",
+    "interleaved_1f1b",
+    "kfkb",
+    "pipedream",
+    "pipedream_2bw",
+    "seq_1f1b",
 ]

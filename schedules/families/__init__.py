@@ -1,7 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of the literature, one file per family."""
 
-from schedules.families.fill_drain import gpipe
-from schedules.families.one_forward_one_backward import one_f_one_b
+from schedules.families.asynchronous import pipedream, pipedream_2bw
+from schedules.families.bidirectional import chimera, dualpipe, dualpipe_v
+from schedules.families.fill_drain import forward_only, gpipe
+from schedules.families.looped import breadth_first, interleaved_1f1b
+from schedules.families.one_forward_one_backward import eager_1f1b, kfkb, one_f_one_b
+from schedules.families.sliced import seq_1f1b
+from schedules.families.wave import hanayo
 
-__all__ = ["gpipe", "one_f_one_b"]
+__all__ = [
+    "gpipe",
+    "one_f_one_b",
+    "chimera",
+    "dualpipe",
+    "dualpipe_v",
+    "breadth_first",
+    "eager_1f1b",
+    "forward_only",
+    "hanayo",
+    "interleaved_1f1b",
+    "kfkb",
+    "pipedream",
+    "pipedream_2bw",
+    "seq_1f1b",
+]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards overlapped with backwards.
+
+Problem. While a pass communicates with the ranks that share its stage (expert or tensor parallelism), nothing is
+computed.
+
+Idea. Run a forward and a backward of different microbatches as a fused pair: one computes while the other communicates
+(DualPipe, arXiv 2412.19437, section 3.2.1). A pair begins as one, so its forward now waits for the cotangent of its
+backward; where that cotangent waits for this very forward, through the order of other ranks, the two stay apart.
+
+Invariant: each rank keeps its order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from schedules.actions import KINDS, Action
+from schedules.authoring import Schedule
+from schedules.graph import chain
+from schedules.replay import Token, makes, needs, unit_of
+from schedules.transforms import transform
+
+
+@transform
+def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
+    """Every forward that stands directly before a backward of another microbatch, fused with it where both can run.
+
+    That takes playing all ranks, so that the actions of one rank take as long to make as those of all. Where pairs wait
+    for each other, the lowest rank's is left apart. Peak memory stays. The makespan shrinks if a pair takes less time
+    than its two passes (`Costs.OVERLAP_F`), and may grow if it does not.
+
+    >>> from schedules import one_f_one_b
+    >>> print(overlap(one_f_one_b(ranks=2, microbatches=3)))
+    rank 0 |F0 .  .  .  F1&B0    .  F2&B1    .  B2    |
+    rank 1 |.  F0 B0    .  F1 B1    .  F2 B2    .  .  |
+    """
+    for action in _fused(schedule)[rank]:
+        yield action._replace(microbatch=action.microbatch // schedule.slices)
+
+
+def _fused(schedule: Schedule) -> list[list[Action]]:
+    """Per rank, its actions, numbered by slices; what never finds its data stands at the end, for `check` to name."""
+    graph, ranks, slices = chain(schedule.stages), range(schedule.ranks), schedule.slices
+    lanes = [deque(a._replace(microbatch=unit_of(a, slices)) for a in schedule.actions(rank)) for rank in ranks]
+    rows: list[list[Action]] = [[] for _ in ranks]
+    made = set[Token]()
+    owed = Counter(action.stage for lane in lanes for action in lane if KINDS[action.kind].after == "done")
+
+    def plays(rank: int, apart: bool) -> bool:
+        """Whether the rank could do its next action, or its next pair."""
+        step = _next(lanes[rank], slices, apart)
+        ready = made.issuperset(token for action in step for token in needs(action, graph))
+        if not step or not ready or (step[0].kind == "G" and owed[step[0].stage]):
+            return False
+        rows[rank] += step
+        made.update(map(makes, step))
+        owed.subtract(action.stage for action in step if KINDS[action.kind].after == "done")
+        for _ in step:
+            lanes[rank].popleft()
+        return True
+
+    while any(plays(rank, apart=False) for rank in ranks) or any(plays(rank, apart=True) for rank in ranks):
+        pass
+    return [[*row, *lane] for row, lane in zip(rows, lanes, strict=True)]
+
+
+def _next(lane: deque[Action], slices: int, apart: bool) -> list[Action]:
+    """The next action, or the next two as a pair: if they may be one; `apart`, only if they are one already."""
+    if len(lane) < 2:
+        return [*lane]
+    first, second = lane[0], lane[1]
+    paired = first.kind == "OVERLAP_F"
+    if first.kind == "F" and not apart and KINDS[second.kind].crosses == "B":
+        paired = first.microbatch // slices != second.microbatch // slices
+    return [first._replace(kind="OVERLAP_F"), second] if paired else [first]
