@@ -41,7 +41,7 @@ _USE = """Look at pipeline schedules.
   list                 the built-in schedules and transforms, with their parameters
   show NAME            the picture of the timeline
   check NAME           whether the schedule is correct; if not, why, and what leads there
-  simulate NAME        how long it takes, and what each rank does and holds
+  simulate NAME        how long it takes, what each rank does and holds, what to shorten first
   compare NAME NAME    schedules side by side, all doing the same work
 
 Each says more when asked: show --help. For example:
@@ -69,6 +69,8 @@ def _questions() -> dict[str, argparse.ArgumentParser]:
         if name not in ("list", "check"):
             questions.add_costs(parser)
             questions.add_files(parser, csv=name != "compare")
+    brief = "leave the critical path out, for which all actions are kept in memory"
+    parsers["simulate"].add_argument("--brief", action="store_true", help=brief)
     memory = "leave out what holds more, in the units of `peak memory`"
     parsers["compare"].add_argument("--memory", type=float, default=inf, help=memory, metavar="X")
     return parsers

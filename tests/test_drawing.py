@@ -3,6 +3,7 @@
 
 import json
 import re
+from itertools import combinations
 from math import inf, nan
 from xml.etree import ElementTree
 
@@ -193,6 +194,22 @@ def cells(element):
             yield title.text, float(cell.get("x")), float(cell.get("width"))
 
 
+def areas(root):
+    """Per panel, where its cells stand, but for those of no time."""
+    for panel in root.iter(f"{SVG}g"):
+        for cell in panel.iter(f"{SVG}rect"):
+            x, y, width, height = (float(cell.get(name)) for name in ("x", "y", "width", "height"))
+            if list(cell) and cell.get("stroke"):
+                yield panel, x, y, x + width, y + height
+
+
+def overlap(one, other):
+    (panel, left, top, right, bottom), (another, x, y, x_end, y_end) = one, other
+    tiny = 0.03  # two digits are kept
+    beside = x >= right - tiny or x_end <= left + tiny or y >= bottom - tiny or y_end <= top + tiny
+    return panel is another and not beside
+
+
 @settings(deadline=None)
 @given(st.dictionaries(NAMES, timelines(), max_size=3), st.booleans())
 def test_any_timelines_make_a_picture_with_a_cell_for_each_action(given_, memory):
@@ -200,6 +217,7 @@ def test_any_timelines_make_a_picture_with_a_cell_for_each_action(given_, memory
     root = ElementTree.fromstring(picture)
     wide, high = float(root.get("width")), float(root.get("height"))
     assert len(list(cells(root))) == sum(map(len, given_.values()))
+    assert not any(overlap(one, other) for one, other in combinations(areas(root), 2))
     assert all(x >= -1 and x + width <= wide for _, x, width in cells(root))
     assert all(0 <= float(one.get("y")) <= high for one in root.iter(f"{SVG}rect") if one.get("y"))
     assert not re.search(r"[^a-z](nan|inf)[^a-z]", re.sub("<(title|text).*?</", "", picture))
@@ -238,7 +256,9 @@ def test_two_timelines_have_one_scale_and_each_begins_at_zero():
 
 def test_marked_spans_have_a_frame():
     timeline = list(spans(gpipe(2, 3), Costs()))
-    assert svg({"": timeline}, marked=timeline[2:5]).count('stroke-width="2"') == 3
+    picture = svg({"": timeline}, marked={"these <3>": timeline[2:5]})
+    assert picture.count('stroke-width="2"') == 3
+    assert "framed: these &lt;3&gt;" in picture
 
 
 def test_names_are_escaped():

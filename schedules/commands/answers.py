@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterable
 from itertools import islice
 
@@ -16,16 +17,18 @@ from schedules.commands.naming import is_transform, parameters
 from schedules.commands.questions import costs_of, fitted, sizes_of, subject_of
 from schedules.commands.terminal import columns, paint, table
 from schedules.costs import Costs
+from schedules.critical import CriticalPath, critical_path
 from schedules.errors import ScheduleError
 from schedules.interchange import Listing
+from schedules.replay import Span
 
-PAGE = 120
+PAGE, SHARES, LONG = 120, 6, 100
 
 
 def list_all(options: argparse.Namespace) -> int:
     """Print the names of all schedules and transforms, with their parameters."""
     print("schedules; each takes ranks and microbatches")
-    _print_factories([getattr(families, name) for name in families.__all__])
+    _print_factories([one for name in families.__all__ if isinstance(one := getattr(families, name), Factory)])
     print("\ntransforms; behind a schedule")
     _print_factories([one for one in vars(transforms).values() if isinstance(one, Factory) and is_transform(one)])
     return 0
@@ -90,7 +93,7 @@ def _among_compute(program: Listing, error: ScheduleError) -> ScheduleError:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Say how long it takes, and what each rank does and holds."""
+    """Say how long it takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
     costs, sizes = fitted(costs_of(options), schedule), fitted(sizes_of(options), schedule)
@@ -100,12 +103,32 @@ def simulate(options: argparse.Namespace) -> int:
     print(f"bubble    {timeline.bubble:.4f} of the span, {timeline.bubble_of_makespan:.4f} of the makespan\n")
     ranks = zip(range(schedule.ranks), timeline.busy, timeline.idle, timeline.peak_memory, strict=True)
     print(table([["rank", "busy", "idle", "peak memory"], *([f"{cell:g}" for cell in row] for row in ranks)]))
-    written(
-        options,
-        {one.title: lambda: simulation.spans(schedule, costs, one.graph)},
-        one.graph,
-        schedule,
-        sizes,
-        memory=True,
-    )
+    path = () if options.brief else _print_path(critical_path(schedule, costs, one.graph), timeline.makespan)
+    timelines = {one.title: lambda: simulation.spans(schedule, costs, one.graph)}
+    written(options, timelines, one.graph, schedule, sizes, memory=True, marked={"critical path": path})
     return 0
+
+
+def _print_path(path: CriticalPath, makespan: float) -> tuple[Span, ...]:
+    """Print what takes most of the critical path, and its actions; returns them."""
+    rows = [[one.what, f"{one.time:g}", _percent(one.time, makespan), f"{one.passes}"] for one in path.shares[:SHARES]]
+    print("\n" + table([["shorten first", "time", "", "passes"], *rows]))
+    print(f"\n{_by_kind(path, makespan)}")
+    found = tuple(stretch.span for stretch in path.stretches)
+    actions = [str(span.action) for span in found]
+    if len(actions) > LONG:
+        actions[LONG // 2 : -LONG // 2] = [f"({len(actions) - LONG} more)"]
+    print(textwrap.fill(f"critical path: {' '.join(actions)}", columns(PAGE)))
+    return found
+
+
+def _by_kind(path: CriticalPath, makespan: float) -> str:
+    times: dict[str, float] = {}
+    for share in path.shares:
+        kind = share.what.partition(" ")[0]
+        times[kind] = times.get(kind, 0) + share.time
+    return "in all: " + ", ".join(f"{kind} {time:g} ({_percent(time, makespan)})" for kind, time in times.items())
+
+
+def _percent(time: float, whole: float) -> str:
+    return f"{100 * time / whole:.0f}%" if whole else ""

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 from schedules import drawing
@@ -15,6 +16,7 @@ from schedules.graph import Graph
 from schedules.interchange import write_csv
 from schedules.replay import Span
 
+NONE: Mapping[str, Collection[Span]] = MappingProxyType({})
 Timelines: TypeAlias = Mapping[str, Callable[[], Iterable[Span]]]
 
 
@@ -25,9 +27,14 @@ def written(
     schedule: Schedule | None = None,
     sizes: Sizes | None = None,
     memory: bool = False,
+    marked: Mapping[str, Collection[Span]] = NONE,
 ) -> bool:
     """Write what the options ask for, and say so; whether they asked for anything."""
-    files = list(_contents(options, timelines, graph, sizes, memory))
+    files: list[tuple[str, str]] = []
+    if options.svg:
+        files.append((options.svg, drawing.svg(_made(timelines), memory, sizes, marked=marked)))
+    if options.trace:
+        files.append((options.trace, drawing.trace(_made(timelines), graph, sizes)))
     for name, content in files:
         Path(name).write_text(content, encoding="utf-8")
         print(f"wrote {name}")
@@ -35,15 +42,6 @@ def written(
         write_csv(schedule, options.csv)
         print(f"wrote {options.csv}")
     return bool(files) or bool(schedule and options.csv)
-
-
-def _contents(
-    options: argparse.Namespace, timelines: Timelines, graph: Graph | None, sizes: Sizes | None, memory: bool
-) -> Iterator[tuple[str, str]]:
-    if options.svg:
-        yield options.svg, drawing.svg(_made(timelines), memory=memory, sizes=sizes)
-    if options.trace:
-        yield options.trace, drawing.trace(_made(timelines), graph, sizes)
 
 
 def _made(timelines: Timelines) -> dict[str, Iterable[Span]]:

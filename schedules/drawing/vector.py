@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from math import floor, log10
+from types import MappingProxyType
 from typing import TypeAlias
 
 from schedules.costs import Sizes
@@ -28,15 +29,15 @@ def svg(
     memory: bool = False,
     sizes: Sizes | None = None,
     width: float | None = None,
-    marked: Collection[Span] = (),
+    marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
 ) -> str:
     """One picture of `timelines`, given by name, one under the other on the same scale of time; a row for each rank.
 
     Every timeline begins at 0. Labels that do not fit their cells are shortened to the microbatch, or left out; a
     viewer shows them whole where the mouse points. With `memory`, a graph under each row shows what the rank holds, by
     `sizes`, or in units of one rank's activations of one microbatch; the number behind it is the most. The spans in
-    `marked` get a frame. `width` is in pixels; without it, labels fit as far as a screen goes. Raises `TimelineError`
-    for times that are none.
+    `marked` get a frame, and the legend has the name under which they are given. `width` is in pixels; without it,
+    labels fit as far as a screen goes. Raises `TimelineError` for times that are none.
 
     >>> from schedules import Costs, gpipe, spans
     >>> picture = svg({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())})
@@ -48,15 +49,17 @@ def svg(
     unit = min((drawn.unit for drawn in strips.values()), default=1)
     room = max(width - LEFT - RIGHT, 1) if width else min(max(CELL * duration / unit, NARROW), WIDE)
 
+    framed = frozenset(span for spans in marked.values() for span in spans)
+
     def levels(drawn: Strip) -> Levels:
         return tuple(drawn.held(rank, sizes) for rank in range(drawn.ranks if memory else 0))
 
-    panels = [_Panel(name, drawn, room / duration, levels(drawn), frozenset(marked)) for name, drawn in strips.items()]
+    panels = [_Panel(name, drawn, room / duration, levels(drawn), framed) for name, drawn in strips.items()]
     body, y = list[str](), 0.0
     for panel in panels:
         body.append(f'<g transform="translate({LEFT},{y:.2f})">\n{"".join(panel.draw(duration))}</g>\n')
         y += panel.height
-    key, high = _legend(list(strips.values()), memory, room + RIGHT)
+    key, high = _legend(list(strips.values()), memory, marked, room + RIGHT)
     body.append(f'<g transform="translate({LEFT},{y + 8:.2f})">\n{key}</g>\n')
     w, h = LEFT + room + RIGHT, y + 8 + high
     return (
@@ -151,11 +154,11 @@ def _axis(duration: float, scale: Size, y: Size) -> Iterator[str]:
         yield _text(x, y + 15, f"{count * step:g}", f'text-anchor="middle" font-size="9" fill="{FAINT}"')
 
 
-def _legend(strips: list[Strip], memory: bool, room: Size) -> tuple[str, Size]:
+def _legend(strips: list[Strip], memory: bool, framed: Iterable[str], room: Size) -> tuple[str, Size]:
     """What the colours mean, in as many lines as it takes; and how high that is."""
     used = set[str]().union(*(drawn.kinds for drawn in strips))
     entries = [(look(kind).colour, f"{look(kind).letter} {look(kind).name}") for kind in LOOKS if kind in used]
-    entries.append((IDLE, "idle"))
+    entries += [(IDLE, "idle"), *(("none", f"framed: {name}") for name in framed)]
     if any(len(stages) > 1 for drawn in strips for stages in drawn.stages):
         entries.append(("none", "lighter: a later stage of the rank"))
     if memory:
