@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from schedules.errors import SizeError
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage `s` lives on rank `homes[s]`, of `ranks` ranks, and for further routes on those that `mirrors` name.
+    """Stage `s` lives on rank `homes[s]`, of `ranks` ranks, and for a second route on that which a mirror names.
+
+    Raises `SizeError` for a rank that does not exist, or more than two routes.
 
     >>> vee(ranks=3, chunks=2).homes
     (0, 1, 2, 2, 1, 0)
@@ -29,6 +33,14 @@ class Placement:
     ranks: int
     homes: tuple[int, ...]
     mirrors: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.mirrors) > 1:
+            raise SizeError.of("Placement", "mirrors", self.mirrors, "one at most", "Use two routes.")
+        for homes in self.routes:
+            if len(homes) != len(self.homes) or not all(0 <= rank < self.ranks for rank in homes):
+                expected = f"a rank from 0 to {self.ranks - 1} for each of {len(self.homes)} stages"
+                raise SizeError.of("Placement", "homes", homes, expected, "Give every stage one of the ranks.")
 
     @property
     def stages(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedules import Placement, linear, looped, vee
+from schedules import Placement, SizeError, bidirectional, linear, looped, vee
 
 places = st.sampled_from([linear, looped, vee])
 counts = st.integers(1, 9)
@@ -52,3 +52,24 @@ def test_a_rank_may_hold_nothing_and_placements_are_values():
     assert placement.stages_on(1) == ()
     assert placement == Placement(3, (0, 2, 2))
     assert len({placement, Placement(3, (0, 2, 2))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("homes", "mirrors", "why"),
+    [
+        ((0, 2), (), r"got homes=\(0, 2\), expected a rank from 0 to 1 for each of 2 stages"),
+        ((0, 1), ((1,),), r"got homes=\(1,\)"),
+        ((0, 1), ((1, 0), (0, 1)), "expected one at most"),
+    ],
+)
+def test_a_placement_that_is_none_is_refused(homes, mirrors, why):
+    with pytest.raises(SizeError, match=why):
+        Placement(2, homes, mirrors)
+
+
+def test_microbatches_take_turns_on_the_routes():
+    both = bidirectional(ranks=5, chunks=2)
+    assert [both.home(3, i) for i in range(3)] == [1, 3, 1]
+    assert [both.replicas(stage) for stage in (0, 4, 5, 9)] == [(0, 4), (2,), (2,), (4, 0)]
+    assert all(both.routes[both.route(s, rank)][s] == rank for s in range(both.stages) for rank in both.replicas(s))
+    assert [both.stages_on(rank) for rank in (0, 2)] == [(0, 1, 8, 9), (4, 5)]
