@@ -254,8 +254,13 @@ def test_compare_at_equal_memory_says_why_the_others_are_left_out(capsys, file):
     rows = out.splitlines()
     assert (code, err, rows[3].split()[0]) == (0, "", "one_f_one_b")
     assert rows[5] == "gpipe is left out: it holds 8 on rank 0, more than 4."
-    assert rows[7].startswith(f"{file}:bad is left out: rank 0, position 0, 0B0: comes before 0F0")
-    assert len(rows) == 8
+    assert rows[6].startswith(f"{file}:bad is left out: rank 0, position 0, 0B0: comes before 0F0")
+    assert len(rows) == 7
+
+
+def test_compare_counts_weights(capsys):
+    rows = answer(capsys, "compare", "gpipe", "dualpipe", "pipedream", "pipedream_2bw")[1].splitlines()[3:]
+    assert [row.split()[-1] for row in rows] == ["1", "2", "4", "2"]
 
 
 @pytest.mark.parametrize(

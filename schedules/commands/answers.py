@@ -7,13 +7,13 @@ import argparse
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from schedules import drawing, families, rules, simulation, transforms
+from schedules import drawing, rules, simulation
 from schedules.authoring import Factory
 from schedules.commands.files import written
-from schedules.commands.naming import is_transform, parameters
+from schedules.commands.naming import built_in, parameters, transforms
 from schedules.commands.questions import costs_of, fitted, sizes_of, subject_of
 from schedules.commands.terminal import columns, paint, table
 from schedules.costs import Costs
@@ -28,23 +28,23 @@ PAGE, SHARES, LONG = 120, 6, 100
 def list_all(options: argparse.Namespace) -> int:
     """Print the names of all schedules and transforms, with their parameters."""
     print("schedules; each takes ranks and microbatches")
-    _print_factories([one for name in families.__all__ if isinstance(one := getattr(families, name), Factory)])
+    _print_factories(built_in())
     print("\ntransforms; behind a schedule")
-    _print_factories([one for one in vars(transforms).values() if isinstance(one, Factory) and is_transform(one)])
+    _print_factories(transforms())
     return 0
 
 
-def _print_factories(factories: Iterable[Factory[...]]) -> None:
-    rows = []
-    for factory in factories:
-        own = [str(one).replace(" ", "") for name, one in parameters(factory).items() if name not in _ALL]
-        rows.append((" ".join([factory.__name__, *own]), (inspect.getdoc(factory) or "").partition("\n")[0]))
-    wide = max(len(name) for name, _ in rows)
-    for name, what in rows:
-        print(f"  {name:{wide}}  {what}")
+def _print_factories(factories: Mapping[str, Factory[...]]) -> None:
+    takes = {name: " ".join([name, *_own_parameters(factory)]) for name, factory in factories.items()}
+    wide = max(map(len, takes.values()))
+    for name, factory in factories.items():
+        print(f"  {takes[name]:{wide}}  {(inspect.getdoc(factory) or '').partition(chr(10))[0]}")
 
 
-_ALL = ("ranks", "microbatches")
+def _own_parameters(factory: Factory[...]) -> Iterator[str]:
+    for name, one in parameters(factory).items():
+        if name not in ("ranks", "microbatches"):
+            yield name if one.default is one.empty else f"{name}={one.default}"
 
 
 def show(options: argparse.Namespace) -> int:

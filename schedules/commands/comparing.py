@@ -7,7 +7,8 @@ it, of those that are named; `k=1..4` names four. Columns:
 
 - `makespan`, `bubble`, `idle`: as in `Timeline`, idle time as the mean of the ranks.
 - `peak memory`: of the rank that holds most.
-- `weights`: how often a rank holds its share of the model: twice in a bidirectional schedule.
+- `weights`: how often a rank holds its share of the model: twice in a bidirectional schedule, and for each
+  version that an asynchronous one keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
+from math import isfinite
 from statistics import mean
 from typing import NamedTuple, TypeVar
 
@@ -54,9 +56,9 @@ def compare(options: argparse.Namespace) -> int:
         _require_equal(entries)
         print(f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches\n")
         print(table([HEAD, *([title, *_cells(entry, first)] for title, entry in entries.items())]))
-    for title, reason in found.items():
-        if not isinstance(reason, Entry):
-            print(f"\n{title} is left out: {reason}")
+    left_out = [f"{title} is left out: {reason}" for title, reason in found.items() if isinstance(reason, str)]
+    if left_out:
+        print("\n" + "\n".join(left_out))
     timelines = {title: partial(spans, one.schedule, one.costs, one.graph) for title, one in entries.items()}
     written(options, timelines, sizes=sizes, memory=True)
     return 0
@@ -100,17 +102,23 @@ def _require_equal(entries: Mapping[str, Entry]) -> None:
 
 
 def _cells(entry: Entry, first: Entry) -> Iterator[str]:
-    timeline = entry.timeline
+    schedule, timeline = entry.schedule, entry.timeline
     peak, makespan = max(timeline.peak_memory), timeline.makespan
-    copies = max(len(entry.schedule.placement.stages_on(rank)) for rank in range(entry.schedule.ranks))
-    yield f"{entry.schedule.stages}"
+    yield f"{schedule.stages}"
     yield f"{makespan:g}"
     yield _relative(makespan, first.timeline.makespan)
     yield f"{timeline.bubble:.4f}"
     yield f"{mean(timeline.idle):g}"
     yield f"{peak:g}"
     yield _relative(peak, max(first.timeline.peak_memory))
-    yield f"{copies * entry.schedule.ranks / entry.schedule.stages:g}"
+    yield f"{max(_weights(schedule, rank) for rank in range(schedule.ranks)):g}"
+
+
+def _weights(schedule: Schedule, rank: int) -> float:
+    """How often the rank holds its share of the model."""
+    versions = schedule.versions(rank)
+    held = len(schedule.placement.stages_on(rank)) * schedule.ranks / schedule.stages
+    return held * versions if isfinite(versions) else held
 
 
 def _relative(value: float, reference: float) -> str:

@@ -24,7 +24,8 @@ from math import isfinite
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from schedules import families, transforms
+import schedules as package
+from schedules import families
 from schedules.authoring import Factory, Schedule
 from schedules.errors import UsageError
 from schedules.graph import Graph
@@ -111,14 +112,24 @@ def _values(text: str) -> list[str]:
 def find(name: str) -> Factory[...]:
     """The factory of that name: of a schedule or a transform that is built in, or in `file.py:function`."""
     file, colon, function = name.rpartition(":")
-    built_in = getattr(families, name, None) or getattr(transforms, name, None)
-    found = getattr(_run(Path(file)), function, None) if colon else built_in
+    found = getattr(_run(Path(file)), function, None) if colon else (built_in() | transforms()).get(name)
     if not isinstance(found, Factory):
         raise UsageError(
             f"got {name!r}, expected one of {', '.join(families.__all__)}, a function with @schedule as in "
             "file.py:function, or a table in a .csv file."
         )
     return found
+
+
+def built_in() -> dict[str, Factory[...]]:
+    """The built-in schedules by name."""
+    return {name: one for name in families.__all__ if isinstance(one := getattr(families, name), Factory)}
+
+
+def transforms() -> dict[str, Factory[...]]:
+    """The built-in transforms by name."""
+    public = {name: getattr(package, name) for name in package.__all__}
+    return {name: one for name, one in public.items() if isinstance(one, Factory) and is_transform(one)}
 
 
 def is_transform(factory: Factory[...]) -> bool:
