@@ -258,7 +258,7 @@ def test_marked_spans_have_a_frame():
     timeline = list(spans(gpipe(2, 3), Costs()))
     picture = svg({"": timeline}, marked={"these <3>": timeline[2:5]})
     assert picture.count('stroke-width="2"') == 3
-    assert "framed: these &lt;3&gt;" in picture
+    assert "these &lt;3&gt;" in picture
 
 
 def test_names_are_escaped():

@@ -20,6 +20,7 @@ LEFT, RIGHT, TITLE, ROW, GRAPH, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels,
 CELL, NARROW, WIDE = 26, 640, 2400
 FONTS, GLYPH = (11, 9, 7.5), 0.62  # sizes of a label, the largest that fits; width of a character in them
 IDLE, HELD, INK, FAINT = "#f1f1f1", "#c9c2d8", "#202020", "#808080"
+BORDER = 'stroke="white" stroke-width="0.6"'
 Size: TypeAlias = float
 Levels: TypeAlias = tuple[list[tuple[float, float]], ...]
 
@@ -112,7 +113,7 @@ class _Panel:
     def _cell(self, span: Span, y: Size, high: Size) -> str:
         x, wide = self._x(span.start), (span.end - span.start) * self.scale
         what = f"{span.action} on rank {span.rank}, {span.start:g} to {span.end:g}: {look(span.action.kind).name}"
-        frame = f'stroke="{MARKED}" stroke-width="2"' if span in self.marked else 'stroke="white" stroke-width="0.6"'
+        frame = f'stroke="{MARKED}" stroke-width="{min(2, wide / 5):.2g}"' if span in self.marked else BORDER
         if not wide:
             x, wide, frame = x - 1, 2, ""
         cell = _rect(x, y, wide, high, self.drawn.colour(span), frame, f"<title>{_escaped(what)}</title>")
@@ -157,18 +158,18 @@ def _axis(duration: float, scale: Size, y: Size) -> Iterator[str]:
 def _legend(strips: list[Strip], memory: bool, framed: Iterable[str], room: Size) -> tuple[str, Size]:
     """What the colours mean, in as many lines as it takes; and how high that is."""
     used = set[str]().union(*(drawn.kinds for drawn in strips))
-    entries = [(look(kind).colour, f"{look(kind).letter} {look(kind).name}") for kind in LOOKS if kind in used]
-    entries += [(IDLE, "idle"), *(("none", f"framed: {name}") for name in framed)]
+    entries = [(look(kind).colour, "", f"{look(kind).letter} {look(kind).name}") for kind in LOOKS if kind in used]
+    entries += [(IDLE, "", "idle"), *((IDLE, f'stroke="{MARKED}"', name) for name in framed)]
     if any(len(stages) > 1 for drawn in strips for stages in drawn.stages):
-        entries.append(("none", "lighter: a later stage of the rank"))
+        entries.append(("none", "", "lighter: a later stage of the rank"))
     if memory:
-        entries.append((HELD, "memory held, and the most of it"))
+        entries.append((HELD, "", "memory held, and the most of it"))
     x, y, drawn = 0.0, 0.0, list[str]()
-    for colour, words in entries:
+    for colour, style, words in entries:
         wide = 18 + 24 + len(words) * GLYPH * 11
         if x and x + wide > room:
             x, y = 0, y + 20
-        drawn.append(_rect(x, y, 12, 12, colour) + _text(x + 18, y + 10, words))
+        drawn.append(_rect(x, y, 12, 12, colour, style) + _text(x + 18, y + 10, words))
         x += wide
     return "".join(drawn), y + 20
 
