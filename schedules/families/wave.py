@@ -48,10 +48,11 @@ def hanayo(rank: int, ranks: int, microbatches: int, waves: int = 1) -> Iterator
 
     Microbatches go in the rounds of `interleaved_1f1b`; where there are fewer of them than ranks, the places of the
     missing ones stay empty. Idle time per rank, for chunks that take `F` and `B`, with `n = min(P, M)` and in
-    `R = max(1, M // P)` rounds: `(n - 1) (F + B + (2 R - 1) |F - B|) + 2 W (P - n) (F + B)`. So it has a `2 W`th of the
-    idle time of `one_f_one_b` where `F = B`, and loses some between rounds where not. Peak memory on rank `r`:
+    `R = max(1, M // P)` rounds: `2 (n - 1) (max(F, B) + (R - 1) |F - B|) + 2 W (P - n) (F + B)`. So where `F = B` and
+    `M >= P`, it is a `2 W`th of that of `one_f_one_b`; where not, every round costs some. Peak memory on rank `r`:
     `g - max(0, n - 1 - r) / (2 W)` microbatches, `g` being the length of the first round: `P` where `P` divides `M`,
-    and less than `2 P` always.
+    and less than `2 P` always. One wave is `chimera` of twice the ranks with its two replicas made one, where `P`
+    divides `M`.
 
     >>> print(hanayo(ranks=2, microbatches=2, waves=1))
     rank 0 |0F0 0F1 .   3F0 3B0     3F1 3B1     .   0B0     .   .   0B1     |

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the docstrings of the families say holds for all sizes: formulas, limits, refusals, kinships, figures."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as incumbent
+
+from schedules import Costs, SizeError, check, families, forwards, simulate
+from schedules.families.asynchronous import pipedream, pipedream_2bw
+from schedules.families.bidirectional import chimera
+from schedules.families.fill_drain import forward_only, gpipe
+from schedules.families.looped import breadth_first, interleaved_1f1b
+from schedules.families.one_forward_one_backward import eager_1f1b, kfkb, one_f_one_b
+from schedules.families.sliced import seq_1f1b
+from schedules.families.wave import hanayo
+from schedules.testing import conformance, require_round_trip
+
+EVERY = [getattr(families, name) for name in families.__all__]
+MOST = {"ranks": 8, "microbatches": 20, "chunks": 4, "slices": 5, "waves": 3, "k": 5, "accumulate": 12}
+QUARTERS = st.integers(1, 40).map(lambda quarters: quarters / 4)
+
+
+@st.composite
+def made(draw, factory):
+    """What `factory` makes of any sizes that it does not refuse."""
+    names = inspect.signature(factory).parameters
+    try:
+        return factory(**{name: draw(st.integers(1, MOST[name])) for name in names if name in MOST})
+    except SizeError:
+        reject()
+
+
+def rows(schedule, without=""):
+    every = (schedule.actions(rank) for rank in range(schedule.ranks))
+    return [[action for action in row if action.kind not in without] for row in every]
+
+
+def named(factories):
+    return {"argvalues": factories, "ids": [factory.__name__ for factory in factories]}
+
+
+@pytest.mark.parametrize("factory", **named(EVERY))
+@given(data=st.data())
+def test_check_passes_within_the_limits_and_the_call_gives_it_back(factory, data):
+    schedule = data.draw(made(factory))
+    check(schedule)
+    require_round_trip(schedule)
+    peak = simulate(schedule).peak_memory
+    assert all(held <= schedule.memory(rank) + 1e-9 for rank, held in enumerate(peak))
+
+
+@pytest.mark.parametrize("factory", **named([factory for factory in EVERY if factory is not forward_only]))
+def test_the_family_conforms(factory):
+    conformance(factory)()
+
+
+IDLE = {
+    gpipe: lambda P, M, F, B: (P - 1) * (F + B),
+    forward_only: lambda P, M, F, B: (P - 1) * F,
+    one_f_one_b: lambda P, M, F, B: (P - 1) * (F + B),
+    eager_1f1b: lambda P, M, F, B: (P - 1) * (F + B),
+    kfkb: lambda P, M, F, B, k: (P - 1) * (F + B),
+    interleaved_1f1b: lambda P, M, F, B, chunks: (P - 1 + (chunks - 1) * max(0, P - M)) * (F + B),
+    breadth_first: lambda P, M, F, B, chunks: (P - 1 + (chunks - 1) * max(0, P - M)) * (F + B),
+    hanayo: lambda P, M, F, B, waves: (
+        2 * (min(P, M) - 1) * (max(F, B) + (max(1, M // P) - 1) * abs(F - B)) + 2 * waves * max(0, P - M) * (F + B)
+    ),
+    seq_1f1b: lambda P, M, F, B, slices: (P - 1) * (F + B) / slices,
+    pipedream: lambda P, M, F, B: (P - 1) * (F + B),
+    pipedream_2bw: lambda P, M, F, B, accumulate: (P - 1) * (F + B),
+}
+OURS = list(IDLE)
+
+
+def idle(schedule, costs):
+    timeline = simulate(schedule, costs)
+    return timeline.makespan - max(timeline.busy)
+
+
+@pytest.mark.parametrize("factory", **named(OURS))
+@given(data=st.data(), F=QUARTERS, B=QUARTERS, U=QUARTERS)
+def test_idle_time_is_that_of_the_docstring(factory, data, F, B, U):
+    schedule = data.draw(made(factory))
+    P, M, *rest = (value for _, value in schedule.arguments)
+    assert idle(schedule, Costs(F=F, B=B, U=U)) == pytest.approx(IDLE[factory](P, M, F, B, *rest))
+
+
+@given(eager=made(eager_1f1b), grouped=made(kfkb), F=QUARTERS, B=QUARTERS, share=st.floats(0, 1))
+def test_idle_time_with_transfers_that_overlap_is_that_of_the_docstrings(eager, grouped, F, B, share):
+    comm = share * (F + B) / 2
+    assert idle(eager, Costs(F=F, B=B, comm=comm)) == pytest.approx((eager.ranks - 1) * (F + B + 2 * comm))
+    comm *= dict(grouped.arguments)["k"] - 1
+    assert idle(grouped, Costs(F=F, B=B, comm=comm)) == pytest.approx((grouped.ranks - 1) * (F + B + 2 * comm))
+
+
+@pytest.mark.parametrize("factory", **named([factory for factory in OURS if factory is not forward_only]))
+@given(data=st.data(), F=QUARTERS, B=QUARTERS)
+def test_peak_memory_is_the_limit(factory, data, F, B):
+    schedule = data.draw(made(factory))
+    limits = [schedule.memory(rank) for rank in range(schedule.ranks)]
+    assert list(simulate(schedule, Costs(F=F, B=B)).peak_memory) == pytest.approx(limits)
+
+
+def versions(schedule, rank):
+    """The most versions of its weights that the rank keeps: the newest, and what microbatches in flight began with."""
+    newest, began, most = 0, {}, 1
+    for kind, _, i, _, _ in schedule.actions(rank):
+        if kind == "F":
+            began[i] = newest
+        elif kind == "B":
+            del began[i]
+        else:
+            newest += 1
+        most = max(most, len({newest, *began.values()}))
+    return most
+
+
+@given(stashed=made(pipedream), doubled=made(pipedream_2bw))
+def test_versions_of_the_weights(stashed, doubled):
+    P, M = stashed.ranks, stashed.microbatches
+    for rank in range(P):
+        kept, limit = versions(stashed, rank), stashed.versions(rank)
+        assert kept <= limit <= P - rank
+        assert kept == P - rank or 2 * (P - 1 - rank) > M
+    assert all(versions(doubled, rank) <= doubled.versions(rank) == 2 for rank in range(doubled.ranks))
+
+
+@given(s=made(gpipe), k=st.integers(1, 5))
+def test_kinships(s, k):
+    P, M = s.ranks, s.microbatches
+    one = rows(one_f_one_b(P, M))
+    assert rows(s) == rows(breadth_first(P, M, chunks=1)) == rows(kfkb(P, M, k=M))
+    assert rows(forward_only(P, M)) == rows(forwards(s))
+    assert one == rows(interleaved_1f1b(P, M, chunks=1)) == rows(kfkb(P, M, k=1)) == rows(seq_1f1b(P, M, slices=1))
+    assert one == rows(pipedream(P, M), without="U") == rows(pipedream_2bw(P, M, accumulate=P + k), without="U")
+    assert rows(pipedream(1, M)) == rows(pipedream_2bw(1, M, accumulate=1))
+
+
+@given(P=st.integers(1, 5), R=st.integers(1, 4))
+def test_one_wave_is_chimera_with_its_replicas_made_one(P, R):
+    folded = rows(chimera(2 * P, 2 * P * R), without="G")[:P]
+    assert rows(hanayo(P, P * R)) == [[a._replace(microbatch=a.microbatch // 2) for a in row] for row in folded]
+
+
+@given(s=made(interleaved_1f1b))
+def test_interleaved_is_that_of_torch_for_all_sizes_that_it_takes(s):
+    P, M, V = (value for _, value in s.arguments)
+    stage = SimpleNamespace(group_rank=0, group_size=P, num_stages=P * V, submod=None)
+    try:
+        theirs = incumbent.ScheduleInterleaved1F1B([stage] * V, M).pipeline_order
+    except ValueError:
+        reject()
+    texts = [[str(action) for action in theirs[rank] if action] for rank in range(P)]
+    assert texts == [[str(action) for action in row] for row in rows(s if V > 1 else eager_1f1b(P, M))]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "comm", "makespan", "peak"),
+    [
+        (gpipe(4, 8), 0, 33, (8, 8, 8, 8)),
+        (eager_1f1b(4, 8), 0, 33, (7, 5, 3, 1)),
+        (eager_1f1b(4, 8), 0.5, 36, (7, 5, 3, 1)),
+        (eager_1f1b(4, 8), 1, 39, (7, 5, 3, 1)),
+        (kfkb(4, 8, k=2), 0, 33, (8, 6, 4, 2)),
+        (kfkb(4, 8, k=2), 1, 39, (8, 6, 4, 2)),
+        (seq_1f1b(4, 8, slices=4), 0, 26.25, (1.75, 1.5, 1.25, 1)),
+    ],
+    ids=repr,
+)
+def test_published_figures(schedule, comm, makespan, peak):
+    timeline = simulate(schedule, Costs(F=1, B=2, comm=comm))
+    assert (timeline.makespan, timeline.peak_memory) == (makespan, peak)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "2"])
+@pytest.mark.parametrize(
+    ("factory", "name"), [(kfkb, "k"), (hanayo, "waves"), (interleaved_1f1b, "chunks"), (seq_1f1b, "slices")]
+)
+def test_sizes_that_mean_nothing_are_refused(factory, name, size):
+    with pytest.raises(
+        SizeError, match=rf"^{factory.__name__}: got {name}={size!r}, expected an integer of at least 1"
+    ):
+        factory(ranks=2, microbatches=2, **{name: size})
+
+
+@pytest.mark.parametrize("size", [0, 3, True, 4.0])
+def test_two_versions_are_too_few_for_small_groups(size):
+    message = rf"^pipedream_2bw: got accumulate={size!r}, expected an integer of at least 4. .* need a third version"
+    with pytest.raises(SizeError, match=message):
+        pipedream_2bw(ranks=4, microbatches=8, accumulate=size)
