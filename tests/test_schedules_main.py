@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -325,3 +326,9 @@ def test_what_is_no_question_is_code_2(capsys, arguments):
         main(arguments)
     assert caught.value.code == 2
     assert "usage: python -m schedules" in capsys.readouterr().err
+
+
+def test_the_table_in_the_readme_is_what_compare_prints(capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    found = re.search(r"^    python -m schedules (compare .*)\n\n```text\n(.*?)```", readme, re.MULTILINE | re.DOTALL)
+    assert answer(capsys, *found[1].split())[1] == found[2]
