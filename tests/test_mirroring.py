@@ -143,6 +143,21 @@ def test_pairs_that_wait_for_each_other_stay_apart():
     assert fused(overlap(s)) == [[], ["1OVERLAP_F2 1B0"]]
 
 
+def test_a_pair_for_which_a_sum_of_gradients_would_wait_stays_apart():
+    """Fused, `0F2` would wait for `1B0`, that for `2G3` before it, that for `2B2`, and that for `0F2`."""
+    s = table(
+        rows=(
+            "0F0,3F1,3B1,3F3,3B3,0F2,0B0,0B2,0G2,3G3",
+            "1F0,2F1,2B1,2F3,2B3,1F2,2G3,1B0,1B2,1G2",
+            "1F1,1F3,2F0,2F2,1B1,1B3,2B0,2B2,1G3,2G2",
+            "0F1,0F3,3F0,3B0,3F2,3B2,0B1,0B3,0G3,3G2",
+        )
+    )
+    check(s)
+    check(overlap(s))
+    assert fused(overlap(s)) == [[], [], ["2OVERLAP_F2 1B1"], []]
+
+
 def test_a_microbatch_is_not_overlapped_with_itself():
     assert fused(overlap(one_f_one_b(ranks=1, microbatches=3))) == [[]]
 
