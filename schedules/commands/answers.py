@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from schedules import drawing, rules, simulation
-from schedules.authoring import Factory
+from schedules.authoring import Factory, Schedule
 from schedules.commands.files import written
-from schedules.commands.naming import built_in, parameters, transforms
+from schedules.commands.naming import Subject, built_in, parameters, transforms
 from schedules.commands.questions import costs_of, fitted, sizes_of, subject_of
 from schedules.commands.terminal import columns, paint, table
 from schedules.costs import Costs
@@ -74,15 +74,22 @@ def check(options: argparse.Namespace) -> int:
     try:
         rules.check(one.program or schedule, one.graph)
     except ScheduleError as violation:
-        met = _among_compute(one.program, violation) if one.program else violation
-        picture = drawing.text(schedule, Costs(), one.graph, columns(PAGE), paint(), met).removesuffix(str(met))
-        print("\n\n".join(picture.split("\n\n")[-2:]) + str(violation))
+        print(_around(violation, schedule, one) + str(violation))
         return 1
     actions = sum(1 for rank in range(schedule.ranks) for _ in schedule.actions(rank))
     print(
         f"ok: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches, {actions} actions"
     )
     return 0
+
+
+def _around(violation: ScheduleError, schedule: Schedule, one: Subject) -> str:
+    """The picture of the time around the violation."""
+    met = _among_compute(one.program, violation) if one.program else violation
+    picture = drawing.text(schedule, Costs(), one.graph, columns(PAGE), paint(), met).removesuffix(str(met))
+    blocks = picture.split("\n\n")
+    at = next(number for number, block in enumerate(blocks) if "!" in block)
+    return "\n\n".join(blocks[max(0, at - 1) : at + 2]).rstrip("\n") + "\n"
 
 
 def _among_compute(program: Listing, error: ScheduleError) -> ScheduleError:
