@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Microbatches enter at both ends: every stage lives on two ranks, and two pipelines fill each other's idle time.
 
-Each direction by itself is 1F1B on every rank; the members differ in how a rank merges its two. Even microbatches go
-down the ranks and odd ones up, so that rank `r` does for one what rank `P - 1 - r` does for the other.
+Each direction by itself is 1F1B, in Chimera unit by unit; the members differ in how a rank merges the two. Even
+microbatches go down the ranks and odd ones up, so that rank `r` does for one what rank `P - 1 - r` does for the other.
 """
 
 from __future__ import annotations
