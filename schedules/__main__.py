@@ -9,6 +9,7 @@ Exit code 0: fine; 1: `check` found a violation; 2: the question made no sense, 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from math import inf
 
@@ -30,7 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(given[1:])
     try:
         code: int = options.answer(options)
+        sys.stdout.flush()
         return code
+    except BrokenPipeError:  # whoever read has seen enough, as in `show gpipe | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (PipelineError, OSError) as error:
         print(f"python -m schedules: {error}", file=sys.stderr)
         return 2

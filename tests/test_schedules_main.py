@@ -62,6 +62,15 @@ def test_as_a_process():
     assert done.stderr == ""
 
 
+def test_whoever_reads_may_have_seen_enough():
+    command = [sys.executable, "-m", "schedules", "show", "gpipe", "--microbatches", "20000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(10) == b"rank 0 |F0"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def test_list(capsys):
     code, out, _ = answer(capsys, "list")
     assert code == 0
@@ -124,6 +133,17 @@ def test_simulate(capsys):
         "2       24    17            2",
         "3       24    17            1",
     ]
+
+
+def test_time_may_stand_still(capsys, tmp_path):
+    free = ["--F", 0, "--B", 0]
+    for question in ("show", "simulate", "compare"):
+        code, _, err = answer(
+            capsys, question, "dualpipe", *free, "--svg", tmp_path / "a.svg", "--trace", tmp_path / "b"
+        )
+        assert (code, err) == (0, "")
+        ElementTree.parse(tmp_path / "a.svg")
+    assert answer(capsys, "show", "gpipe", *free)[0] == 0
 
 
 def test_costs_of_each_stage_of_links_and_sizes(capsys):

@@ -52,13 +52,8 @@ def show(options: argparse.Namespace) -> int:
     one = subject_of(options)
     schedule = one.make()
     costs = fitted(costs_of(options), schedule)
-    if written(
-        options,
-        {one.title: lambda: simulation.spans(schedule, costs, one.graph)},
-        one.graph,
-        schedule,
-        sizes_of(options),
-    ):
+    timelines = {one.title: lambda: simulation.spans(schedule, costs, one.graph)}
+    if written(options, timelines, one.graph, schedule, fitted(sizes_of(options), schedule)):
         return 0
     print(drawing.text(schedule, costs, one.graph, columns(sys.maxsize), paint()))
     if sys.stdout.isatty():

@@ -13,15 +13,16 @@ A word with `=` belongs to the name before it; a name of a transform applies to 
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import schedules as package
@@ -32,7 +33,6 @@ from schedules.graph import Graph
 from schedules.interchange import Listing, read_csv
 
 Value: TypeAlias = int | float | str | bool | None
-Make: TypeAlias = Callable[[], Schedule]
 
 
 class Subject(NamedTuple):
@@ -173,13 +173,17 @@ def _value(parameter: inspect.Parameter, text: str) -> Value:
     """A number, true, false or none; any other text only where the default is one."""
     if isinstance(parameter.default, str):
         return text
-    try:
-        value = ast.literal_eval(text.capitalize())
-    except (ValueError, SyntaxError):
-        value = ...
-    if not (value is None or (isinstance(value, int | float) and isfinite(value))):
-        raise UsageError(f"got {parameter.name}={text}, expected a number. Write it as in {parameter.name}=2.")
-    return value
+    if text in _WORDS:
+        return _WORDS[text]
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        if isfinite(value := float(text)):
+            return value
+    raise UsageError(f"got {parameter.name}={text}, expected a number. Write it as in {parameter.name}=2.")
+
+
+_WORDS: Mapping[str, Value] = MappingProxyType({"true": True, "false": False, "none": None})
 
 
 def _table(phrase: Phrase) -> Subject:

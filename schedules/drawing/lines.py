@@ -142,7 +142,7 @@ def _lines(drawn: Strip, row: tuple[Span, ...], width: int, idle: _Cell) -> list
         body = (drawn.label(span.action) + look(span.action.kind).joint).ljust(width * (last - first))
         ends = range(width, len(body) + 1, width)
         lines[lane] += (_Cell(body[end - width : end], drawn.colour(span), end == len(body)) for end in ends)
-    for span in ticks.keys() - shown.keys():
+    for span in (span for span in row if span not in shown):
         behind = max(0, ticks[span][0] - 1)
         lines[0] += [idle] * (behind + 1 - len(lines[0]))
         lines[0][behind] = lines[0][behind].with_small(look(span.action.kind).letter)
