@@ -117,13 +117,13 @@ class _Run:
         copies = {edge: self._copies(*edge) for edge in sorted(self.graph.gradients)}
         self._require_nothing_left()
         for s, found in enumerate(sums):
-            if {*found} != {total([self.terms[s, rank] for rank in replicas(s)])}:
+            if self.schedule.backward and {*found} != {total([self.terms[s, rank] for rank in replicas(s)])}:
                 raise ProgramError(f"stage {s}: its gradients were summed too early. Put each G behind all backwards.")
         return Meaning(tuple(map(tuple, self.outputs)), gradients, sums, copies)
 
     def _sum(self, s: int, rank: int) -> Formula:
         """The gradient of stage `s` on one of its ranks: summed over replicas if there are some."""
-        if len(self.placement.replicas(s)) == 1:
+        if len(self.placement.replicas(s)) == 1 or not self.schedule.backward:
             return total([self.terms[s, rank]])
         if (s, rank) not in self.sums:
             raise ProgramError(f"rank {rank} never sums the gradients of stage {s} over its replicas. Add its G.")
@@ -235,7 +235,7 @@ class _Run:
 
     def _sum_replicas(self, rank: int, action: Action) -> Steps:
         _, s, i, _, _ = action
-        others = [other for other in self.placement.replicas(s) if other != rank]
+        others = [other for other in self.placement.replicas(s) if other != rank and self.schedule.backward]
         if not others or (s, rank) in self.sums or i != max(self._expected(s, rank))[0]:
             raise self._cannot(rank, "Sum the gradients of replicas once, named by this one's last microbatch.")
         sums = {rank: formula("sum", *self.terms[s, rank])}

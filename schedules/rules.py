@@ -193,23 +193,24 @@ def reduced(progress: Progress, actions: Actions) -> Actions:
     position = -1
     for position, action in enumerate(actions):
         if action.kind == "G":
-            problem, repair = _unready(progress.work[action.stage], action, summed)
+            problem, repair = _unready(progress, action, summed)
             if problem:
                 raise _error("reduced", progress, position, action, problem, repair)
             summed.add(action.stage)
         yield action
     for stage, work in progress.work.items():
-        if work.replicated and stage not in summed:
+        if work.replicated and stage not in summed and progress.schedule.backward:
             missing = Action("G", stage, work.microbatch(work.count - 1))
             why = f"{missing} never runs: the gradients of the replicas are not summed"
             raise _error("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
 
 
-def _unready(work: Work, action: Action, summed: set[int]) -> tuple[str, str]:
+def _unready(progress: Progress, action: Action, summed: set[int]) -> tuple[str, str]:
     """Why this `G` cannot be here, and the repair; empty if it can."""
+    work = progress.work[action.stage]
     last = Action("G", action.stage, work.microbatch(work.count - 1))
-    if not work.replicated:
-        return f"stage {action.stage} has no replica", f"Drop {action}."
+    if not work.replicated or not progress.schedule.backward:
+        return f"stage {action.stage} has no gradient of a replica to add", f"Drop {action}."
     if action.stage in summed:
         return "has run already", f"Drop {action}: gradients are summed once."
     if action != last:
