@@ -24,6 +24,7 @@ from schedules.families import (
     gpipe,
     hanayo,
     interleaved_1f1b,
+    interleaved_zero_bubble,
     kfkb,
     one_f_one_b,
     pipedream,
@@ -104,4 +105,5 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "seq_1f1b",
+    "interleaved_zero_bubble",
 ]

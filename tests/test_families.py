@@ -13,7 +13,7 @@ from schedules import Costs, SizeError, check, families, forwards, simulate
 from schedules.families.asynchronous import pipedream, pipedream_2bw
 from schedules.families.bidirectional import chimera
 from schedules.families.fill_drain import forward_only, gpipe
-from schedules.families.looped import breadth_first, interleaved_1f1b
+from schedules.families.looped import breadth_first, interleaved_1f1b, interleaved_zero_bubble
 from schedules.families.one_forward_one_backward import eager_1f1b, kfkb, one_f_one_b
 from schedules.families.sliced import seq_1f1b
 from schedules.families.wave import hanayo
@@ -74,6 +74,7 @@ IDLE = {
     pipedream_2bw: lambda P, M, F, B, accumulate: (P - 1) * (F + B),
 }
 OURS = list(IDLE)
+KEEPING = [interleaved_zero_bubble, *(factory for factory in OURS if factory is not forward_only)]
 
 
 def idle(schedule, costs):
@@ -89,6 +90,13 @@ def test_idle_time_is_that_of_the_docstring(factory, data, F, B, U):
     assert idle(schedule, Costs(F=F, B=B, U=U)) == pytest.approx(IDLE[factory](P, M, F, B, *rest))
 
 
+@given(s=made(interleaved_zero_bubble), F=QUARTERS, I=QUARTERS, W=QUARTERS)
+def test_idle_time_with_weight_gradients_owed_is_that_of_the_docstring(s, F, I, W):  # noqa: E741 - the action's name
+    W = min(F, W)
+    if s.microbatches >= s.ranks:
+        assert idle(s, Costs(F=F, I=I, W=W)) == pytest.approx((s.ranks - 1) * (F + I - min(I, W)))
+
+
 @given(eager=made(eager_1f1b), grouped=made(kfkb), F=QUARTERS, B=QUARTERS, share=st.floats(0, 1))
 def test_idle_time_with_transfers_that_overlap_is_that_of_the_docstrings(eager, grouped, F, B, share):
     comm = share * (F + B) / 2
@@ -97,7 +105,7 @@ def test_idle_time_with_transfers_that_overlap_is_that_of_the_docstrings(eager, 
     assert idle(grouped, Costs(F=F, B=B, comm=comm)) == pytest.approx((grouped.ranks - 1) * (F + B + 2 * comm))
 
 
-@pytest.mark.parametrize("factory", **named([factory for factory in OURS if factory is not forward_only]))
+@pytest.mark.parametrize("factory", **named(KEEPING))
 @given(data=st.data(), F=QUARTERS, B=QUARTERS)
 def test_peak_memory_is_the_limit(factory, data, F, B):
     schedule = data.draw(made(factory))
@@ -146,16 +154,18 @@ def test_one_wave_is_chimera_with_its_replicas_made_one(P, R):
     assert rows(hanayo(P, P * R)) == [[a._replace(microbatch=a.microbatch // 2) for a in row] for row in folded]
 
 
-@given(s=made(interleaved_1f1b))
-def test_interleaved_is_that_of_torch_for_all_sizes_that_it_takes(s):
+@given(s=made(interleaved_1f1b) | made(interleaved_zero_bubble))
+def test_interleaved_schedules_are_those_of_torch_for_all_sizes_that_it_takes(s):
     P, M, V = (value for _, value in s.arguments)
     stage = SimpleNamespace(group_rank=0, group_size=P, num_stages=P * V, submod=None)
+    kinds = {interleaved_1f1b: incumbent.ScheduleInterleaved1F1B}
     try:
-        theirs = incumbent.ScheduleInterleaved1F1B([stage] * V, M).pipeline_order
+        theirs = kinds.get(s.factory, incumbent.ScheduleInterleavedZeroBubble)([stage] * V, M).pipeline_order
     except ValueError:
         reject()
+    ours = eager_1f1b(P, M) if s.factory is interleaved_1f1b and V == 1 else s
     texts = [[str(action) for action in theirs[rank] if action] for rank in range(P)]
-    assert texts == [[str(action) for action in row] for row in rows(s if V > 1 else eager_1f1b(P, M))]
+    assert texts == [[str(action) for action in row] for row in rows(ours)]
 
 
 @pytest.mark.parametrize(

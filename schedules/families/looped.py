@@ -8,10 +8,11 @@ it comes back for its second. A round of fewer microbatches than ranks would lea
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from schedules.actions import Action, B, F
+from schedules.actions import Action, B, F, I, W
 from schedules.authoring import Limits, schedule
 from schedules.families.one_forward_one_backward import Pass, alternate, passes
 from schedules.placement import looped
@@ -34,15 +35,26 @@ def legs(forwards: range, backwards: range) -> list[tuple[Pass, int]]:
     return [*((F, stage) for stage in forwards), *((B, stage) for stage in reversed(backwards))]
 
 
-def _ahead(rank: int, ranks: int, microbatches: int, chunks: int) -> int:
-    """Forwards before the last chunk's first one, and two for each later rank, as in `eager_1f1b`."""
-    if chunks == 1:
-        return ranks - 1 - rank
-    return (chunks - 1) * len(rounds(ranks, microbatches)[0]) + 2 * (ranks - 1 - rank)
+def _ahead(rank: int, ranks: int, microbatches: int, chunks: int, each: int) -> int:
+    """The forwards before the first of the last chunk, and `each` for every later rank."""
+    return (chunks - 1) * len(rounds(ranks, microbatches)[0]) + each * (ranks - 1 - rank)
+
+
+def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, each: int, backward: Pass) -> Iterator[Action]:
+    """1F1B in rounds, chunk by chunk."""
+    stages = range(rank, ranks * chunks, ranks)
+    groups = rounds(ranks, microbatches)
+    forwards = passes([(F, stage) for stage in stages], groups)
+    backwards = passes([(backward, stage) for stage in reversed(stages)], groups)
+    return alternate(_ahead(rank, ranks, microbatches, chunks, each), forwards, backwards)
 
 
 def _interleaved_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
-    return min(_ahead(rank, ranks, microbatches, chunks) + 1, chunks * microbatches) / chunks
+    return min(_ahead(rank, ranks, microbatches, chunks, min(chunks, 2)) + 1, chunks * microbatches) / chunks
+
+
+def _zero_bubble_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
+    return min(_ahead(rank, ranks, microbatches, chunks, 1) + 1 + rank, chunks * microbatches) / chunks
 
 
 @schedule(placement=looped, limits=Limits(memory=_interleaved_memory))
@@ -58,11 +70,7 @@ def interleaved_1f1b(rank: int, ranks: int, microbatches: int, chunks: int = 2) 
     rank 0 |0F0 0F1 2F0 2F1 .   .   2B0     .   2B1     0B0     0B1     |
     rank 1 |.   1F0 1F1 3F0 3B0     3F1 3B1     1B0     1B1     .   .   |
     """
-    stages = range(rank, ranks * chunks, ranks)
-    groups = rounds(ranks, microbatches)
-    forwards = passes([(F, stage) for stage in stages], groups)
-    backwards = passes([(B, stage) for stage in reversed(stages)], groups)
-    return alternate(_ahead(rank, ranks, microbatches, chunks), forwards, backwards)
+    return _in_rounds(rank, ranks, microbatches, chunks, min(chunks, 2), B)
 
 
 @schedule(placement=looped, limits=Limits(memory=lambda rank, ranks, microbatches, chunks: microbatches))
@@ -79,3 +87,26 @@ def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
     """
     stages = range(rank, ranks * chunks, ranks)
     return passes(legs(stages, stages), [range(microbatches)])
+
+
+@schedule(placement=looped, limits=Limits(memory=_zero_bubble_memory))
+def interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
+    """Interleaved 1F1B with the backward split, rank `r` owing `r` weight gradients to the end (arXiv 2401.10241).
+
+    Cotangents leave before the weight gradients are computed, and those that a rank owes fill the time in which the
+    pipeline drains; with one chunk it is ZB-H1 of section 2. Idle time per rank where `M >= P` and `W <= F`:
+    `(P - 1) (F + I - min(I, W))` for chunks that take `F`, `I` and `W`. Peak memory on every rank:
+    `min(((V - 1) g + P) / V, M)` microbatches, `g` being the length of the first round as in `interleaved_1f1b`.
+
+    >>> print(interleaved_zero_bubble(ranks=2, microbatches=2, chunks=2))
+    rank 0 |0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1 |
+    rank 1 |.   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1 |
+    """
+    owed = deque[Action]()
+    for action in _in_rounds(rank, ranks, microbatches, chunks, 1, I):
+        yield action
+        if action.kind == "I":
+            owed.append(W(action.stage, action.microbatch))
+        if len(owed) > rank:
+            yield owed.popleft()
+    yield from owed
