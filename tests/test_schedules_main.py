@@ -63,7 +63,7 @@ def test_as_a_process():
 
 
 def test_whoever_reads_may_have_seen_enough():
-    command = [sys.executable, "-m", "schedules", "show", "gpipe", "--microbatches", "20000"]
+    command = [sys.executable, "-m", "schedules", "show", "gpipe", "--microbatches", "4000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(10) == b"rank 0 |F0"
         process.stdout.close()
@@ -242,6 +242,19 @@ def test_files(capsys, tmp_path):
     assert answer(capsys, "simulate", "gpipe", "--svg", svg)[1].endswith(f"wrote {svg}\n")
     code, _, err = answer(capsys, "show", "gpipe", "--svg", tmp_path / "nowhere" / "a.svg")
     assert (code, "No such file" in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", families.__all__)
+def test_every_built_in_schedule_answers_every_question(capsys, tmp_path, name):
+    svg, trace, table = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.csv"
+    assert answer(capsys, "check", name)[1].startswith("ok: 4 ranks")
+    assert answer(capsys, "simulate", name, "--comm", 0.1, "--svg", svg, "--trace", trace, "--csv", table)[0] == 0
+    actions = sum(1 for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X")
+    assert actions == len(list(ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}title"))) >= 32
+    if name != "forward_only":  # a table does not say that there is no backward
+        assert answer(capsys, "check", table)[1].endswith(f" {actions} actions\n")
+        assert answer(capsys, "show", table)[1] == answer(capsys, "show", name)[1]
+    assert f"\n{name} " in answer(capsys, "compare", name)[1]
 
 
 def test_compare(capsys, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -47,6 +48,7 @@ def look(kind: str) -> Look:
     return LOOKS.get(kind) or Look(kind, "#d0d0d0", KINDS[kind].meaning if kind in KINDS else kind)
 
 
+@cache
 def shade(kind: str, lightness: float) -> str:
     """The colour of `kind`; `lightness` from 0 to 1 takes it half of the way to white.
 

@@ -60,9 +60,13 @@ class Strip:
 
     def label(self, action: Action) -> str:
         """`F3`, forward of microbatch 3; `1F3` if a rank holds several stages; `F3.0` for a slice."""
-        stage = "" if all(len(held) < 2 for held in self.stages) else str(action.stage)
+        stage = str(action.stage) if self._several else ""
         part = "" if action.slice is None else f".{action.slice}"
         return f"{stage}{look(action.kind).letter}{action.microbatch}{part}"
+
+    @cached_property
+    def _several(self) -> bool:
+        return any(len(held) > 1 for held in self.stages)
 
     @cached_property
     def longest(self) -> int:
