@@ -25,6 +25,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.remove(str(Path(__file__).parent))  # its schedules.py is a benchmark, not the package
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import fpipe
-from fpipe.executor import Execution, Inputs, Port, StageLike, link
+from fpipe.executor import Execution, Inputs, Port, StageLike
+from fpipe.linking import link
 from fpipe.step import scatter
 from fpipe.transport.contract import Transport
 from fpipe.transport.local import LocalRanks
@@ -118,16 +122,15 @@ def executor_alone(name: str, made: Schedule) -> dict[str, Callable[[], object]]
     program, nothing = lower(made), dict.fromkeys(range(STAGES), ())
     stages = [Empty(s) for s in range(STAGES)]
     inputs = Inputs(nothing, nothing, lambda s, i: (), [0] * MICROBATCHES)
-    homes = made.placement.homes
     held = [{s: stages[s] for s in made.placement.stages_on(rank)} for rank in range(made.ranks)]
-    linked = [link(program.actions(rank), held[rank]) for rank in range(made.ranks)]
+    linked = [link(program.actions(rank), held[rank], made.placement) for rank in range(made.ranks)]
 
     def run(rank: int, transport: Transport) -> Execution:
-        return Execution(linked[rank], held[rank], transport, inputs)
+        return Execution(linked[rank], transport, inputs)
 
     order = [action for i in range(MICROBATCHES) for action in microbatch(i)]
     return {
-        name: lambda: LocalRanks(made.ranks, homes).run(run),
+        name: lambda: LocalRanks(made.ranks).run(run),
         f"{name}, bare": lambda: bare(stages, inputs, order),
     }
 

@@ -271,9 +271,8 @@ def _cuts(cuts: Iterable[str] | None, stages: int | None, schedule: Schedule) ->
 
 
 def _ranks(schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
-    homes = schedule.placement.homes
     if not (dist.is_available() and dist.is_initialized()):
-        return LocalRanks(schedule.ranks, homes)
+        return LocalRanks(schedule.ranks)
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialised"
-    return DistributedRanks(schedule.ranks, homes, group, device)
+    return DistributedRanks(schedule.ranks, group, device)

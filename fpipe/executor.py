@@ -2,23 +2,26 @@
 """Applies a program to stages.
 
 One interpreter with one handler per kind of action, written as a generator: it yields the handle that it must wait for;
-how to wait is the driver's business. It knows actions, stages and posting, neither
-torch.distributed nor models, and is parametric in the stages: given symbolic ones it computes formulas.
+how to wait is the driver's business. It knows actions, stages and posting, neither torch.distributed nor models, and is
+parametric in the stages: given symbolic ones it computes formulas.
 
-All state lives in the running `Execution`. Tables of what waits to be used are keyed by `Message`, on
-every rank that it concerns; a message between stages of one rank is kept and never posted.
+What stands between two calls of stage functions is paid for every microbatch on every stage. So the program comes
+linked (`fpipe.linking`): folded into instructions, each a compute action with the transfers around it.
+
+All state lives in the running `Execution`. Messages are known by number; one between stages of the same rank is kept
+and never posted.
 
 Invariant: an entry is removed by its one use, so what a microbatch held is freed as soon as it was used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fpipe.transport.contract import Handle, Message, Payload, Transport, message
+from fpipe.transport.contract import Handle, Message, Payload, Route, Transport
 from schedules import Action
 
 
@@ -107,51 +110,49 @@ class Outcome(NamedTuple):
     results: dict[int, Payload]
 
 
+class Transfer(NamedTuple):
+    """A message that crosses ranks: its number, that of its channel, and the specs of what it carries."""
+
+    number: int
+    channel: int
+    message: Message
+    specs: tuple[Any, ...]
+
+
 class Instruction(NamedTuple):
-    """An action linked to its stages: its handler, the messages it awaits, those it carries with their specs."""
+    """At most one compute action, linked to its stage, and the transfers around it.
 
+    - `position`, `action`: the compute action and where it stands in the program; if there is none, the last transfer.
+    - `receives`: posted first.
+    - `waits`: numbers of sends to let go of. `awaited`: numbers of arrivals, in the order of the handler's arguments.
+    - `made`: which part of what the handler returns is which message.
+    - `sends`: posted last.
+    """
+
+    position: int
     action: Action
+    stage: StageLike
     handler: Handler
-    awaited: tuple[Message, ...] = ()
-    carried: tuple[tuple[Message, tuple[Any, ...]], ...] = ()
+    receives: tuple[Transfer, ...]
+    waits: tuple[int, ...]
+    awaited: tuple[int, ...]
+    made: tuple[tuple[int, slice], ...]
+    sends: tuple[Transfer, ...]
 
 
-Handler: TypeAlias = Callable[["Execution", Instruction, Payload], None]
+class Linked(NamedTuple):
+    """One rank's program, linked to its stages."""
+
+    stages: tuple[int, ...]
+    channels: tuple[Route, ...]
+    instructions: tuple[Instruction, ...]
 
 
-def link(actions: Iterable[Action], stages: Mapping[int, StageLike]) -> tuple[Instruction, ...]:
-    """One rank's program, linked to its stages; it depends on neither parameters nor data."""
-    specs = {edge: specs for s, stage in stages.items() for edge, specs in _edges(s, stage)}
-    return tuple(_linked(action, stages[action.stage], specs) for action in actions)
-
-
-def _linked(action: Action, stage: StageLike, specs: Mapping[tuple[str, int, int], tuple[Any, ...]]) -> Instruction:
-    kind, s, i, _, _ = action
-    handler = HANDLERS[kind]
-    if kind == "W":
-        return Instruction(action, handler)
-    if kind in ("F", "B", "I"):
-        sources, targets = (stage.gets, stage.gives) if kind == "F" else (stage.pulled_by, stage.pulls)
-        what = "F" if kind == "F" else "B"
-        made = tuple(((what, s, i, peer), specs) for peer, specs in targets)
-        return Instruction(action, handler, tuple((what, peer, i, s) for peer, _ in sources), made)
-    name = what, source, _, target = message(action)
-    return Instruction(action, handler, (name,) * kind.startswith("WAIT"), ((name, specs[what, source, target]),))
-
-
-def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
-    """What crosses each edge of a stage: by what, the stage that makes it, and the other stage."""
-    for what, outgoing, incoming in (
-        ("F", stage.gives, stage.gets),
-        ("B", stage.pulls, stage.pulled_by),
-        ("G", stage.shares, stage.shared_by),
-    ):
-        yield from (((what, s, peer), specs) for peer, specs in outgoing)
-        yield from (((what, peer, s), specs) for peer, specs in incoming)
+Handler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload]
 
 
 class Execution:
-    """One rank's run of one program: its state, and where it stands (`position`).
+    """One rank's run of one program: its state, and where it stands (`at`).
 
     `record`, if given, is called with each action, and when its handler began and ended; waiting is outside.
 
@@ -160,119 +161,113 @@ class Execution:
     - `residuals`, `deferred`: what a stage's forward, or input half, keeps for what follows.
     """
 
+    at: Instruction | None = None
+
     def __init__(
         self,
-        program: Sequence[Instruction],
-        stages: Mapping[int, StageLike],
+        program: Linked,
         transport: Transport,
         inputs: Inputs,
         record: Callable[[Action, float, float], None] | None = None,
     ) -> None:
-        self.program, self.stages, self.transport, self.inputs = program, stages, transport, inputs
-        self.record = record
-        self.position = -1
-        self.buffers = {s: inputs.buffers[s] for s in stages}
-        self.grads: dict[int, Any] = dict.fromkeys(stages, ())
-        self.counts = dict.fromkeys(stages, 0)
+        self.program, self.transport, self.inputs, self.record = program, transport, inputs, record
+        self.buffers = {s: inputs.buffers[s] for s in program.stages}
+        self.grads: dict[int, Any] = dict.fromkeys(self.buffers, ())
+        self.counts = dict.fromkeys(self.buffers, 0)
+        self.shared: dict[tuple[int, int], Payload] = {}
         self.results: dict[int, Payload] = {}
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
-        self.kept: dict[Message, Payload] = {}
-        self.posted: dict[Message, Handle] = {}
+        self.kept: dict[int, Payload] = {}
+        self.posted: dict[int, Handle] = {}
 
     def run(self) -> Generator[Handle, None, Outcome]:
         """Interpret the program: yields handles that are not done, returns the outcome."""
-        kept, posted = self.kept, self.posted
-        for self.position, instruction in enumerate(self.program):  # noqa: B020 - the program stays as it is
+        kept, posted, record = self.kept, self.posted, self.record
+        channels = [self.transport.channel(source, target) for source, target in self.program.channels]
+        for self.at in self.program.instructions:  # noqa: B020 - the program stays as it is
+            _, action, stage, handler, receives, waits, awaited, made, sends = self.at
+            for number, channel, message, specs in receives:
+                posted[number] = channels[channel].receive(message, specs)
+            for number in waits:
+                handle = posted.pop(number)
+                if not handle.done:
+                    yield handle
             arrived: Payload = ()
-            for name in instruction.awaited:
-                if name in kept:
-                    arrived += kept.pop(name)
-                else:
-                    handle = posted.pop(name)
+            for number in awaited:
+                if number in posted:
+                    handle = posted.pop(number)
                     if not handle.done:
                         yield handle
                     arrived += handle.take()
-            if self.record is None:
-                instruction.handler(self, instruction, arrived)
+                else:
+                    arrived += kept.pop(number)
+            if record is None:
+                values = handler(self, action, stage, arrived)
             else:
                 start = perf_counter()
-                instruction.handler(self, instruction, arrived)
-                self.record(instruction.action, start, perf_counter())
-        return Outcome(self.buffers, self.grads, (yield from self._shared()), self.results)
-
-    def _shared(self) -> Generator[Handle, None, dict[tuple[int, int], Payload]]:
-        """What is still posted at the end: gradients of shared parameters."""
-        shared = {}
-        for name in list(self.posted):
-            handle = self.posted.pop(name)
-            if not handle.done:
-                yield handle
-            shared[name[1], name[3]] = handle.take()
-        return shared
+                values = handler(self, action, stage, arrived)
+                record(action, start, perf_counter())
+            for number, part in made:
+                kept[number] = values[part]
+            del arrived, values
+            for number, channel, message, specs in sends:
+                posted[number] = channels[channel].send(message, kept.pop(number), specs)
+        return Outcome(self.buffers, self.grads, self.shared, self.results)
 
 
-def _forward(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _, _ = instruction.action
-    stage, inputs = run.stages[s], run.inputs
+def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    inputs, buffers = run.inputs, run.buffers
     arguments = inputs.batch(s, i) + arrived
-    outputs, run.buffers[s], residuals = stage.forward(inputs.params[s], run.buffers[s], arguments, inputs.keys[i])
+    outputs, buffers[s], residuals = stage.forward(inputs.params[s], buffers[s], arguments, inputs.keys[i])
     if residuals is not None:
         run.residuals[s, i] = residuals
-    results = len(stage.results)
-    if results:
-        run.results[i] = outputs[:results]
-    _keep(run, instruction, outputs, results)
+    if stage.results:
+        run.results[i] = outputs[: len(stage.results)]
+    return outputs
 
 
-def _backward(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _, _ = instruction.action
-    outgoing, grads = run.stages[s].backward(run.residuals.pop((s, i), None), arrived)
-    _keep(run, instruction, outgoing)
-    _accumulate(run, s, grads)
+def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived)
+    _accumulate(run, s, stage, grads)
+    return outgoing
 
 
-def _backward_input(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _, _ = instruction.action
-    outgoing, run.deferred[s, i] = run.stages[s].backward_input(run.residuals.pop((s, i), None), arrived)
-    _keep(run, instruction, outgoing)
+def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), arrived)
+    return outgoing
 
 
-def _backward_weight(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    _, s, i, _, _ = instruction.action
-    _accumulate(run, s, run.stages[s].backward_weight(run.deferred.pop((s, i))))
+def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i))))
+    return ()
 
 
-def _send(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    ((name, specs),) = instruction.carried
-    run.posted[name] = run.transport.send(name, run.kept.pop(name), specs)
-
-
-def _send_gradient(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    (((_, s, _, t), _specs),) = instruction.carried
-    run.kept[instruction.carried[0][0]] = run.stages[s].shared(run.grads[s], t)
-    _send(run, instruction, arrived)
-
-
-def _receive(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    ((name, specs),) = instruction.carried
-    run.posted[name] = run.transport.receive(name, specs)
-
-
-def _let_go(run: Execution, instruction: Instruction, arrived: Payload) -> None:
-    """A sent message has been waited for, and with its handle its payload is gone."""
-
-
-def _keep(run: Execution, instruction: Instruction, values: Payload, start: int = 0) -> None:
-    """Keep each message's part of `values`, from `start` on, until it is sent or used on this rank."""
-    for name, specs in instruction.carried:
-        run.kept[name] = values[start : start + len(specs)]
-        start += len(specs)
-
-
-def _accumulate(run: Execution, s: int, grads: Any) -> None:
-    run.grads[s] = run.stages[s].accumulate(run.grads[s], grads, run.counts[s])
+def _accumulate(run: Execution, s: int, stage: StageLike, grads: Any) -> None:
+    run.grads[s] = stage.accumulate(run.grads[s], grads, run.counts[s])
     run.counts[s] += 1
+
+
+def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """The gradient that a `SEND_G` sends."""
+    assert action.peer is not None, "a transfer has a peer stage"
+    return stage.shared(run.grads[action.stage], action.peer)
+
+
+def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """The gradient that a `RECV_G` has received, at the end."""
+    assert action.peer is not None, "a transfer has a peer stage"
+    run.shared[action.peer, action.stage] = arrived
+    return ()
+
+
+def nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """What an instruction of transfers alone computes."""
+    return ()
 
 
 HANDLERS: Mapping[str, Handler] = MappingProxyType(
@@ -281,14 +276,7 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "B": _backward,
         "I": _backward_input,
         "W": _backward_weight,
-        "SEND_F": _send,
-        "SEND_B": _send,
-        "SEND_G": _send_gradient,
-        "RECV_F": _receive,
-        "RECV_B": _receive,
-        "RECV_G": _receive,
-        "WAIT_F": _let_go,
-        "WAIT_B": _let_go,
-        "WAIT_G": _let_go,
+        "SEND_G": _share,
+        "RECV_G": _take_shared,
     }
 )

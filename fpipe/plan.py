@@ -24,7 +24,8 @@ from fpipe.capture.contract import Captured
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
-from fpipe.executor import Execution, Inputs, Instruction, Outcome, link
+from fpipe.executor import Execution, Inputs, Linked, Outcome
+from fpipe.linking import link
 from fpipe.recording import spans_of
 from fpipe.spec import Spec
 from fpipe.stage import Stage
@@ -82,10 +83,11 @@ class Plan:
         return {s: self.assembly.stages[s] for s in self.program.schedule.placement.stages_on(rank)}
 
     @cached_property
-    def linked(self) -> Mapping[int, tuple[Instruction, ...]]:
+    def linked(self) -> Mapping[int, Linked]:
         """For each rank of this process, its lowered program linked to its stages."""
-        ranks = sorted({self.program.schedule.placement.homes[stage.index] for stage in self.held})
-        return {rank: link(self.program.actions(rank), self.stages_on(rank)) for rank in ranks}
+        placement = self.program.schedule.placement
+        ranks = sorted({placement.homes[stage.index] for stage in self.held})
+        return {rank: link(self.program.actions(rank), self.stages_on(rank), placement) for rank in ranks}
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +199,7 @@ class Pipeline:
 
         def execution(rank: int, transport: Transport) -> Execution:
             recorded = None if record is None else spans_of(rank, record)
-            return Execution(plan.linked[rank], plan.stages_on(rank), transport, inputs, recorded)
+            return Execution(plan.linked[rank], transport, inputs, recorded)
 
         with random.preserved(plan.assembly.devices):
             return self.ranks.run(execution)

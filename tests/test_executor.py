@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.executor import Execution, Inputs, Port, link
+from fpipe.executor import Execution, Inputs, Port
+from fpipe.linking import link
 from fpipe.transport.local import LocalTransport, drive
 from schedules import B, F, Graph, I, W, chain, gpipe, lower, one_f_one_b, split_backward
 from schedules.meaning import formula
@@ -126,27 +127,28 @@ def plainly(action, function, *arguments):
 class Hooked:
     """A stage whose functions are called through `compute(action, function, *arguments)`."""
 
-    def __init__(self, stage, execution, compute):
-        self.stage, self.execution, self.compute = stage, execution, compute
+    def __init__(self, stage, running, compute):
+        self.stage, self.running, self.compute = stage, running, compute
 
     def __getattr__(self, name):
         found = getattr(self.stage, name)
         if name not in ("forward", "backward", "backward_input", "backward_weight"):
             return found
-        action = self.execution.program[self.execution.position].action
-        return lambda *arguments: self.compute(action, found, *arguments)
+        return lambda *arguments: self.compute(self.running[0].at.action, found, *arguments)
 
 
-def hooked(execution, compute):
-    execution.stages = {s: Hooked(stage, execution, compute) for s, stage in execution.stages.items()}
-    return execution
+def hooked(actions, stages, placement, transport, inputs, compute):
+    """An execution of these actions, whose stages call `compute`."""
+    running = []
+    stages = {s: Hooked(stage, running, compute) for s, stage in stages.items()}
+    running.append(Execution(link(actions, stages, placement), transport, inputs))
+    return running[0]
 
 
 def execute(schedule, graph, compute=plainly, rows=None):
     """Run a schedule's program, or these rows of actions, in one process: the executions, and their outcomes."""
-    homes = schedule.placement.homes
     program = lower(schedule, graph)
-    transport = LocalTransport(homes)
+    transport = LocalTransport()
     executions = []
     for rank in range(schedule.ranks):
         held = schedule.placement.stages_on(rank)
@@ -158,7 +160,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
         )
         stages = {s: Symbolic(graph, s) for s in held}
         actions = list(program.actions(rank)) if rows is None else rows[rank]
-        executions.append(hooked(Execution(link(actions, stages), stages, transport, inputs), compute))
+        executions.append(hooked(actions, stages, schedule.placement, transport, inputs, compute))
     return executions, drive(transport, executions)
 
 
@@ -270,19 +272,18 @@ def test_the_position_tells_where_a_rank_stands(kinds):
 
     def compute(action, function, *arguments):
         if action.stage == 0:
-            seen.append((execution.position, action))
+            seen.append((execution.at.position, action))
         return function(*arguments)
 
     program = list(lower(schedule, chain(2)).actions(0))
-    homes, graph = schedule.placement.homes, chain(2)
-    transport = LocalTransport(homes)
+    graph, transport = chain(2), LocalTransport()
     inputs = [Inputs({s: ""}, {s: ()}, batch, [0, 1]) for s in range(2)]
     stages = [{s: Symbolic(graph, s)} for s in range(2)]
-    execution = hooked(Execution(link(program, stages[0]), stages[0], transport, inputs[0]), compute)
-    other = Execution(link(lower(schedule, graph).actions(1), stages[1]), stages[1], transport, inputs[1])
+    execution = hooked(program, stages[0], schedule.placement, transport, inputs[0], compute)
+    other = Execution(link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])
     drive(transport, [execution, other])
     assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
-    assert execution.position == len(program) - 1
+    assert execution.at.position == len(program) - 1
 
 
 @given(st.integers(1, 3), st.integers(1, 5))

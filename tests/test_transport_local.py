@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import DeadlockError, PipelineError, TransportError
-from fpipe.executor import Execution, Inputs, Port, link
+from fpipe.executor import Execution, Inputs, Port
+from fpipe.linking import link
 from fpipe.transport.contract import message, posted
 from fpipe.transport.local import LocalRanks, LocalTransport, drive
-from schedules import parse
+from schedules import Placement, parse
 
 
 class Echo:
@@ -35,12 +36,12 @@ class Echo:
 def start(*rows, homes=None):
     """One execution per row of actions, one stage on each rank unless `homes` says otherwise."""
     homes = tuple(range(len(rows))) if homes is None else homes
-    transport = LocalTransport(homes)
+    placement, transport = Placement(len(rows), homes), LocalTransport()
     executions = []
     for rank, row in enumerate(rows):
         stages = {s: Echo(s, len(homes)) for s, home in enumerate(homes) if home == rank}
         inputs = Inputs(dict.fromkeys(stages), dict.fromkeys(stages), lambda s, i: ("x",) if s == 0 else (), range(9))
-        executions.append(Execution(link(map(parse, row.split()), stages), stages, transport, inputs))
+        executions.append(Execution(link(map(parse, row.split()), stages, placement), transport, inputs))
     return transport, executions
 
 
@@ -101,26 +102,26 @@ def test_messages_of_two_stages_on_one_channel_are_told_apart():
 @given(st.permutations(range(6)), st.integers(0, 63))
 def test_a_channel_is_a_queue_whichever_end_posts_first(payloads, ends_first):
     """Sends and receives posted in any interleaving: the k-th receive gets what the k-th send sent."""
-    transport = LocalTransport((0, 1))
+    channel = LocalTransport().channel(0, 1)
     messages = [("F", 0, i, 1) for i in range(6)]
     handles = []
     for i in range(6):
         if ends_first >> i & 1:
-            transport.send(messages[i], (payloads[i],), ())
-            handles.append(transport.receive(messages[i], ()))
+            channel.send(messages[i], (payloads[i],), ())
+            handles.append(channel.receive(messages[i], ()))
         else:
-            handles.append(transport.receive(messages[i], ()))
-            transport.send(messages[i], (payloads[i],), ())
+            handles.append(channel.receive(messages[i], ()))
+            channel.send(messages[i], (payloads[i],), ())
     assert [handle.payload for handle in handles] == [(payload,) for payload in payloads]
     assert all(handle.done for handle in handles)
 
 
 def test_the_two_directions_are_two_channels():
-    transport = LocalTransport((0, 1))
-    value = transport.receive(("F", 0, 0, 1), ())
-    cotangent = transport.receive(("B", 1, 0, 0), ())
-    transport.send(("B", 1, 0, 0), ("b",), ())
-    transport.send(("F", 0, 0, 1), ("f",), ())
+    transport = LocalTransport()
+    value = transport.channel(0, 1).receive(("F", 0, 0, 1), ())
+    cotangent = transport.channel(1, 0).receive(("B", 1, 0, 0), ())
+    transport.channel(1, 0).send(("B", 1, 0, 0), ("b",), ())
+    transport.channel(0, 1).send(("F", 0, 0, 1), ("f",), ())
     assert (value.payload, cotangent.payload) == (("f",), ("b",))
 
 
@@ -133,6 +134,6 @@ def test_both_ends_name_a_message_alike(what):
 
 
 def test_all_ranks_are_here():
-    ranks = LocalRanks(3, (0, 1, 2))
+    ranks = LocalRanks(3)
     assert ranks.ranks == (0, 1, 2)
     assert (ranks.any(True), ranks.any(False)) == (True, False)

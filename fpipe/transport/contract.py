@@ -23,31 +23,36 @@ if TYPE_CHECKING:
 Payload: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[str, int, int, int]
 """What is carried (`F` a value, `B` a cotangent, `G` a gradient), from which stage, microbatch, for which stage."""
+Route: TypeAlias = tuple[int, int]
+"""A channel's name: the rank that sends, and the rank that receives."""
 
 
 class Handle(Protocol):
     """A posted send or receive, to be waited for by the driver that knows its transport."""
 
     @property
-    def message(self) -> Message:
-        """What it carries."""
-
-    @property
     def done(self) -> bool:
         """Whether it is known to need no waiting."""
 
     def take(self) -> Payload:
-        """What arrived, handed over once and no longer held; `()` for a send. Only when done."""
+        """What arrived, handed over once and no longer held. Only for a receive, when done."""
 
 
-class Transport(Protocol):
-    """Carries payloads between ranks."""
+class Channel(Protocol):
+    """Carries payloads from one rank to another; each end has it as its own."""
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Handle:
         """Post a send of values of these specs. They must stay unchanged until the handle has been waited for."""
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> Handle:
         """Post a receive of values of these specs."""
+
+
+class Transport(Protocol):
+    """The channels of one rank."""
+
+    def channel(self, source: int, target: int) -> Channel:
+        """The channel from rank `source` to rank `target`."""
 
 
 class Ranks(Protocol):
@@ -57,7 +62,7 @@ class Ranks(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process."""
 
-    def prepare(self, description: str, channels: Iterable[tuple[int, int]]) -> None:
+    def prepare(self, description: str, channels: Iterable[Route]) -> None:
         """Make sure that every rank runs what `description` describes, and make its channels ready."""
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:

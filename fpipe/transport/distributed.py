@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
-from fpipe.transport.contract import Message, Payload, Transport
+from fpipe.transport.contract import Message, Payload, Route, Transport
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 Specs: TypeAlias = tuple[Spec, ...]
@@ -35,34 +35,56 @@ class Posted:
 
     done = False
 
-    def __init__(self, message: Message, works: Sequence[dist.Work | None], data: Tensors, specs: Specs) -> None:
-        self.message, self.works, self.data, self.specs = message, works, data, specs
+    def __init__(self, works: Sequence[dist.Work | None], data: Tensors, specs: Specs) -> None:
+        self.works, self.data, self.specs = works, data, specs
 
     def wait(self) -> None:
-        """Block until the works are done."""
+        """Block until the works are done; what was sent need not live any longer."""
         for work in self.works:
             if work is not None:
                 work.wait()
         self.works = ()
+        if not self.specs:
+            self.data = ()
 
     def take(self) -> Payload:
-        """What arrived, which is then no longer held here; nothing for a send."""
+        """What arrived, which is then no longer held here."""
         data, self.data = self.data, ()
-        return tuple([spec.unpack(bytes_) for spec, bytes_ in zip(self.specs, data, strict=True)]) if self.specs else ()
+        return tuple([spec.unpack(bytes_) for spec, bytes_ in zip(self.specs, data, strict=True)])
+
+
+class DistributedChannel(NamedTuple):
+    """A channel as a process group, with the processes at its two ends."""
+
+    group: dist.ProcessGroup
+    source: int
+    target: int
+
+    def send(self, message: Message, payload: Tensors, specs: Specs) -> Posted:
+        """Post the send of a tuple of tensors."""
+        data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
+        works = [dist.isend(bytes_, dst=self.target, group=self.group) for bytes_ in data if bytes_.numel()]
+        return Posted(works, data, ())
+
+    def receive(self, message: Message, specs: Specs) -> Posted:
+        """Post the receive of tensors of these specs."""
+        data = tuple([spec.buffer() for spec in specs])
+        works = [dist.irecv(bytes_, src=self.source, group=self.group) for bytes_ in data if bytes_.numel()]
+        return Posted(works, data, specs)
 
 
 class DistributedTransport:
-    """The channels of this process in `group`, for ranks with these `homes` (stage -> rank)."""
+    """The channels of this process in `group`."""
 
-    def __init__(self, homes: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
-        self.homes, self.device = homes, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.device = device
         self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
         self.replicas = _replicas(self.world, device)
         self.backend = dist.get_backend(group)
         self.timeout = group._get_backend(device).options._timeout
-        self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.channels: dict[Route, DistributedChannel] = {}
 
-    def setup(self, channels: Iterable[tuple[int, int]]) -> None:
+    def setup(self, channels: Iterable[Route]) -> None:
         """Make a process group for each new channel, in ascending order, and send a first byte through it.
 
         Every process takes part in making every group: torch.distributed names a group by how many there are.
@@ -73,34 +95,20 @@ class DistributedTransport:
                     dist.new_group([world[source], world[target]], timeout=self.timeout, backend=self.backend)
                     for world in self.replicas
                 ]
-                self.channels[source, target] = replicas[self.replicas.index(self.world)]
+                group = replicas[self.replicas.index(self.world)]
+                self.channels[source, target] = DistributedChannel(group, self.world[source], self.world[target])
                 self._warm_up(source, target)
 
     def _warm_up(self, source: int, target: int) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if self.rank == source:
-            dist.send(byte, dst=self.world[target], group=self.channels[source, target])
+            dist.send(byte, dst=self.world[target], group=self.channels[source, target].group)
         elif self.rank == target:
-            dist.recv(byte, src=self.world[source], group=self.channels[source, target])
+            dist.recv(byte, src=self.world[source], group=self.channels[source, target].group)
 
-    def send(self, message: Message, payload: Payload, specs: tuple[Spec, ...]) -> Posted:
-        """Post the send of a tuple of tensors."""
-        group, _, target = self._channel(message)
-        data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
-        works = [dist.isend(bytes_, dst=target, group=group) for bytes_ in data if bytes_.numel()]
-        return Posted(message, works, data, ())
-
-    def receive(self, message: Message, specs: tuple[Spec, ...]) -> Posted:
-        """Post the receive of tensors of these specs."""
-        group, source, _ = self._channel(message)
-        data = tuple([spec.buffer() for spec in specs])
-        works = [dist.irecv(bytes_, src=source, group=group) for bytes_ in data if bytes_.numel()]
-        return Posted(message, works, data, specs)
-
-    def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
-        """The group that carries a message, and the processes at its two ends."""
-        source, target = self.homes[message[1]], self.homes[message[3]]
-        return self.channels[source, target], self.world[source], self.world[target]
+    def channel(self, source: int, target: int) -> DistributedChannel:
+        """The channel, which has been set up."""
+        return self.channels[source, target]
 
 
 def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
@@ -119,9 +127,9 @@ def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
 
 
 class DistributedRanks:
-    """One rank of a schedule with these `homes`: this process, in a `group` of as many processes as ranks."""
+    """One rank of a schedule: this process, in a `group` of as many processes as ranks."""
 
-    def __init__(self, ranks: int, homes: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device) -> None:
         size = dist.get_world_size(group)
         if size != ranks:
             raise TransportError(
@@ -132,9 +140,9 @@ class DistributedRanks:
         self.ranks = (dist.get_rank(group),)
         self.failure: str | None = None
         self.steps = 0
-        self.transport = DistributedTransport(homes, group, device)
+        self.transport = DistributedTransport(group, device)
 
-    def prepare(self, description: str, channels: Iterable[tuple[int, int]]) -> None:
+    def prepare(self, description: str, channels: Iterable[Route]) -> None:
         """Raise `TransportError` unless every rank passes the same description; then connect."""
         digest = int.from_bytes(blake2b(description.encode(), digest_size=8).digest(), signed=True)
         mine = torch.tensor([digest], device=self.device)

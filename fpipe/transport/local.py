@@ -10,7 +10,7 @@ unfinished, that is a deadlock, known at once.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,18 +20,23 @@ from torch import Tensor
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
-from fpipe.transport.contract import Message, Payload, Transport
+from fpipe.transport.contract import Message, Payload, Route, Transport
 from fpipe.transport.contract import posted as text
 
 
 class Posted:
-    """A posted send or receive (`end`) of this process; `waiter` is the rank that is stepped again when it is done."""
+    """A message of this process, as both of its ends hold it.
 
-    done = False
-    waiter: int | None = None
+    `end` was posted first; when the other has been, it is `done`, and `waiter` is the rank that is stepped again.
+    """
 
-    def __init__(self, end: str, message: Message, payload: Payload) -> None:
-        self.end, self.message, self.payload = end, message, payload
+    __slots__ = ("done", "end", "message", "payload", "waiter")
+
+    def __init__(self, end: str, message: Message) -> None:
+        self.end, self.message = end, message
+        self.payload: Payload = ()
+        self.done = False
+        self.waiter: int | None = None
 
     def take(self) -> Payload:
         """The payload, which is then no longer held here."""
@@ -39,60 +44,76 @@ class Posted:
         return payload
 
 
-class LocalTransport:
-    """Channels inside one process, for ranks with these `homes` (stage -> rank).
+class LocalChannel:
+    """A channel inside one process; `woken` are the ranks whose handles are done.
 
-    Invariant: what a channel holds are all sends or all receives, since opposite ends meet at once.
+    Invariant: what waits are all sends or all receives, since opposite ends meet at once.
     """
 
-    def __init__(self, homes: tuple[int, ...]) -> None:
-        self.homes = homes
-        self.channels = defaultdict[tuple[int, int], deque[Posted]](deque)
-        self.woken: deque[int] = deque()
+    __slots__ = ("waiting", "woken")
+
+    def __init__(self, woken: deque[int]) -> None:
+        self.waiting: deque[Posted] = deque()
+        self.woken = woken
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Posted:
         """Post a send."""
-        return self._post(Posted("SEND", message, payload))
+        posted = self._post("SEND", message)
+        posted.payload = payload
+        return posted
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> Posted:
         """Post a receive; what arrives is what was sent."""
-        return self._post(Posted("RECV", message, ()))
+        return self._post("RECV", message)
 
-    def _post(self, posted: Posted) -> Posted:
-        _, source, _, target = posted.message
-        waiting = self.channels[self.homes[source], self.homes[target]]
-        if not waiting or waiting[0].end == posted.end:
+    def _post(self, end: str, message: Message) -> Posted:
+        """A message that waits for its other end, or the oldest one, which has waited for this end."""
+        waiting = self.waiting
+        if not waiting or waiting[0].end == end:
+            posted = Posted(end, message)
             waiting.append(posted)
             return posted
-        other = waiting.popleft()
-        if other.message != posted.message:
-            raise _disorder(*(posted, other) if posted.end == "SEND" else (other, posted))
-        posted.payload, other.payload = other.payload, posted.payload
-        posted.done = other.done = True
-        if other.waiter is not None:
-            self.woken.append(other.waiter)
+        posted = waiting.popleft()
+        if posted.message != message:
+            raise _disorder(posted, message)
+        posted.done = True
+        if posted.waiter is not None:
+            self.woken.append(posted.waiter)
         return posted
 
 
-def _disorder(send: Posted, receive: Posted) -> TransportError:
+def _disorder(posted: Posted, other: Message) -> TransportError:
+    send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
     return TransportError(
-        f"a channel: got {text('SEND', send.message)} first, expected the message of {text('RECV', receive.message)}. "
+        f"a channel: got {text('SEND', send)} first, expected the message of {text('RECV', receive)}. "
         "Post both ends in the same order: run programs as lower() makes them."
     )
 
 
+class LocalTransport:
+    """Channels inside one process, made at their first use."""
+
+    def __init__(self) -> None:
+        self.channels: dict[Route, LocalChannel] = {}
+        self.woken: deque[int] = deque()
+
+    def channel(self, source: int, target: int) -> LocalChannel:
+        """The channel, the same one for both ends."""
+        return self.channels.setdefault((source, target), LocalChannel(self.woken))
+
+
 class LocalRanks:
-    """All ranks of a schedule with these `homes`, in this process."""
+    """All ranks of a schedule, in this process."""
 
-    def __init__(self, ranks: int, homes: tuple[int, ...]) -> None:
-        self.ranks, self.homes = tuple(range(ranks)), homes
+    def __init__(self, ranks: int) -> None:
+        self.ranks = tuple(range(ranks))
 
-    def prepare(self, description: str, channels: Iterable[tuple[int, int]]) -> None:
+    def prepare(self, description: str, channels: Iterable[Route]) -> None:
         """Nothing to agree on, and channels are made by each run."""
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Step all ranks until all are finished; raises `DeadlockError` when none can go on."""
-        transport = LocalTransport(self.homes)
+        transport = LocalTransport()
         executions = [execution(rank, transport) for rank in self.ranks]
         return drive(transport, executions)
 
@@ -134,7 +155,8 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
 def _report(executions: Sequence[Execution], waiting: dict[int, Posted]) -> str:
     lines = [f"got {len(waiting)} ranks waiting for messages that nobody will post, expected all to finish:"]
     for rank, handle in sorted(waiting.items()):
-        position = executions[rank].position
-        action = executions[rank].program[position].action
-        lines.append(f"rank {rank}, position {position}, {action}: waits for {text(handle.end, handle.message)}")
+        at = executions[rank].at
+        assert at is not None, "who waits has begun"
+        waits = text(handle.end, handle.message)
+        lines.append(f"rank {rank}, position {at.position}, {at.action}: waits for {waits}")
     return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() makes them."])

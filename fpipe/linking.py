@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a lowered program to instructions: what can be known before a step is looked up here, once.
+
+An instruction is at most one compute action with the transfers around it, `(WAIT | RECV)* compute? SEND*`. An action of
+an earlier phase than the one before it begins another instruction, so any program is run as it stands: receives are
+posted at most ahead of waits, and per channel all posts stay in order.
+
+Messages have numbers, per rank. Channels follow from the placement, which nobody behind this module knows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from typing import Any, TypeAlias
+
+from fpipe.executor import HANDLERS, Instruction, Linked, StageLike, Transfer, nothing
+from fpipe.transport.contract import Message, Route, message
+from schedules import KINDS, Action, Placement
+
+BEFORE, COMPUTE, AFTER = range(3)
+
+Group: TypeAlias = list[tuple[int, Action]]
+
+
+def link(actions: Iterable[Action], stages: Mapping[int, StageLike], placement: Placement) -> Linked:
+    """One rank's program, linked to its stages; it depends on neither parameters nor data.
+
+    Gradients of shared parameters are taken at the end, since nobody on the rank waits for them.
+    """
+    linker = _Linker(stages, placement)
+    program = [linker.instruction(group) for group in _groups(actions)]
+    return Linked(tuple(stages), tuple(linker.channels), (*program, *linker.final))
+
+
+def _groups(actions: Iterable[Action]) -> Iterator[Group]:
+    """The actions of each instruction, with their positions."""
+    group: Group = []
+    latest = BEFORE
+    for position, action in enumerate(actions):
+        phase = _phase(action)
+        if phase < latest or phase == latest == COMPUTE:
+            yield group
+            group = []
+        group.append((position, action))
+        latest = phase
+    if group:
+        yield group
+
+
+def _phase(action: Action) -> int:
+    """Where an action stands in its instruction; `SEND_G` makes what it sends."""
+    if action.kind.startswith(("WAIT", "RECV")):
+        return BEFORE
+    return AFTER if action.kind in ("SEND_F", "SEND_B") else COMPUTE
+
+
+def channel(placement: Placement, carried: Message) -> Route:
+    """The ranks between which a message travels; a gradient for its own stage goes to the other replica.
+
+    >>> from schedules import bidirectional
+    >>> [channel(bidirectional(ranks=4), carried) for carried in (("F", 0, 1, 1), ("G", 0, 1, 0))]
+    [(3, 2), (3, 0)]
+    """
+    _, source, microbatch, target = carried
+    start = placement.home(source, microbatch)
+    if source != target:
+        return start, placement.home(target, microbatch)
+    (other,) = (rank for rank in placement.replicas(source) if rank != start)
+    return start, other
+
+
+class _Linker:
+    """Numbers messages and channels, and says what each action takes, makes and posts.
+
+    - `partials`: per stage, gradients of its other replica, for its `G`.
+    - `final`: instructions that take what no action waits for.
+    """
+
+    def __init__(self, stages: Mapping[int, StageLike], placement: Placement) -> None:
+        self.stages, self.placement = stages, placement
+        self.specs = {edge: specs for s, stage in stages.items() for edge, specs in _edges(s, stage)}
+        self.numbers = defaultdict[Message, int](count().__next__)
+        self.channels = defaultdict[Route, int](count().__next__)
+        self.partials = defaultdict[int, list[int]](list)
+        self.final: list[Instruction] = []
+
+    def instruction(self, group: Group) -> Instruction:
+        """The instruction of one group of actions."""
+        actions = [action for _, action in group]
+        at, action = next((pair for pair in group if _phase(pair[1]) == COMPUTE), group[-1])
+        receives = [self._posted(other) for other in actions if other.kind.startswith("RECV")]
+        waits = [self.numbers[message(other)] for other in actions if other.kind.startswith("WAIT")]
+        sends = [self._posted(other) for other in actions if other.kind.startswith("SEND")]
+        for position, other in group:
+            if other.kind == "RECV_G":
+                self._received(position, other)
+        taken, made = self._carried(action)
+        stage, handler = self.stages[action.stage], HANDLERS[action.kind] if _phase(action) == COMPUTE else nothing
+        return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
+
+    def _posted(self, action: Action) -> Transfer:
+        name = what, source, _, target = message(action)
+        route = self.channels[channel(self.placement, name)]
+        return Transfer(self.numbers[name], route, name, self.specs[what, source, target])
+
+    def _received(self, position: int, action: Action) -> None:
+        number = self.numbers[message(action)]
+        if action.peer == action.stage:
+            self.partials[action.stage].append(number)
+        else:
+            stage, handler = self.stages[action.stage], HANDLERS["RECV_G"]
+            self.final.append(Instruction(position, action, stage, handler, (), (), (number,), (), ()))
+
+    def _carried(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
+        """The messages that a compute action takes, and its part of what it makes for each that it gives."""
+        kind, s, i, _, _ = action
+        if kind == "G":
+            return self.partials.pop(s, []), ()
+        if kind == "SEND_G":
+            return [], ((self.numbers[message(action)], slice(None)),)
+        what, stage = KINDS[kind].crosses if kind in KINDS else "", self.stages[s]
+        if not what:
+            return [], ()
+        sources, targets = (stage.gets, stage.gives) if what == "F" else (stage.pulled_by, stage.pulls)
+        start, made = len(stage.results) if what == "F" else 0, []
+        for peer, specs in targets:
+            made.append((self.numbers[what, s, i, peer], slice(start, start + len(specs))))
+            start += len(specs)
+        return [self.numbers[what, peer, i, s] for peer, _ in sources], tuple(made)
+
+
+def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
+    """What crosses each edge of a stage: by what, the stage that makes it, and the other stage."""
+    for what, outgoing, incoming in (
+        ("F", stage.gives, stage.gets),
+        ("B", stage.pulls, stage.pulled_by),
+        ("G", stage.shares, stage.shared_by),
+    ):
+        yield from (((what, s, peer), specs) for peer, specs in outgoing)
+        yield from (((what, peer, s), specs) for peer, specs in incoming)
