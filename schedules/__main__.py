@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from inspect import getdoc
 from math import inf
 
 from schedules.commands import questions
@@ -64,7 +65,7 @@ def _questions() -> dict[str, argparse.ArgumentParser]:
     """A parser for each question; its `answer` is the function that answers it."""
     parsers = dict[str, argparse.ArgumentParser]()
     for answer in (list_all, show, check, simulate, compare):
-        name, what = answer.__name__.partition("_")[0], (answer.__doc__ or "") + _NAME
+        name, what = answer.__name__.partition("_")[0], (getdoc(answer) or "") + _NAME
         parser = parsers[name] = argparse.ArgumentParser(
             f"python -m schedules {name}", description=what, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -77,7 +78,7 @@ def _questions() -> dict[str, argparse.ArgumentParser]:
     brief = "leave the critical path out, for which all actions are kept in memory"
     parsers["simulate"].add_argument("--brief", action="store_true", help=brief)
     memory = "leave out what holds more, in the units of `peak memory`"
-    parsers["compare"].add_argument("--memory", type=float, default=inf, help=memory, metavar="X")
+    parsers["compare"].add_argument("--memory", type=questions.number, default=inf, help=memory, metavar="X")
     return parsers
 
 

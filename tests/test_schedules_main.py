@@ -276,7 +276,7 @@ def test_compare(capsys, tmp_path):
 def test_compare_gives_all_the_same_work(capsys, tmp_path):
     path = tmp_path / "chunked.py"
     path.write_text(PARAMETERS)
-    sizes = ["--microbatches", 1, "--ranks", 2, "--activation", 6]
+    sizes = ["--microbatches", 1, "--ranks", 2, "--activation", 6, "--memory", 6]
     rows = answer(capsys, "compare", f"{path}:chunked", "chunks=1..3", *sizes)[1].splitlines()[3:]
     assert [row.split()[1:4] for row in rows] == [["2", "6", "+0%"], ["4", "6", "+0%"], ["6", "6", "+0%"]]
     assert [row.split()[6:] for row in rows] == [["6", "+0%", "1"]] * 3
@@ -320,6 +320,7 @@ def test_compare_counts_weights(capsys):
         (["compare", "gpipe", "--F", "1,2"], "got F=(1.0, 2.0), expected one number"),
         (["show", "gpipe", "--F", "1,2"], "got 2 numbers for --F, expected 4: one for each stage of gpipe"),
         (["simulate", "gpipe", "--activation", "1,2"], "got 2 numbers for --activation, expected 4"),
+        (["show", "gpipe", "--bytes", "1,2"], "got 2 numbers for --bytes, expected 4"),
         (["show", "gpipe", "--comm", "1", "--bytes", "2"], "got --comm and --bytes, expected one of them"),
         (["check", "nowhere.csv", "k=2"], "got k=, but nowhere.csv has its own sizes"),
         (["check", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
@@ -351,6 +352,7 @@ def test_what_makes_no_sense_is_one_line_and_code_2(capsys, file, arguments, mes
         ["show", "gpipe", "--F", "1,"],
         ["show", "gpipe", "--bandwidth", "0"],
         ["show", "gpipe", "--jitter", "1"],
+        ["compare", "gpipe", "--memory", "nan"],
         ["draw", "gpipe"],
     ],
 )

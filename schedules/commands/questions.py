@@ -38,7 +38,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
             costs.add_argument(f"--{field.name}", type=_cost, metavar="TIME", default=field.default, help=words)
     links = parser.add_argument_group("transfers between ranks: a time, or latency + bytes / bandwidth")
     for name in ("comm", *LINK):
-        links.add_argument(f"--{name}", type=_LINKS.get(name, _number), metavar="X")
+        links.add_argument(f"--{name}", type=_LINKS.get(name, number), metavar="X")
     noise = parser.add_argument_group("noise")
     noise.add_argument("--jitter", type=_share, default=0, metavar="SHARE", help="of every action's time, at random")
     noise.add_argument("--seed", type=int, default=0, metavar="N")
@@ -94,41 +94,44 @@ def sizes_of(options: argparse.Namespace) -> Sizes | None:
 
 def fitted(costs: Given, schedule: Schedule) -> Given:
     """`costs`; raises `UsageError` if they are given for each stage, but for more or fewer than `schedule` has."""
-    for field in fields(costs) if costs else ():
-        value = getattr(costs, field.name)
+    given = {field.name: getattr(costs, field.name) for field in fields(costs)} if costs else {}
+    if isinstance(link := given.get("comm"), Link):
+        given["bytes"] = link.bytes
+    for name, value in given.items():
         if isinstance(value, tuple) and len(value) != schedule.stages:
             raise UsageError(
-                f"got {len(value)} numbers for --{field.name}, expected {schedule.stages}: one for each stage of "
+                f"got {len(value)} numbers for --{name}, expected {schedule.stages}: one for each stage of "
                 f"{schedule.factory.__name__}. Give as many, or one for all."
             )
     return costs
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """The finite number of at least 0 that an option gives."""
     try:
-        number = float(text)
+        found = float(text)
     except ValueError:
-        number = -1
-    if not isfinite(number) or number < 0:
+        found = -1
+    if not isfinite(found) or found < 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 0")
-    return number
+    return found
 
 
 def _cost(text: str) -> Cost:
-    numbers = tuple(map(_number, text.split(",")))
+    numbers = tuple(map(number, text.split(",")))
     return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _positive(text: str) -> float:
-    if not (number := _number(text)):
+    if not (found := number(text)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-    return number
+    return found
 
 
 def _share(text: str) -> float:
-    if (number := _number(text)) >= 1:
+    if (found := number(text)) >= 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a share below 1")
-    return number
+    return found
 
 
 _LINKS: Mapping[str, Callable[[str], Cost]] = MappingProxyType({"bandwidth": _positive, "bytes": _cost})
