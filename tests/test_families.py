@@ -2,6 +2,7 @@
 """What the docstrings of the families say holds for all sizes: formulas, limits, refusals, kinships, figures."""
 
 import inspect
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -135,6 +136,15 @@ def test_versions_of_the_weights(stashed, doubled):
         assert kept <= limit <= P - rank
         assert kept == P - rank or 2 * (P - 1 - rank) > M
     assert all(versions(doubled, rank) <= doubled.versions(rank) == 2 for rank in range(doubled.ranks))
+
+
+@given(made(pipedream_2bw))
+def test_updates_come_after_every_group_and_after_what_is_left_over(s):
+    M, accumulate = s.microbatches, dict(s.arguments)["accumulate"]
+    for row in rows(s, without="F"):
+        updates = [before.microbatch for before, action in pairwise(row) if action.kind == "U"]
+        assert updates == [action.microbatch for action in row if action.kind == "U"]
+        assert updates == [*range(accumulate - 1, M - 1, accumulate), M - 1]
 
 
 @given(s=made(gpipe), k=st.integers(1, 5))
