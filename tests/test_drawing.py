@@ -22,6 +22,7 @@ from schedules import (
     check,
     dag,
     gpipe,
+    interleaved_1f1b,
     looped,
     one_f_one_b,
     parse,
@@ -238,12 +239,20 @@ def test_cells_of_a_picture_stand_where_the_simulation_says(case):
         assert (x, width) == (pytest.approx(start * scale, abs=0.02), pytest.approx((end - start) * scale, abs=0.02))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches", "shown"), [(4, 8, 64), (16, 64, 2048), (64, 512, 0)])
-def test_labels_are_shown_where_they_fit(ranks, microbatches, shown):
-    root = ElementTree.fromstring(svg({"": spans(one_f_one_b(ranks, microbatches), Costs())}))
+@pytest.mark.parametrize(
+    ("schedule", "shown", "width"),
+    [
+        (one_f_one_b(4, 8), 64, 1000),
+        (one_f_one_b(16, 64), 2048, 3000),
+        (split_backward(interleaved_1f1b(16, 64)), 16 * 64 * 6, 5000),
+        (one_f_one_b(64, 512), 0, 2600),
+    ],
+)
+def test_labels_are_shown_if_a_few_screens_have_room_for_them(schedule, shown, width):
+    root = ElementTree.fromstring(svg({"": spans(schedule, Costs())}))
     labels = [one for one in root.iter(f"{SVG}text") if one.get("pointer-events")]
     assert len(labels) == shown
-    assert float(root.get("width")) < 2600
+    assert width / 2 < float(root.get("width")) < width
 
 
 def test_two_timelines_have_one_scale_and_each_begins_at_zero():

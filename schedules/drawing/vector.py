@@ -17,7 +17,7 @@ from schedules.drawing.strips import Strip, lanes, strip
 from schedules.replay import Span
 
 LEFT, RIGHT, TITLE, ROW, GRAPH, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
-CELL, NARROW, WIDE = 26, 640, 2400
+CELL, NARROW, WIDE, WIDEST = 26, 640, 2400, 8000
 FONTS, GLYPH = (11, 9, 7.5), 0.62  # sizes of a label, the largest that fits; width of a character in them
 IDLE, HELD, INK, FAINT = "#f1f1f1", "#c9c2d8", "#202020", "#808080"
 BORDER = 'stroke="white" stroke-width="0.6"'
@@ -47,8 +47,7 @@ def svg(
     """
     strips = {name: strip(spans) for name, spans in timelines.items()}
     duration = max((drawn.duration for drawn in strips.values()), default=0) or 1
-    unit = min((drawn.unit for drawn in strips.values()), default=1)
-    room = max(width - LEFT - RIGHT, 1) if width else min(max(CELL * duration / unit, NARROW), WIDE)
+    room = max(width - LEFT - RIGHT, 1) if width else _room(list(strips.values()), duration)
 
     framed = frozenset(span for spans in marked.values() for span in spans)
 
@@ -68,6 +67,13 @@ def svg(
         f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="11" fill="{INK}">\n'
         f'<rect width="100%" height="100%" fill="#ffffff"/>\n{"".join(body)}</svg>\n'
     )
+
+
+def _room(strips: list[Strip], duration: float) -> Size:
+    """Wide enough for all labels, or at least the microbatches, if a screen or a few of them give that much."""
+    full = max((CELL * duration / drawn.unit for drawn in strips), default=0)
+    brief = max((drawn.longest_microbatch * GLYPH * FONTS[-1] * duration / drawn.unit for drawn in strips), default=0)
+    return min(max(full, NARROW), max(WIDE, 1.15 * brief if brief <= WIDEST else 0))
 
 
 @dataclass(frozen=True)
