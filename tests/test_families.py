@@ -59,6 +59,20 @@ def test_the_family_conforms(factory):
     conformance(factory)()
 
 
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda ranks, microbatches: kfkb(ranks, microbatches, k=3),
+        lambda ranks, microbatches: hanayo(ranks, microbatches, waves=2),
+        lambda ranks, microbatches: seq_1f1b(ranks, microbatches, slices=3),
+        lambda ranks, microbatches: pipedream_2bw(ranks, microbatches, accumulate=ranks),
+    ],
+    ids=["kfkb", "hanayo", "seq_1f1b", "pipedream_2bw"],
+)
+def test_the_family_conforms_with_parameters_of_its_own(factory):
+    conformance(factory)()
+
+
 IDLE = {
     gpipe: lambda P, M, F, B: (P - 1) * (F + B),
     forward_only: lambda P, M, F, B: (P - 1) * F,
