@@ -300,7 +300,7 @@ def test_compare_counts_weights(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "nope"], "got 'nope', expected one of gpipe, one_f_one_b"),
+        (["show", "nope"], "got 'nope', expected one of gpipe, forward_only, one_f_one_b"),
         (["check", "gpipe", "--ranks", "0"], "gpipe: got ranks=0, expected an integer of at least 1"),
         (["check", "gpipe", "k=2"], "got k=, but gpipe takes ranks, microbatches. Drop it."),
         (["check", "gpipe", "ranks=x"], "got ranks=x, expected a number. Write it as in ranks=2."),
