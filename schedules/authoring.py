@@ -154,8 +154,8 @@ def schedule(
 ) -> Callable[[Callable[Concatenate[int, Sizes], Actions]], Factory[Sizes]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
-    - `placement` says where stages live; if the function takes `chunks`, that many stages live on each rank, else as
-      many as the placement's own default.
+    - `placement` says where stages live. It is given those of the arguments that it takes: if the function takes
+      `chunks`, that many stages live on each rank, else as many as the placement's own default.
     - `limits` says what the schedule keeps within.
     - `requires` is called with the arguments, and raises `SizeError` for those for which the schedule means nothing.
     - `backward` says whether anything comes back: a schedule without backwards is for inference.
@@ -175,13 +175,13 @@ def schedule(
 
     def decorate(generator: Callable[Concatenate[int, Sizes], Actions]) -> Factory[Sizes]:
         def shape(arguments: dict[str, Any]) -> Shape:
-            sizes = {name: arguments[name] for name in SIZES if name in arguments}
+            taken = inspect.signature(placement).parameters
+            sizes = {name: value for name, value in arguments.items() if name in taken or name in SIZES}
             for name, size in sizes.items():
                 _require_positive(generator.__name__, name, size)
             if requires is not None:
                 requires(**arguments)
-            chunks = {name: sizes[name] for name in sizes if name == "chunks"}
-            placed = placement(sizes["ranks"], **chunks)
+            placed = placement(**{name: size for name, size in sizes.items() if name in taken})
             _require_positive(generator.__name__, "microbatches", sizes["microbatches"], len(placed.routes))
             return Shape(sizes["ranks"], sizes["microbatches"], placed, sizes.get("slices", 1), backward)
 

@@ -90,12 +90,14 @@ class _Played:
         self.schedule, self.graph = schedule, graph
         self.all = list(played)
         self.previous: dict[Action, Span] = {}
+        self.following: dict[Action, Action] = {}
         self.made: dict[Maker, Span] = {}
         self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
         last: dict[int, Span] = {}
         for span in self.all:
             if span.rank in last:
                 self.previous[span.action] = last[span.rank]
+                self.following[last[span.rank].action] = span.action
             last[span.rank] = span
             word = KINDS[span.action.kind]
             if word.crosses:
@@ -123,5 +125,4 @@ class _Played:
             for rank in self.schedule.placement.replicas(s):
                 yield self.gradients[s, rank], "G"
         if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for what its second action needs
-            partner = next(later for later, earlier in self.previous.items() if earlier.action == action)
-            yield from self._makers(partner)
+            yield from self._makers(self.following[action])

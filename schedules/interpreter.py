@@ -114,7 +114,8 @@ class _Run:
         S, replicas = self.graph.stages, self.placement.replicas
         gradients = tuple(tuple(term for rank in replicas(s) for term in self.terms[s, rank]) for s in range(S))
         sums = tuple(tuple(self._sum(s, rank) for rank in replicas(s)) for s in range(S))
-        copies = {edge: self._copies(*edge) for edge in sorted(self.graph.gradients)}
+        tied = sorted(self.graph.gradients) if self.schedule.backward else []
+        copies = {edge: self._copies(*edge) for edge in tied}
         self._require_nothing_left()
         for s, found in enumerate(sums):
             if self.schedule.backward and {*found} != {total([self.terms[s, rank] for rank in replicas(s)])}:

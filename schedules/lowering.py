@@ -62,9 +62,11 @@ class Program:
         placement, graph = self.schedule.placement, self.graph
         found = set[tuple[int, int]]()
         for homes in placement.routes:
-            found |= {(homes[s], homes[t]) for s, t in graph.values | graph.gradients}
-            found |= {(homes[t], homes[s]) for s, t in graph.cotangents}
-        for s in range(placement.stages):
+            found |= {(homes[s], homes[t]) for s, t in graph.values}
+            if self.schedule.backward:
+                found |= {(homes[s], homes[t]) for s, t in graph.gradients}
+                found |= {(homes[t], homes[s]) for s, t in graph.cotangents}
+        for s in range(placement.stages * self.schedule.backward):
             found |= {(a, b) for a in placement.replicas(s) for b in placement.replicas(s)}
         return tuple(sorted((a, b) for a, b in found if a != b))
 
@@ -197,7 +199,7 @@ class Steps:
 
     def _copies(self) -> Iterator[Message]:
         """The gradients of tied parameters that come from their owners."""
-        for route, homes in enumerate(self.routes):
+        for route, homes in enumerate(self.routes if self.schedule.backward else ()):
             for t in (t for t, home in enumerate(homes) if home == self.rank):
                 owners = (s for s in self.graph.shared_by[t] if self._across(homes[s]))
                 yield from (("G", s, self._last(route), t, None) for s in owners)

@@ -86,10 +86,10 @@ class Placement:
 
 
 class Place(Protocol):
-    """What `@schedule` takes as `placement`: builds a `Placement` of `ranks * chunks` stages."""
+    """What `@schedule` takes as `placement`: a function of `ranks`, and of other sizes of the schedule by name."""
 
-    def __call__(self, ranks: int, chunks: int = ...) -> Placement:
-        """Place `chunks` stages on each of `ranks` ranks."""
+    def __call__(self, ranks: int) -> Placement:
+        """Place stages on `ranks` ranks."""
 
 
 def linear(ranks: int, chunks: int = 1) -> Placement:
@@ -118,6 +118,15 @@ def vee(ranks: int, chunks: int = 2) -> Placement:
     """
     there, back = tuple(range(ranks)), tuple(reversed(range(ranks)))
     return Placement(ranks, tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else there)))
+
+
+def wave(ranks: int, waves: int = 1) -> Placement:
+    """There and back, `waves` times: a vee of `2 * waves` chunks (Hanayo, arXiv 2308.15762).
+
+    >>> wave(ranks=2, waves=2).homes
+    (0, 1, 1, 0, 0, 1, 1, 0)
+    """
+    return vee(ranks, 2 * waves)
 
 
 def bidirectional(ranks: int, chunks: int = 1) -> Placement:

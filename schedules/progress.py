@@ -44,7 +44,7 @@ class Work:
 
     A unit is a microbatch, or a slice of one, numbered among those whose route brings them here: `count` of them.
     `versions` counts the updates of the weights, the last of them with gradients up to microbatch `applied`; `began` is
-    the version with which units in flight began, where it is not the newest.
+    the version with which units in flight began, where it is not the newest; `kept`, the most that were kept at once.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stage: int) -> None:
@@ -56,7 +56,7 @@ class Work:
         self.replicated = self.stride > 1
         self.lives: dict[int, str] = {}
         self.finished = Finished()
-        self.versions, self.applied = 0, -1
+        self.versions, self.kept, self.applied = 0, 1, -1
         self.began: dict[int, int] = {}
 
     def unit(self, action: Action) -> int:

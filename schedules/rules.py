@@ -140,7 +140,7 @@ def within_memory(progress: Progress, actions: Actions) -> Actions:
     schedule, held, position = progress.schedule, 0.0, -1
     unit = schedule.slices * schedule.stages / schedule.ranks
     limit = schedule.memory(progress.rank) * unit + _ALMOST
-    growth = {kind: UNITS.growth(kind, 0) for kind in KINDS}
+    growth = {kind: UNITS.growth(kind, 0) * schedule.backward for kind in KINDS}
     for position, action in enumerate(actions):
         held += growth[action.kind]
         if held > limit:
@@ -171,7 +171,8 @@ def updated(progress: Progress, actions: Actions) -> Actions:
 def _update(progress: Progress, position: int, action: Action) -> None:
     """Write an update into the book: what is in flight keeps the version that it began with."""
     work, i = progress.work[action.stage], action.microbatch
-    late = next((u for u in range(work.count) if work.microbatch(u) <= i and u not in work.finished), None)
+    first = work.finished.prefix  # the first unit that is not finished
+    late = first if first < work.count and work.microbatch(first) <= i else None
     if late is not None or i <= work.applied:
         problem = f"comes before the backward of microbatch {work.microbatch(late or 0)}"
         if late is None:
@@ -181,6 +182,7 @@ def _update(progress: Progress, position: int, action: Action) -> None:
     began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
     work.began, work.versions, work.applied = began, work.versions + 1, i
     kept, limit = len({work.versions, *began.values()}), progress.schedule.versions(progress.rank)
+    work.kept = max(work.kept, kept)
     if kept > limit:
         problem = f"makes {kept} versions of the weights to keep, where the limit is {limit:g}"
         repair = "Let microbatches in flight finish first, or raise the limit."
@@ -218,6 +220,19 @@ def _unready(progress: Progress, action: Action, summed: set[int]) -> tuple[str,
     if len(work.finished) < work.count:
         return f"comes before the backward of microbatch {work.microbatch(work.finished.prefix)}", "Move it behind."
     return "", ""
+
+
+def versions(schedule: Schedule, rank: int) -> dict[int, int]:
+    """Per stage on `rank`, the most versions of its weights that are kept at once; 1 without updates.
+
+    >>> from schedules import pipedream
+    >>> versions(pipedream(ranks=3, microbatches=8), rank=0)
+    {0: 3}
+    """
+    book = Progress(schedule, rank)
+    for _ in updated(book, forward_before_backward(book, schedule.actions(rank))):
+        pass
+    return {stage: work.kept for stage, work in book.work.items()}
 
 
 RULES: tuple[Rule, ...] = (forward_before_backward, complete, fused, reduced, updated)

@@ -16,11 +16,11 @@ from math import inf
 from typing import Final, TypeAlias
 
 from schedules.authoring import Schedule
-from schedules.costs import Costs, Sizes
+from schedules.costs import Costs, Sizes, of_stage
 from schedules.graph import Graph
 from schedules.progress import Progress
 from schedules.replay import Span, replay
-from schedules.rules import forward_before_backward
+from schedules.rules import forward_before_backward, versions
 from schedules.wiring import graph_of, wires
 
 Row: TypeAlias = list[float]
@@ -35,7 +35,8 @@ class Timeline:
     - `span`: the longest time from one rank's first start to its last end (arXiv 2401.10241, section 5.3).
     - `busy`: per rank, the time spent in actions.
     - `peak_memory`: per rank, the most that was held at once; without sizes in units of one rank's activations of one
-      microbatch, held from the start of `F` or `R` to the end of `B` or `W`.
+      microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights are counted too, once
+      for each version of them that is kept.
     """
 
     makespan: float
@@ -113,5 +114,16 @@ def _timeline(
     peak: list[float],
 ) -> Timeline:
     span = max(f - b for f, b in zip(finish, begin, strict=True))
-    unit = schedule.stages / schedule.ranks if sizes is None else 1
-    return Timeline(max(finish) - min(begin), span, tuple(busy), tuple(p / unit for p in peak))
+    if sizes is None:
+        unit = schedule.stages / schedule.ranks
+        memory = tuple(most / unit for most in peak)
+    else:
+        memory = tuple(most + _weights(schedule, rank, sizes) for rank, most in enumerate(peak))
+    return Timeline(max(finish) - min(begin), span, tuple(busy), memory)
+
+
+def _weights(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+    """The weights that `rank` keeps."""
+    if not sizes.weight:
+        return 0
+    return sum(kept * of_stage(sizes.weight, stage) for stage, kept in versions(schedule, rank).items())

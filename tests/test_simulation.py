@@ -9,22 +9,29 @@ import pytest
 from hypothesis import given, settings
 
 from schedules import (
+    KINDS,
     Action,
+    B,
+    C,
     Costs,
     F,
     I,
+    Link,
+    R,
     ScheduleError,
+    Sizes,
     W,
     check,
     gpipe,
     one_f_one_b,
+    pipedream,
     simulate,
     spans,
     split_backward,
     summarize,
     transform,
 )
-from schedules.replay import needs
+from schedules.replay import makes, needs
 from schedules.testing import costs, orders, require_bounds, schedules
 
 both = schedules([gpipe, one_f_one_b])
@@ -79,14 +86,19 @@ def test_peak_memory_of_1f1b_is_that_of_the_docstring(schedule):
 @given(orders(), costs())
 def test_nothing_starts_before_its_data_or_before_the_rank_is_free(case, times):
     schedule, graph = case
-    homes, ended, rows = schedule.placement.homes, {}, [[] for _ in range(schedule.ranks)]
+    home, ended, rows = schedule.placement.home, {}, [[] for _ in range(schedule.ranks)]
     for span in spans(schedule, times, graph):
+        kind, s, i, _, part = span.action
         rows[span.rank].append(span)
-        assert span.end - span.start == times.time(span.action.kind, span.action.stage)
-        arrivals = [ended[t] + times.comm * (homes[t[1]] != span.rank) for t in needs(span.action, graph)]
+        share = schedule.slices if KINDS[kind].after else 1
+        assert span.end - span.start == pytest.approx(times.time(kind, s) / share)
+        tokens = needs(span.action, graph)
+        arrivals = [ended[*token, part] + times.comm * (home(token[1], i) != span.rank) for token in tokens]
         free = rows[span.rank][-2].end if len(rows[span.rank]) > 1 else 0
-        assert span.start == max([free, *arrivals])  # and no later than it must
-        ended["B" if span.action.kind == "I" else span.action.kind, *span.action[1:3]] = span.end
+        assert span.start >= max([free, *arrivals])
+        if kind not in ("G", "OVERLAP_F"):
+            assert span.start == max([free, *arrivals]), "and no later than it must"
+        ended[*makes(span.action), part] = span.end
     for rank, row in enumerate(rows):
         assert [span.action for span in row] == list(schedule.actions(rank))
         assert all(a.end <= b.start for a, b in pairwise(row))
@@ -155,3 +167,30 @@ def peak(use, microbatches):
 def test_memory_does_not_grow_with_the_number_of_microbatches(use):
     peak(use, 16)
     assert peak(use, 1024) < 1.5 * peak(use, 64)
+
+
+def test_memory_in_bytes_counts_weights_activations_and_residuals():
+    split = edited(gpipe(1, 2), ((F(0, 0), F(0, 1), I(0, 0), I(0, 1), W(0, 0), W(0, 1)),))
+    assert simulate(split, sizes=Sizes(activation=10, residual=3, weight=100)).peak_memory == (120,)
+    late = edited(gpipe(1, 2), ((F(0, 0), I(0, 0), F(0, 1), I(0, 1), W(0, 0), W(0, 1)),))
+    assert simulate(late, sizes=Sizes(activation=10, residual=3, weight=100)).peak_memory == (113,)
+    again = edited(gpipe(1, 2), ((C(0, 0), C(0, 1), R(0, 0), B(0, 0), R(0, 1), B(0, 1)),))
+    assert simulate(again, sizes=Sizes(activation=10, inputs=1)).peak_memory == (2 + 9,)
+    by_version = simulate(pipedream(3, 8), sizes=Sizes(activation=0, weight=1))
+    assert by_version.peak_memory == (3, 2, 1)
+
+
+def test_links_differ_and_jitter_is_drawn_by_seed():
+    s = one_f_one_b(2, 3)
+    slow = Costs(comm=Link(latency=1, bandwidth=2, bytes=(4, 6), slow=(((1, 0), 10),)))
+    first, *_ = [span for span in spans(s, slow) if span.rank == 1]
+    assert first.start == 1 + 1 + 4 / 2
+    back = next(span for span in spans(s, slow) if span.action == B(0, 0))
+    sent = next(span for span in spans(s, slow) if span.action == B(1, 0))
+    assert back.start == sent.end + (1 + 6 / 2) * 10
+    one, again, other = (simulate(s, Costs(jitter=0.2, seed=seed)) for seed in (1, 1, 2))
+    assert one == again != other
+    exact = {span.action: span.end - span.start for span in spans(s, Costs())}
+    drawn = [(span.end - span.start) / exact[span.action] for span in spans(s, Costs(jitter=0.2, seed=1))]
+    assert all(0.8 - 1e-9 <= factor <= 1.2 + 1e-9 for factor in drawn)
+    assert len({round(factor, 9) for factor in drawn}) == len(drawn)

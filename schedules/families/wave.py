@@ -8,17 +8,13 @@ many ahead and then alternates, so that the first microbatches of a round come u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Iterator
 
 from schedules.actions import Action
-from schedules.authoring import Factory, Limits, Shape, schedule
-from schedules.errors import SizeError
+from schedules.authoring import Limits, schedule
 from schedules.families.looped import legs, rounds
 from schedules.families.one_forward_one_backward import alternate, passes
-from schedules.placement import vee
-
-Sizes = ParamSpec("Sizes")
+from schedules.placement import wave
 
 
 def _memory(rank: int, ranks: int, microbatches: int, waves: int) -> float:
@@ -26,23 +22,7 @@ def _memory(rank: int, ranks: int, microbatches: int, waves: int) -> float:
     return len(rounds(ranks, microbatches)[0]) - max(0, last - rank) / (2 * waves)
 
 
-def _positive_waves(ranks: int, microbatches: int, waves: int) -> None:
-    if isinstance(waves, bool) or not isinstance(waves, int) or waves < 1:
-        raise SizeError.of("hanayo", "waves", waves, "an integer of at least 1", "Choose waves >= 1.")
-
-
-def _waved(generator: Callable[Concatenate[int, Sizes], Iterator[Action]]) -> Factory[Sizes]:
-    """Like `@schedule`, with two chunks per rank for each of the `waves`."""
-    one = schedule(placement=vee, limits=Limits(memory=_memory), requires=_positive_waves)(generator)
-
-    def shape(arguments: dict[str, Any]) -> Shape:
-        shape = one.shape(arguments)
-        return shape._replace(placement=vee(shape.ranks, 2 * arguments["waves"]))
-
-    return Factory(generator, one.signature, shape, one.limits)
-
-
-@_waved
+@schedule(placement=wave, limits=Limits(memory=_memory))
 def hanayo(rank: int, ranks: int, microbatches: int, waves: int = 1) -> Iterator[Action]:
     """Hanayo: `W` waves, each a chunk on the way down and one on the way up (arXiv 2308.15762, section 3).
 
