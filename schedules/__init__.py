@@ -35,11 +35,11 @@ from schedules.graph import Graph, chain, dag
 from schedules.lowering import Program, lower
 from schedules.mirroring import mirror
 from schedules.overlapping import overlap
-from schedules.placement import Placement, bidirectional, linear, looped, vee
+from schedules.placement import Placement, bidirectional, linear, looped, vee, wave
 from schedules.replay import Span
 from schedules.rules import check
 from schedules.simulation import Timeline, simulate, spans, summarize
-from schedules.transforms import forwards, merge_backward, split_backward, transform
+from schedules.transforms import defer_weights, forwards, merge_backward, recompute, split_backward, transform
 
 __all__ = [
     "KINDS",
@@ -91,6 +91,7 @@ __all__ = [
     "summarize",
     "transform",
     "vee",
+    "wave",
     "chimera",
     "dualpipe",
     "dualpipe_v",
@@ -106,4 +107,6 @@ __all__ = [
     "pipedream_2bw",
     "seq_1f1b",
     "interleaved_zero_bubble",
+    "defer_weights",
+    "recompute",
 ]

@@ -8,25 +8,41 @@ Idea. A transform is a generator function like a schedule, but for the one that 
 is an ordinary `Schedule`, whose factory is the transform and whose argument is the schedule given: it prints as the
 calls that make it, compares, pickles, and may be transformed again. Nothing is generated before it is asked for.
 
-Invariant: ranks, microbatches and placement are those of the schedule given.
+Invariant: ranks, microbatches, slices and placement are those of the schedule given.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, ParamSpec
+from itertools import accumulate
+from math import isfinite
+from typing import Any, Concatenate, ParamSpec, overload
 
-from schedules.actions import Action, B, I, W
-from schedules.authoring import Factory, Schedule, Shape, without_rank
-from schedules.errors import ScheduleError
+from schedules.actions import KINDS, Action, B, C, F, I, R, W
+from schedules.authoring import UNLIMITED, Factory, Limits, Schedule, Shape, without_rank
+from schedules.costs import Sizes
+from schedules.errors import ScheduleError, SizeError
 
 Arguments = ParamSpec("Arguments")
 
 
-def transform(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
+@overload
+def transform(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]: ...
+
+
+@overload
+def transform(
+    *, limits: Limits = UNLIMITED, backward: bool = True
+) -> Callable[[Callable[Concatenate[int, Arguments], Iterator[Action]]], Factory[Arguments]]: ...
+
+
+def transform(generator: Any = None, *, limits: Limits = UNLIMITED, backward: bool = True) -> Any:
     """Turn a generator function `(rank, schedule, ...)` into a function from schedules to schedules.
 
-    Further parameters must be hashable. What it makes raises `TypeError` for anything that is no `Schedule`.
+    Further parameters must be hashable. `limits` says what the result keeps within, given the arguments; `KEPT` are
+    those of the schedule given. Without `backward`, the result is for inference. What it makes raises `TypeError` for
+    anything that is no `Schedule`.
 
     >>> from schedules import check, gpipe, transform
     >>> @transform
@@ -39,19 +55,29 @@ def transform(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]
     rank 1 |.  F0 F1 B1    B0    .  .  |
     """
 
-    def shape(arguments: dict[str, Any]) -> Shape:
-        schedule = arguments["schedule"]
-        if not isinstance(schedule, Schedule):
-            raise TypeError(
-                f"{generator.__name__}: got {schedule!r}, expected a Schedule. Call the factory first, as in "
-                f"{generator.__name__}(one_f_one_b(ranks=4, microbatches=8))."
-            )
-        return Shape(schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices)
+    def decorate(generator: Callable[..., Iterator[Action]]) -> Factory[...]:
+        def shape(arguments: dict[str, Any]) -> Shape:
+            schedule = arguments["schedule"]
+            if not isinstance(schedule, Schedule):
+                raise TypeError(
+                    f"{generator.__name__}: got {schedule!r}, expected a Schedule. Call the factory first, as in "
+                    f"{generator.__name__}(one_f_one_b(ranks=4, microbatches=8))."
+                )
+            sizes = schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices
+            return Shape(*sizes, backward and schedule.backward)
 
-    return Factory(generator, without_rank(generator, "schedule"), shape)
+        return Factory(generator, without_rank(generator, "schedule"), shape, limits)
+
+    return decorate if generator is None else decorate(generator)
 
 
-@transform
+KEPT = Limits(
+    memory=lambda rank, schedule, **others: schedule.memory(rank),
+    versions=lambda rank, schedule, **others: schedule.versions(rank),
+)
+
+
+@transform(limits=KEPT)
 def split_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
     """Every `B` as `I`, immediately followed by `W`: cotangents leave before the weight gradients are computed.
 
@@ -63,14 +89,15 @@ def split_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 1 |.  F0 I0 W0 F1 I1 W1 .  |
     """
     for action in schedule.actions(rank):
-        if action.kind == "B":
-            yield I(action.stage, action.microbatch)
-            yield W(action.stage, action.microbatch)
+        kind, stage, i, _, part = action
+        if kind == "B":
+            yield I(stage, i, part)
+            yield W(stage, i, part)
         else:
             yield action
 
 
-@transform
+@transform(limits=KEPT)
 def merge_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
     """Every `I` as a full `B`, every `W` left out: `merge_backward(split_backward(s))` has the actions of `s`.
 
@@ -87,25 +114,112 @@ def merge_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
     owed: dict[Action, None] = {}  # invariant: one W for each I so far that has not had it
     position = -1
     for position, action in enumerate(schedule.actions(rank)):
-        kind, stage, i, _, _ = action
+        kind, stage, i, _, part = action
         if kind == "W" and action not in owed:
-            repair = f"Add {stage}I{i} before it, or drop it."
-            raise ScheduleError("forward_before_backward", rank, position, action, f"comes before {stage}I{i}", repair)
+            half = I(stage, i, part)
+            repair = f"Add {half} before it, or drop it."
+            raise ScheduleError("forward_before_backward", rank, position, action, f"comes before {half}", repair)
         if kind == "W":
             del owed[action]
             continue
         if kind == "I":
-            owed[W(stage, i)] = None
-        yield B(stage, i) if kind == "I" else action
+            owed[W(stage, i, part)] = None
+        yield B(stage, i, part) if kind == "I" else action
     for action in owed:
         raise ScheduleError("complete", rank, position + 1, None, f"{action} never runs", f"Add it to rank {rank}.")
 
 
-@transform
-def forwards(rank: int, schedule: Schedule) -> Iterator[Action]:
-    """The forwards alone, in the order of the schedule: what evaluation runs.
+@transform(limits=Limits(memory=lambda rank, schedule, memory: memory, versions=KEPT.versions))
+def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Action]:
+    """Weight gradients as late as `memory` lets them be, in units of a rank's activations of one microbatch.
 
-    `check` is not meant for it, since no microbatch comes back. Lower it for a graph with values only.
+    What holds a `W` back is the room between the rank's own peak and `memory`, so with room for `n` more activations
+    every `W` moves to the place of the `n`th one after it, and the last `n` to the end, or before the `G` or `U` that
+    uses them. Where cotangents arrive in the meantime, those go first; and the ranks that wait at the end have work.
+    Gradients accumulate in the same order.
+
+    The peak is what the schedule declares; if it declares none, what the rank's actions come to, which are then
+    generated twice. Generating them raises `SizeError` where it is more than `memory`.
+
+    >>> from schedules import one_f_one_b
+    >>> print(defer_weights(split_backward(one_f_one_b(ranks=2, microbatches=3)), memory=2))
+    rank 0 |F0 F1 .  I0 W0 F2 I1 W1 I2 W2 |
+    rank 1 |.  F0 I0 F1 I1 W0 F2 I2 W1 W2 |
+    """
+    peak = _peak(schedule, rank)
+    if peak > memory + _ALMOST:
+        expected = f"at least the {peak:g} that rank {rank} holds with no weight gradient deferred"
+        raise SizeError.of("defer_weights", "memory", memory, expected, f"Choose memory >= {peak:g}.")
+    room = (memory - peak) * _each(schedule) + _ALMOST
+    owed = deque[Action]()
+    for action in schedule.actions(rank):
+        kind, stage, _, _, _ = action
+        if kind == "W":
+            owed.append(action)
+            if len(owed) > room:
+                yield owed.popleft()
+            continue
+        if kind in ("G", "U"):
+            yield from (late for late in owed if late.stage == stage)
+            owed = deque(late for late in owed if late.stage != stage)
+        yield action
+    yield from owed
+
+
+def _peak(schedule: Schedule, rank: int) -> float:
+    """The most activations that the rank holds at once: as declared, else as counted."""
+    if isfinite(schedule.memory(rank)):
+        return schedule.memory(rank)
+    growth = {kind: Sizes().growth(kind, 0) for kind in KINDS}
+    held = accumulate(growth[action.kind] for action in schedule.actions(rank))
+    return max(held, default=0) / _each(schedule)
+
+
+def _each(schedule: Schedule) -> float:
+    """How many activations one microbatch has on a rank, on average where ranks differ."""
+    return schedule.slices * schedule.stages / schedule.ranks
+
+
+_ALMOST = 1e-9  # limits may be sums of fractions
+
+
+@transform(limits=KEPT)
+def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = None) -> Iterator[Action]:
+    """Checkpointed forwards on these stages, on all by default, each recomputed directly before its backward.
+
+    A stage then holds its inputs from `C` on and its activations from `R` on (arXiv 1604.06174). A forward overlapped
+    with a backward is taken apart from it. What is recomputed already stays as it is.
+
+    >>> from schedules import one_f_one_b
+    >>> print(recompute(one_f_one_b(ranks=2, microbatches=2)))
+    rank 0 |C0 C1 R0 .  .  B0    R1 .  B1    |
+    rank 1 |.  C0 R0 B0    C1 R1 B1    .  .  |
+    """
+    every = range(schedule.stages)
+    if not set(every).issuperset(stages or ()):
+        raise SizeError.of("recompute", "stages", stages, f"stages of {every}", "Name stages that the schedule has.")
+    kept = set[Action]()  # invariant: what is checkpointed here and not yet recomputed
+    pair: tuple[Action, ...] = ()  # a forward whose partner comes next
+    for action in schedule.actions(rank):
+        kind, stage, i, _, part = action
+        if kind in ("F", "OVERLAP_F") and stage in (every if stages is None else stages):
+            kept.add(R(stage, i, part))
+            yield C(stage, i, part)
+        elif kind == "OVERLAP_F":
+            pair = (action,)
+        else:
+            again = R(stage, i, part)
+            if KINDS[kind].crosses == "B" and again in kept:
+                kept.remove(again)
+                yield again
+            yield from pair
+            yield action
+            pair = ()
+
+
+@transform(backward=False)
+def forwards(rank: int, schedule: Schedule) -> Iterator[Action]:
+    """The forwards alone, in the order of the schedule: what evaluation runs. Nothing is kept for a backward.
 
     >>> from schedules import one_f_one_b
     >>> print(forwards(one_f_one_b(ranks=2, microbatches=3)))
@@ -113,5 +227,6 @@ def forwards(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 1 |.  F0 F1 F2 |
     """
     for action in schedule.actions(rank):
-        if action.kind == "F":
-            yield action
+        kind, stage, i, _, part = action
+        if KINDS[kind].crosses == "F":
+            yield action if kind == "F" else F(stage, i, part)

@@ -40,9 +40,10 @@ def test_nothing_but_the_standard_library_is_imported():
 NAMES = """
 Action B C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
 ProgramError R Schedule ScheduleError SizeError Sizes Span TableError Timeline U VocabularyError W bidirectional
-breadth_first chain check chimera critical_path dag dualpipe dualpipe_v eager_1f1b forward_only forwards gpipe hanayo
-interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower merge_backward mirror one_f_one_b overlap parse
-pipedream pipedream_2bw schedule seq_1f1b simulate spans split_backward summarize transform vee
+breadth_first chain check chimera critical_path dag defer_weights dualpipe dualpipe_v eager_1f1b forward_only forwards
+gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower merge_backward mirror one_f_one_b
+overlap parse pipedream pipedream_2bw recompute schedule seq_1f1b simulate spans split_backward summarize transform
+vee wave
 """
 
 
