@@ -3,14 +3,14 @@
 
 Checking, simulating and drawing ask the same question: if each rank keeps its own order and waits for its data, how far
 do the ranks come, and when is each action done? `replay` answers it in one loop over all actions, holding only what is
-in flight. A rank is played until it must wait for a crossing; who makes that crossing puts the rank back in the queue.
+in flight. A rank is played until it must wait for a crossing; who makes that crossing puts it on the stack of those that
+can go on. The latest is played first, while what it was given is still at hand.
 
 Invariant: no rank waits for what has arrived.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from math import inf
 from random import Random
@@ -64,12 +64,14 @@ class Played:
     - `streams`, `heads`: the actions to come, and the first of them, `None` at the end; `partners`: the one behind it,
       where that has been read.
     - `waits`: the crossing that the rank waits for.
+    - `draws`: the rank's own random numbers, for jitter.
     - `begin`, `clock`: when the first action began and the last one ended; `busy`: the time spent in actions.
     - `held`, `peak`: memory now, and the most so far.
     """
 
-    def __init__(self, streams: Sequence[Iterator[Action]]) -> None:
+    def __init__(self, streams: Sequence[Iterator[Action]], seed: int) -> None:
         P = len(streams)
+        self.draws = [Random(f"{seed}/{rank}").uniform for rank in range(P)]
         self.streams = streams
         self.heads = [next(stream, None) for stream in streams]
         self.partners: list[Action | None] = [None] * P
@@ -88,7 +90,7 @@ def replay(
     `spans` false, it yields nothing.
     """
     try:
-        played = Played(streams)
+        played = Played(streams, costs.seed)
         yield from _play(schedule, played, wires, costs, spans)
     except ScheduleError:
         raise
@@ -105,11 +107,10 @@ def _play(  # noqa: PLR0912 - the one hot loop: every call in it would be paid f
 ) -> Iterator[list[Span]]:
     """Play until every rank has ended or waits."""
     slices, R, jitter = schedule.slices, len(schedule.placement.routes), costs.jitter
-    draws = [Random(f"{costs.seed}/{rank}").uniform for rank in range(len(wires))]
     batch: list[Span] = []
-    ready = deque(range(len(wires)))
+    ready = [*reversed(range(len(wires)))]
     while ready:
-        rank = ready.popleft()
+        rank = ready.pop()
         rows, stream, action = wires[rank], played.streams[rank], played.heads[rank]
         now, busy, held, peak = played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank]
         while action is not None:
@@ -124,18 +125,20 @@ def _play(  # noqa: PLR0912 - the one hot loop: every call in it would be paid f
                 if (arrived := crossing.arrived.get(unit)) is None:
                     crossing.wanted, played.waits[rank] = unit, crossing
                     break
-                start = max(start, arrived)
+                if arrived > start:
+                    start = arrived
             else:
                 for crossing in takes:
                     del crossing.arrived[unit]
                 if jitter:
-                    time *= draws[rank](1 - jitter, 1 + jitter)
+                    time *= played.draws[rank](1 - jitter, 1 + jitter)
                 if not now:
                     played.begin[rank] = min(start, played.begin[rank])
                 now = start + time
                 busy += time
                 held += grows
-                peak = max(peak, held)
+                if held > peak:
+                    peak = held
                 for crossing, delay in gives:
                     crossing.arrived[unit] = now + delay
                     if crossing.wanted == unit:
