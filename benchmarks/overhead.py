@@ -102,11 +102,15 @@ class Empty:
     def __init__(self, s: int) -> None:
         before, after = [Port(s - 1, ((),))] * (s > 0), [Port(s + 1, ((),))] * (s < STAGES - 1)
         self.gets, self.gives, self.pulls, self.pulled_by = before, after, before, after
-        self.shares, self.shared_by, self.results = [], [], ((),) * (not after)
+        self.shares, self.shared_by, self.totals, self.results = [], [], (), ((),) * (not after)
 
     def forward(self, *_: object) -> tuple[tuple[int], tuple[()], int]:
         """One output."""
         return (0,), (), 0
+
+    def evaluate(self, *_: object) -> tuple[tuple[int], tuple[()]]:
+        """One output."""
+        return (0,), ()
 
     def backward(self, *_: object) -> tuple[tuple[int], tuple[()]]:
         """One cotangent."""

@@ -24,7 +24,8 @@ from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
 from fpipe.errors import CutError, InputError
-from fpipe.one_device import one_device
+from fpipe.executor import HANDLERS
+from fpipe.one_device import one_device, orders
 from fpipe.plan import TRAINING, FrontEnd, Pipeline, Variant
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
@@ -33,7 +34,7 @@ from fpipe.transport.distributed import DistributedRanks
 from fpipe.transport.local import LocalRanks
 from fpipe.tree import flatten
 from fpipe.verification import Computed, eagerly, require_equal
-from schedules import Schedule, Span
+from schedules import KINDS, Schedule, Span
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export, "modules": modules})
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
@@ -89,6 +90,7 @@ def pipeline(
     """
     module = as_module(model)
     _require_arguments(module, example, loss, schedule, capture)
+    _require_runnable(schedule)
     names = _cuts(cuts, stages, schedule)
     pipe = _bound(module, (example, targets), loss, schedule, names, FRONT_ENDS[capture], group)
     pipe.connected(TRAINING)
@@ -110,6 +112,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
     compute action of this process.
     """
+    _require_backward(pipe)
     plan = pipe.connected(Variant(training=True, loss=True, outputs=outputs))
 
     def step(
@@ -150,6 +153,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     It takes all parameters and buffers of the model, `dict(model.named_parameters())` and
     `dict(model.named_buffers())`, on whichever rank it is called, and the whole batch.
     """
+    _require_backward(pipe)
     plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs))
 
     def step(
@@ -203,7 +207,7 @@ def verify(
     plan = pipe.training
     if plan.assembly.devices:
         return Verification(compared, 0)
-    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets).held(params)
+    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets, orders(plan)).held(params)
     return Verification(compared, require_equal(got, eager, "the model run eagerly"))
 
 
@@ -254,6 +258,26 @@ def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any
     without_parameters(loss)
     require_plain_tensors(model)
     refuse_gradient_hooks(model)
+
+
+def _require_runnable(schedule: Schedule) -> None:
+    """Raise `InputError` for what can be checked and simulated, but is not run yet."""
+    repair = "Check and simulate it, or choose a synchronous schedule of whole microbatches to run."
+    if schedule.slices > 1:
+        raise InputError(f"schedule: got {schedule!r} of {schedule.slices} slices, expected whole ones. {repair}")
+    for rank in range(schedule.ranks):
+        for action in schedule.actions(rank):
+            if action.kind not in HANDLERS:
+                kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark)
+                raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
+
+
+def _require_backward(pipe: Pipeline) -> None:
+    if not pipe.schedule.backward:
+        raise InputError(
+            f"schedule: got {pipe.schedule!r}, which has no backward, expected gradients. Call evaluate(pipe), or "
+            "choose another schedule."
+        )
 
 
 def _cuts(cuts: Iterable[str] | None, stages: int | None, schedule: Schedule) -> tuple[str, ...] | None:

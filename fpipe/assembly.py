@@ -108,6 +108,7 @@ class _Builder:
             shared_by=self._ports(held),
             shared_names={peer: self._names(values) for peer, values in (owned | held).items()},
             grads=self._names(metadata.grads[s]),
+            totals=tuple(metadata.specs[v] for v in metadata.grads[s]),
             wiring=self._wiring(s, pulls, pulled_by),
             scope=_scope(layout),
         )

@@ -56,6 +56,10 @@ class StageLike(Protocol):
         """Cotangents from later stages."""
 
     @property
+    def totals(self) -> Sequence[Any]:
+        """Specs of this stage's gradients."""
+
+    @property
     def shares(self) -> Sequence[Port]:
         """Gradients for later stages that hold copies of parameters."""
 
@@ -65,6 +69,9 @@ class StageLike(Protocol):
 
     def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:
         """Outputs, buffers, and residuals or `None`."""
+
+    def evaluate(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any]:
+        """Outputs and buffers, the same as those of `forward`."""
 
     def backward(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
         """Cotangents and gradients."""
@@ -76,7 +83,7 @@ class StageLike(Protocol):
         """Gradients."""
 
     def accumulate(self, total: Any, grads: Any, count: int) -> Any:
-        """The sum of `count` gradients and one more; `total` is `()` at first."""
+        """The sum of `total`, of `count` gradients, and one more; at first it is `()`."""
 
     def shared(self, total: Any, peer: int) -> Payload:
         """What stage `peer` needs of the summed gradients."""
@@ -159,6 +166,7 @@ class Execution:
     - `kept`: payloads made on this rank, until they are sent or used here.
     - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
     - `residuals`, `deferred`: what a stage's forward, or input half, keeps for what follows.
+    - `checkpoints`: what a forward is run again from: buffers as they were, and what had arrived.
     """
 
     at: Instruction | None = None
@@ -178,6 +186,7 @@ class Execution:
         self.results: dict[int, Payload] = {}
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
+        self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
         self.kept: dict[int, Payload] = {}
         self.posted: dict[int, Handle] = {}
 
@@ -228,6 +237,27 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
     return outputs
 
 
+def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    inputs, buffers = run.inputs, run.buffers
+    run.checkpoints[s, i] = buffers[s], arrived
+    outputs, buffers[s] = stage.evaluate(inputs.params[s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
+    if stage.results:
+        run.results[i] = outputs[: len(stage.results)]
+    return outputs
+
+
+def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Outputs and buffers are those of the first time, and not taken again."""
+    _, s, i, _, _ = action
+    inputs = run.inputs
+    buffers, arrived = run.checkpoints.pop((s, i))
+    _, _, residuals = stage.forward(inputs.params[s], buffers, inputs.batch(s, i) + arrived, inputs.keys[i])
+    if residuals is not None:
+        run.residuals[s, i] = residuals
+    return ()
+
+
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
     outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived)
@@ -252,10 +282,19 @@ def _accumulate(run: Execution, s: int, stage: StageLike, grads: Any) -> None:
     run.counts[s] += 1
 
 
+def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """The sum over both replicas, in the order of routes: even microbatches take the first, odd ones the second."""
+    _, s, i, _, _ = action
+    first, second = (arrived, run.grads[s]) if i % 2 else (run.grads[s], arrived)
+    run.grads[s] = stage.accumulate(stage.accumulate((), first, 0), second, 1)
+    return ()
+
+
 def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """The gradient that a `SEND_G` sends."""
-    assert action.peer is not None, "a transfer has a peer stage"
-    return stage.shared(run.grads[action.stage], action.peer)
+    """The gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
+    _, s, _, peer, _ = action
+    assert peer is not None, "a transfer has a peer stage"
+    return run.grads[s] if peer == s else stage.shared(run.grads[s], peer)
 
 
 def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
@@ -276,6 +315,10 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "B": _backward,
         "I": _backward_input,
         "W": _backward_weight,
+        "C": _checkpointed_forward,
+        "R": _recompute,
+        "OVERLAP_F": _forward,
+        "G": _sum_replicas,
         "SEND_G": _share,
         "RECV_G": _take_shared,
     }

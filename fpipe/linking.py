@@ -81,6 +81,7 @@ class _Linker:
     def __init__(self, stages: Mapping[int, StageLike], placement: Placement) -> None:
         self.stages, self.placement = stages, placement
         self.specs = {edge: specs for s, stage in stages.items() for edge, specs in _edges(s, stage)}
+        self.specs |= {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
         self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)

@@ -2,20 +2,25 @@
 """One device: the plain microbatch loop that a pipeline must equal bit for bit.
 
 The loop runs the captured model uncut. It adds gradients in the order that the schedule states, which is ascending for
-most, so that equality is a fact about the pipeline and not about the order of a sum.
+most, so that equality is a fact about the pipeline and not about the order of a sum. Where a stage has replicas, each
+adds the gradients of its microbatches, and those sums are added in the order of routes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fpipe.capture.contract import Tensors
 from fpipe.plan import Plan
-from fpipe.stage import Stage
-from schedules import Schedule
+from schedules import KINDS
+
+Orders: TypeAlias = Sequence[Sequence[int]]
 
 
 def one_device(
@@ -28,7 +33,7 @@ def one_device(
     """Run all microbatches one after the other: results of each, the final buffers, and gradients by name."""
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
-    sums = {name: OrderedSum(order) for name, order in _orders(plan).items()}
+    sums = {name: ReplicaSum(order) for name, order in orders(plan).items()}
     results = {}
     for i, inputs in enumerate(batch):
         results[i], state, residuals = whole.forward(leaves, state, inputs, keys[i])
@@ -67,12 +72,38 @@ class OrderedSum:
         return self.sum if len(self.order) > 1 else self.sum.clone(memory_format=torch.contiguous_format)
 
 
-def _orders(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Per parameter, the microbatches in the order in which its owner computes gradients."""
+class ReplicaSum:
+    """A sum over replicas, in their order, of what each adds in an order of its own.
+
+    >>> terms = ReplicaSum([[0, 2], [3, 1]])
+    >>> for i, term in enumerate("abcd"):
+    ...     terms.add(i, term)
+    >>> terms.total()
+    'acdb'
+    """
+
+    def __init__(self, orders: Orders) -> None:
+        self.parts = [OrderedSum(order) for order in orders]
+
+    def add(self, i: int, term: Tensor) -> None:
+        """Term number `i`."""
+        (part,) = (part for part in self.parts if i in part.order)
+        part.add(i, term)
+
+    def total(self) -> Tensor:
+        """The sum of all terms."""
+        return reduce(add, [part.total() for part in self.parts])
+
+
+def orders(plan: Plan) -> dict[str, Orders]:
+    """Per parameter and replica of its owner, the microbatches in the order in which gradients are computed."""
     schedule = plan.program.schedule
-    return {name: _order(schedule, stage) for stage in plan.assembly.stages for name in stage.grads}
-
-
-def _order(schedule: Schedule, stage: Stage) -> tuple[int, ...]:
-    actions = schedule.actions(schedule.placement.homes[stage.index])
-    return tuple(a.microbatch for a in actions if a.stage == stage.index and a.kind in "BW")
+    rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
+    return {
+        name: [
+            [a.microbatch for a in rows[rank] if a.stage == stage.index and KINDS[a.kind].after == "done"]
+            for rank in schedule.placement.replicas(stage.index)
+        ]
+        for stage in plan.assembly.stages
+        for name in stage.grads
+    }

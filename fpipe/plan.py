@@ -24,6 +24,7 @@ from fpipe.capture.contract import Captured
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
+from fpipe.errors import CutError
 from fpipe.executor import Execution, Inputs, Linked, Outcome
 from fpipe.linking import link
 from fpipe.recording import spans_of
@@ -32,7 +33,7 @@ from fpipe.stage import Stage
 from fpipe.state import require_state
 from fpipe.transport.contract import Ranks, Transport
 from fpipe.tree import Structure
-from schedules import Program, Schedule, Span, check, forwards, lower
+from schedules import Placement, Program, Schedule, Span, check, forwards, lower
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 FrontEnd: TypeAlias = Callable[[nn.Module, Structure, Sequence[Tensor], Loss | None, int], Captured]
@@ -54,15 +55,25 @@ TRAINING = Variant(training=True, loss=True, outputs=False)
 class Plan:
     """Stages, the program that drives them, and what this process must be given for it.
 
-    - `held`: the stages of this process's ranks.
+    - `ranks`: the ranks of this process.
     - `batch`: the batch to be given; `outputs`: whether the model's outputs are asked for.
     """
 
     assembly: Assembly
     program: Program
-    held: tuple[Stage, ...]
+    ranks: tuple[int, ...]
     batch: BatchSpec
     outputs: bool
+
+    @cached_property
+    def held(self) -> tuple[Stage, ...]:
+        """The stages of this process's ranks."""
+        return tuple(s for s in self.assembly.stages if set(self.placement.replicas(s.index)) & set(self.ranks))
+
+    @property
+    def placement(self) -> Placement:
+        """Where stages live."""
+        return self.program.schedule.placement
 
     @cached_property
     def params(self) -> Mapping[str, Spec]:
@@ -80,14 +91,13 @@ class Plan:
 
     def stages_on(self, rank: int) -> dict[int, Stage]:
         """The stages of `rank`, by index."""
-        return {s: self.assembly.stages[s] for s in self.program.schedule.placement.stages_on(rank)}
+        return {s: self.assembly.stages[s] for s in self.placement.stages_on(rank)}
 
     @cached_property
     def linked(self) -> Mapping[int, Linked]:
         """For each rank of this process, its lowered program linked to its stages."""
-        placement = self.program.schedule.placement
-        ranks = sorted({placement.homes[stage.index] for stage in self.held})
-        return {rank: link(self.program.actions(rank), self.stages_on(rank), placement) for rank in ranks}
+        placement = self.placement
+        return {rank: link(self.program.actions(rank), self.stages_on(rank), placement) for rank in self.ranks}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +148,9 @@ class Pipeline:
             check(schedule, assembly.graph)
         else:
             schedule = forwards(schedule)
-        homes = schedule.placement.homes
-        held = tuple(stage for stage in assembly.stages if homes[stage.index] in self.ranks.ranks)
-        return Plan(assembly, lower(schedule, assembly.graph), held, self.batch(variant), variant.outputs)
+        for stage in assembly.stages:
+            _require_one_state(stage, schedule.placement.replicas(stage.index))
+        return Plan(assembly, lower(schedule, assembly.graph), self.ranks.ranks, self.batch(variant), variant.outputs)
 
     def connected(self, variant: Variant) -> Plan:
         """The plan for a variant, its channels ready; every rank must ask for the same ones in the same order."""
@@ -168,7 +178,7 @@ class Pipeline:
             captured = self.front_end(
                 self.model, self.batch(variant).structure, parts, loss, self.schedule.microbatches
             )
-        captured = captured if variant.training else replace(captured, backward=False)
+        captured = captured if variant.training and self.schedule.backward else replace(captured, backward=False)
         if self.cuts is None:
             return captured, partition.even(captured, self.schedule.stages)
         return captured, partition.cut_at(captured.units, self.cuts, dict(self.model.named_modules()))
@@ -205,9 +215,19 @@ class Pipeline:
             return self.ranks.run(execution)
 
     def __str__(self) -> str:
-        homes = self.schedule.placement.homes
-        lines = [f"  rank {homes[stage.index]}: {stage}" for stage in self.stages]
+        replicas = [self.schedule.placement.replicas(stage.index) for stage in self.stages]
+        lines = [f"  rank {', '.join(map(str, r))}: {stage}" for r, stage in zip(replicas, self.stages, strict=True)]
         return "\n".join([f"Pipeline of {type(self.model).__name__} under {self.schedule!r}", *lines])
+
+
+def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
+    """Raise `CutError` if a stage on several ranks modifies a buffer: each replica would see some microbatches only."""
+    modified = [name for k, name in enumerate(stage.buffers, len(stage.parameters)) if k in stage.wiring.modified]
+    if modified and len(ranks) > 1:
+        raise CutError(
+            f"stage {stage.index}: got modified buffers {modified} on ranks {list(ranks)}, expected none: each "
+            "rank sees other microbatches. Choose a schedule with each stage on one rank, or a model without such."
+        )
 
 
 def _fingerprint(captured: Captured, plan: Plan) -> str:

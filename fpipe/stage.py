@@ -4,6 +4,7 @@
 In terms of tuples of tensors:
 
     forward(params, buffers, inputs, key)  -> outputs, buffers', residuals
+    evaluate(params, buffers, inputs, key) -> outputs, buffers'
     backward(residuals, cotangents)        -> input_cotangents, grads
     backward_input(residuals, cotangents)  -> input_cotangents, deferred
     backward_weight(deferred)              -> grads
@@ -27,7 +28,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from fpipe.capture.contract import Function, Tensors
 from fpipe.executor import Port
@@ -88,7 +89,7 @@ class Stage:
     - `gets`, `gives`: what travels forward; `pulls`, `pulled_by`: cotangents, to earlier and from later stages.
     - `shares`, `shared_by`: gradients of shared parameters, to other holders and from owners; `shared_names`: whose,
       by the stage at the other end.
-    - `grads`: names of the parameters whose gradients this stage computes.
+    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes.
     """
 
     index: int
@@ -107,6 +108,7 @@ class Stage:
     shared_by: tuple[Port, ...]
     shared_names: Mapping[int, tuple[str, ...]]
     grads: tuple[str, ...]
+    totals: tuple[Spec, ...]
     wiring: Wiring
     scope: Scope | None = None
 
@@ -140,6 +142,16 @@ class Stage:
         new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
         return outputs, new, self._residuals(values, given) if wiring.leaves else None
+
+    def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
+        """The outputs and buffers of `forward`, bit for bit, and nothing kept.
+
+        Some operations choose their kernel by whether an argument requires a gradient, so autograd records here too;
+        but what it would save is dropped at once.
+        """
+        with saved_tensors_hooks(_dropped, _never):
+            outputs, new, _ = self.forward(params, buffers, inputs, key)
+        return outputs, new
 
     def _residuals(self, values: Tensors, given: Tensors) -> Residuals:
         wiring = self.wiring
@@ -205,6 +217,14 @@ class Stage:
             return tuple(torch._foreach_add(total, grads))
         torch._foreach_add_(total, grads)
         return total
+
+
+def _dropped(saved: object) -> None:
+    """What is left of a tensor that autograd saves."""
+
+
+def _never(saved: object) -> Tensor:
+    raise AssertionError("nobody asks for what was dropped")
 
 
 def _edge(tensor: Tensor) -> Tensor | GradientEdge:

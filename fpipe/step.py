@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fpipe import random
 from fpipe.batch import join
+from fpipe.capture.contract import Tensors
 from fpipe.errors import InputError
 from fpipe.executor import Inputs, Outcome
 from fpipe.plan import Plan
@@ -24,7 +25,7 @@ class Step(NamedTuple):
     """What a step computed.
 
     - `loss`: the sum over microbatches of loss / M, on every rank; `None` where no loss was asked for.
-    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the rank of the last stage
+    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the ranks of the last stage
       and if asked for; `None` elsewhere.
     - `buffers`: this process's buffers after the step.
     """
@@ -63,11 +64,26 @@ def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: S
     for outcome in outcomes.values():
         for s, state in outcome.buffers.items():
             new.update(zip(stages[s].buffers, state, strict=True))
-    last = plan.program.schedule.placement.homes[-1]
-    loss, outputs = joined(plan, outcomes[last].results) if last in outcomes else (None, None)
-    if plan.assembly.captured.loss is not None:
-        loss = ranks.share(loss, stages[-1].results[0], last)
-    return Step(loss, outputs, new)
+    results = {i: payload for outcome in outcomes.values() for i, payload in outcome.results.items()}
+    last = plan.placement.replicas(len(stages) - 1)
+    if len(last) > 1:
+        results = _exchanged(plan, ranks, results)
+    loss, outputs = joined(plan, results) if results else (None, None)
+    if len(last) == 1 and plan.assembly.captured.loss is not None:
+        loss = ranks.share(loss, stages[-1].results[0], last[0])
+    return Step(loss, outputs if outcomes.keys() & last else None, new)
+
+
+def _exchanged(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict[int, Tensors]:
+    """The results of every microbatch, where each replica of the last stage has some of them."""
+    last = plan.assembly.stages[-1]
+    return {
+        i: tuple(
+            ranks.share(results[i][k] if i in results else None, spec, plan.placement.home(last.index, i))
+            for k, spec in enumerate(last.results)
+        )
+        for i in range(plan.program.schedule.microbatches)
+    }
 
 
 def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
@@ -87,7 +103,7 @@ def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
     return {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in grads.items()}
 
 
-def joined(plan: Plan, results: Mapping[int, tuple[Tensor, ...]]) -> tuple[Tensor | None, Any]:
+def joined(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:
     """The sum of the losses, and the tree of outputs with microbatches joined, both in microbatch order."""
     columns = list(zip(*[results[i] for i in sorted(results)], strict=True))
     loss = None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fpipe.batch import BatchSpec, join
 from fpipe.capture.losses import Loss, call_model, scaled_loss
 from fpipe.errors import MismatchError
+from fpipe.one_device import Orders, ReplicaSum
 from fpipe.tree import flatten, same_bits
 
 
@@ -33,12 +34,19 @@ class Computed(NamedTuple):
         return self._replace(grads={name: grad for name, grad in self.grads.items() if name in params})
 
 
-def eagerly(model: nn.Module, loss: Loss, spec: BatchSpec, inputs: Any, targets: Any) -> Computed:
-    """The user's module itself in a plain microbatch loop on one device; its gradients and buffers are put back."""
+def eagerly(
+    model: nn.Module, loss: Loss, spec: BatchSpec, inputs: Any, targets: Any, orders: Mapping[str, Orders]
+) -> Computed:
+    """The user's module itself in a plain microbatch loop on one device; its gradients and buffers are put back.
+
+    Gradients are added in these orders, by parameter; of other parameters, as they come.
+    """
     tensors, structure = flatten((inputs, targets))
     inputs, targets = structure.unflatten([tensor.detach().clone() for tensor in tensors])  # the model may modify them
     parts = spec.take(inputs, targets, range(len(spec.specs)))
     losses, columns = [], []
+    sums = {name: ReplicaSum(order) for name, order in orders.items()}
+    reached = set[str]()
     with _put_back(model):
         for i in range(spec.microbatches):
             tree, wanted = spec.structure.unflatten([parts[leaf][i] for leaf in range(len(parts))])
@@ -46,10 +54,16 @@ def eagerly(model: nn.Module, loss: Loss, spec: BatchSpec, inputs: Any, targets:
             value = scaled_loss(loss, outputs, wanted, spec.microbatches)
             if value.requires_grad:
                 torch.autograd.backward(value)
+            for name, p in model.named_parameters():
+                if name in sums:
+                    reached |= {name} if p.grad is not None else set()
+                    sums[name].add(i, torch.zeros_like(p) if p.grad is None else p.grad)
+                    p.grad = None
             leaves, structure = flatten(outputs)
             losses.append(value.detach())
             columns.append([leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        grads |= {name: sums[name].total() for name in reached}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     joined = structure.unflatten([join(column) for column in zip(*columns, strict=True)])
     return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)

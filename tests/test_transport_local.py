@@ -16,7 +16,7 @@ from schedules import Placement, parse
 class Echo:
     """A stage in a chain that passes on what it gets."""
 
-    results = shares = shared_by = ()
+    results = shares = shared_by = totals = ()
 
     def __init__(self, s, stages):
         before, after = [Port(s - 1, (None,))] * (s > 0), [Port(s + 1, (None,))] * (s < stages - 1)
