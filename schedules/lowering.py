@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from schedules.actions import KINDS, Action
@@ -56,7 +57,7 @@ class Program:
     schedule: Schedule
     graph: Graph
 
-    @property
+    @cached_property
     def channels(self) -> tuple[tuple[int, int], ...]:
         """Every directed pair of ranks between which something travels, in ascending order."""
         placement, graph = self.schedule.placement, self.graph
@@ -114,7 +115,7 @@ class Steps:
         self.routes = self.placement.routes
         self.rows: dict[str, dict[int, _Row]] = {kind: {} for kind, word in KINDS.items() if not word.mark}
         for route, homes in enumerate(self.routes):
-            for s in (s for s, home in enumerate(homes) if home == rank):
+            for s in (s for s in self.placement.stages_on(rank) if homes[s] == rank):
                 for kind, rows in self.rows.items():
                     rows[s * len(self.routes) + route] = self._row(kind, s, homes)
         self.left = {s: self._units(s) for s in self.placement.stages_on(rank)}
@@ -200,7 +201,7 @@ class Steps:
     def _copies(self) -> Iterator[Message]:
         """The gradients of tied parameters that come from their owners."""
         for route, homes in enumerate(self.routes if self.schedule.backward else ()):
-            for t in (t for t, home in enumerate(homes) if home == self.rank):
+            for t in (t for t in self.placement.stages_on(self.rank) if homes[t] == self.rank):
                 owners = (s for s in self.graph.shared_by[t] if self._across(homes[s]))
                 yield from (("G", s, self._last(route), t, None) for s in owners)
 

@@ -3,8 +3,8 @@
 
 Checking, simulating and drawing ask the same question: if each rank keeps its own order and waits for its data, how far
 do the ranks come, and when is each action done? `replay` answers it in one loop over all actions, holding only what is
-in flight. A rank is played until it must wait for a crossing; who makes that crossing puts it on the stack of those that
-can go on. The latest is played first, while what it was given is still at hand.
+in flight. A rank is played until it must wait for a crossing; who makes that crossing puts it on the stack of those
+that can go on. The latest is played first, while what it was given is still at hand.
 
 Invariant: no rank waits for what has arrived.
 """
