@@ -7,6 +7,8 @@ And what they are held against: a plain loop over microbatches, on one device, t
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,6 +53,39 @@ def loop(model, loss, inputs, targets, microbatches, order=None) -> Result:
         total = total + value.detach()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Result(total, join(outputs), grads, dict(model.named_buffers()))
+
+
+def loop_as_stated(pipe, model, loss, inputs, targets) -> Result:
+    """One device, for a model without state: gradients are added as the schedule of `pipe` states it.
+
+    Each replica of a parameter's first stage adds those of its microbatches in its order, and then the sums are added.
+    """
+    how = pipe.schedule
+    alone = [gradients_of(i, model, loss, inputs, targets, how.microbatches) for i in range(how.microbatches)]
+    grads = {}
+    for stage in pipe.stages:
+        ranks = how.placement.replicas(stage.index)
+        for name in stage.grads:
+            terms = [one[name] for one in alone]
+            grads[name] = functools.reduce(operator.add, [added(how, rank, stage.index, terms) for rank in ranks])
+    return loop(model, loss, inputs, targets, how.microbatches)._replace(grads=grads)
+
+
+def added(how: Schedule, rank: int, s: int, terms: list[Tensor]) -> Tensor:
+    """The terms of a rank's microbatches, in the order of its weight gradients on stage `s`."""
+    order = [action.microbatch for action in how.actions(rank) if action.stage == s and action.kind in ("B", "W")]
+    return functools.reduce(operator.add, [terms[i] for i in order])
+
+
+def gradients_of(i: int, model, loss, inputs, targets, microbatches: int) -> dict[str, Tensor]:
+    """Those of one microbatch, by `.backward()`."""
+    model, inputs, targets = copy.deepcopy((model, inputs, targets))
+    part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
+    out = model(**part) if isinstance(part, dict) else model(*part)
+    value = (loss(out) if targets is None else loss(out, wanted)) / microbatches
+    if value.requires_grad:
+        value.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def eval_loop(model, loss, inputs, targets, microbatches) -> Result:

@@ -5,8 +5,6 @@ A replica adds the gradients of its microbatches in its own order; then the sums
 plain loop of `models` gives one microbatch's gradients at a time, and knows nothing of either.
 """
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,9 +19,8 @@ from models import (
     eval_loop,
     few,
     linears,
-    loop,
+    loop_as_stated,
     mse,
-    piece,
     rows_of,
     run,
     run_reference,
@@ -32,49 +29,12 @@ from torch import nn
 
 import fpipe
 from fpipe.tree import same_bits
-from schedules import Schedule, chimera, dualpipe, mirror, one_f_one_b, split_backward, summarize
+from schedules import chimera, dualpipe, mirror, one_f_one_b, split_backward, summarize
 
 STATEFUL = {"unet", "normalised"}
 SEED = 5
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
-
-
-def by_replica(pipe, model, loss, inputs, targets) -> Result:
-    """The plain loop, its gradients added per replica, and those sums added."""
-    how = pipe.schedule
-    alone = [gradients_of(i, model, loss, inputs, targets, how.microbatches) for i in range(how.microbatches)]
-    grads = {}
-    for stage in pipe.stages:
-        sums = [added(how, rank, stage, alone) for rank in how.placement.replicas(stage.index)]
-        for name in stage.grads:
-            total = sums[0][name]
-            for other in sums[1:]:
-                total = total + other[name]
-            grads[name] = total
-    return loop(model, loss, inputs, targets, how.microbatches)._replace(grads=grads)
-
-
-def gradients_of(i, model, loss, inputs, targets, microbatches):
-    """Those of one microbatch, by `.backward()`."""
-    model, inputs, targets = copy.deepcopy((model, inputs, targets))
-    part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
-    out = model(**part) if isinstance(part, dict) else model(*part)
-    value = (loss(out) if targets is None else loss(out, wanted)) / microbatches
-    if value.requires_grad:
-        value.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def added(how: Schedule, rank, stage, alone):
-    """One replica's sums, in the order of its weight gradients."""
-    order = [a.microbatch for a in how.actions(rank) if a.stage == stage.index and a.kind in ("B", "W")]
-    totals = {}
-    for name in stage.grads:
-        totals[name] = alone[order[0]][name]
-        for i in order[1:]:
-            totals[name] = totals[name] + alone[i][name]
-    return totals
 
 
 def require_exact(name, how, capture="export"):
@@ -83,7 +43,7 @@ def require_exact(name, how, capture="export"):
     got = run(*built, seed=SEED if case.random else None)
     assert_same(got, run_reference(*built, seed=SEED if case.random else None))
     if not case.random:
-        assert_same(got, by_replica(pipe, model, case.loss, inputs, targets))
+        assert_same(got, loop_as_stated(pipe, model, case.loss, inputs, targets))
     return got
 
 
@@ -117,7 +77,7 @@ def test_the_middle_rank_of_three_has_one_replica():
     how = mirror(one_f_one_b(ranks=3, microbatches=3))
     built = pipe, model, inputs, targets = build(case, how, 12, cuts=("2", "4"))
     assert [how.placement.replicas(s) for s in range(3)] == [(0, 2), (1,), (2, 0)]
-    assert_same(run(*built), by_replica(pipe, model, case.loss, inputs, targets))
+    assert_same(run(*built), loop_as_stated(pipe, model, case.loss, inputs, targets))
 
 
 def test_the_order_of_the_sum_matters():

@@ -44,7 +44,7 @@ from torch import nn
 
 import fpipe
 from fpipe.tree import same_bits
-from schedules import Schedule, one_f_one_b
+from schedules import Schedule, chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recompute
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
 CASES: dict[str, Callable[[int, int], None]] = {}
@@ -104,11 +104,10 @@ def require_exact(name: str, how: Schedule, rank: int, size: int, capture: str =
     seed = 5 if one.random else None
     pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture)
     got = run(pipe, model, inputs, targets, seed=seed)
-    # The last stage's rank is the last but for a vee, where outputs are on the first.
-    end = how.placement.homes[-1]
-    turned = size - 1 if rank == end else 0
+    # The last stage's rank is the last but for a vee, where outputs are on the first, and replicas, where both have them.
+    turned = size - 1 if rank in how.placement.replicas(how.stages - 1) else 0
     require_whole(got, run_reference(pipe, model, inputs, targets, seed=seed), turned, size)
-    if not one.random:
+    if not one.random and not how.placement.mirrors:
         require_whole(got, loop(model, one.loss, inputs, targets, how.microbatches, order), turned, size)
     return got
 
@@ -139,6 +138,45 @@ def two_stages_on_each_rank(rank, size):
     for factory in (looped_fill_drain, vee_fill_drain):
         for name in ("skips", "normalised", "chained"):
             require_exact(name, factory(ranks=2, microbatches=3, chunks=2), rank, size)
+
+
+@case
+def stages_on_two_ranks(rank, size):
+    """The reference adds gradients per replica too; `test_replicas` holds it against a plain loop."""
+    for name, how in (
+        ("tied_sequence", dualpipe(ranks=size, microbatches=5)),
+        ("chained", chimera(ranks=size, microbatches=4)),
+        ("dropping", mirror(recompute(one_f_one_b(ranks=size, microbatches=3)))),
+    ):
+        got = require_exact(name, how, rank, size)
+        grads = gathered(got.grads)
+        for stage in range(how.stages):
+            first, second = (grads[rank] for rank in how.placement.replicas(stage))
+            assert any(name in second for name in first)
+            assert all(same_bits(first[name], second[name]) for name in first.keys() & second.keys())
+
+
+@case
+def evaluation_on_two_ranks(rank, size):
+    one = ZOO["several"]
+    pipe, model, inputs, targets = build(one, dualpipe(ranks=size, microbatches=4), 8)
+    for wanted in (targets, None):
+        step = fpipe.evaluate(pipe)(*pipe.init(model), inputs, wanted)
+        want = eval_loop(model, one.loss if wanted is not None else None, inputs, wanted, 4)
+        assert (step.outputs is None) == (rank not in (0, size - 1))
+        turned = size - 1 if rank in (0, size - 1) else 0
+        require_whole(Result(step.loss, step.outputs, {}, step.buffers), want, turned, size)
+
+
+@case
+def recomputation(rank, size):
+    for name in ("normalised", "dropping", "tied_sequence"):
+        require_exact(name, recompute(one_f_one_b(ranks=size, microbatches=4)), rank, size)
+
+
+@case
+def fused_pairs_in_a_vee(rank, size):
+    require_exact("skips", dualpipe_v(ranks=size, microbatches=4), rank, size)
 
 
 @case
@@ -414,6 +452,7 @@ def dies_in_the_middle(rank, size):
 
 # What four ranks add nothing to, and what takes long.
 NEEDS_TWO = {
+    "fused_pairs_in_a_vee",
     "two_stages_on_each_rank",
     "wrapped_models",
     "state_of_another_rank",
