@@ -39,11 +39,9 @@ TRANSFORMS = [split_backward, merge_backward, recompute, mirror, overlap]
 def schedules(draw):
     """Any of them, at a size at which it means something, as it is or transformed."""
     made = draw(st.sampled_from(SYNCHRONOUS))
-    sizes = {
-        name: draw(st.integers(1, 2)) for name in made.signature.parameters if name not in ("ranks", "microbatches")
-    }
+    most = {"ranks": 4, "microbatches": 6}
     try:
-        how = made(ranks=draw(st.integers(1, 4)), microbatches=draw(st.integers(1, 6)), **sizes)
+        how = made(**{name: draw(st.integers(1, most.get(name, 2))) for name in made.signature.parameters})
         for change in draw(st.lists(st.sampled_from(TRANSFORMS), max_size=2, unique=True)):
             how = change(how)
     except SizeError:

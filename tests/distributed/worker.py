@@ -104,7 +104,7 @@ def require_exact(name: str, how: Schedule, rank: int, size: int, capture: str =
     seed = 5 if one.random else None
     pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture)
     got = run(pipe, model, inputs, targets, seed=seed)
-    # The last stage's rank is the last but for a vee, where outputs are on the first, and replicas, where both have them.
+    # Outputs are on the last rank; in a vee, on the first; where stages have replicas, on both.
     turned = size - 1 if rank in how.placement.replicas(how.stages - 1) else 0
     require_whole(got, run_reference(pipe, model, inputs, targets, seed=seed), turned, size)
     if not one.random and not how.placement.mirrors:
