@@ -89,6 +89,9 @@ class Schedule:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
         return f"{self.factory.__name__}({arguments})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what IPython and Hypothesis ask for
+        printer.text(repr(self))
+
     def __str__(self) -> str:
         from schedules.drawing import text  # drawing looks at schedules; a schedule only asks to be drawn
 

@@ -17,6 +17,8 @@ from schedules.actions import KINDS, Action
 from schedules.authoring import Factory, Schedule
 from schedules.channels import Lowered, target_of
 from schedules.costs import Costs
+from schedules.drawing import text
+from schedules.errors import ScheduleError
 from schedules.graph import Edge, Graph, chain
 from schedules.interchange import table
 from schedules.interpreter import prove
@@ -139,5 +141,6 @@ def _drawn(schedule: Schedule) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"{schedule!r}\n{schedule}")
+        violation = error if isinstance(error, ScheduleError) else None
+        error.add_note(f"{schedule!r}\n{text(schedule, error=violation)}")
         raise
