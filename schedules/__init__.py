@@ -30,6 +30,14 @@ from schedules.families import (
     pipedream,
     pipedream_2bw,
     seq_1f1b,
+    v_1f1b,
+    v_half,
+    v_min,
+    v_schedule,
+    zb_auto,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 from schedules.graph import Graph, chain, dag
 from schedules.lowering import Program, lower
@@ -109,4 +117,12 @@ __all__ = [
     "interleaved_zero_bubble",
     "defer_weights",
     "recompute",
+    "v_1f1b",
+    "v_half",
+    "v_min",
+    "v_schedule",
+    "zb_auto",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]
