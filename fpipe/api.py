@@ -24,7 +24,7 @@ from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
 from fpipe.errors import CutError, InputError
-from fpipe.executor import HANDLERS
+from fpipe.handlers import HANDLERS
 from fpipe.one_device import one_device, orders
 from fpipe.plan import TRAINING, FrontEnd, Pipeline, Variant
 from fpipe.state import require_state
@@ -69,6 +69,7 @@ def pipeline(
       arguments, and whatever tree `loss` wants. Tensors are cut into microbatches on dimension 0.
     - `loss(outputs, targets)`, or `loss(outputs)` without targets, returns a scalar for one microbatch; the loss of a
       step is the sum over microbatches of loss / M.
+    - `schedule`: one that is asynchronous, or sliced, can be checked and simulated but not run yet.
     - `cuts`: names of the modules at which a new stage begins, in the order of execution; or `stages=n`, or neither, to
       cut evenly by parameters.
     - `group`: where torch.distributed is initialised, the processes that are the ranks, one each; by default all. Then

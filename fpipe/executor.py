@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a program to stages.
 
-One interpreter with one handler per kind of action, written as a generator: it yields the handle that it must wait for;
-how to wait is the driver's business. It knows actions, stages and posting, neither torch.distributed nor models, and is
-parametric in the stages: given symbolic ones it computes formulas.
+One interpreter with one handler per kind of action (`fpipe.handlers`). It is a generator that yields the handle that it
+must wait for; how to wait is the driver's business. It knows actions, stages and posting, neither torch.distributed nor
+models, and is parametric in the stages: given symbolic ones it computes formulas.
 
 What stands between two calls of stage functions is paid for every microbatch on every stage. So the program comes
 linked (`fpipe.linking`): folded into instructions, each a compute action with the transfers around it.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fpipe.transport.contract import Handle, Message, Payload, Route, Transport
@@ -223,103 +222,3 @@ class Execution:
             for number, channel, message, specs in sends:
                 posted[number] = channels[channel].send(message, kept.pop(number), specs)
         return Outcome(self.buffers, self.grads, self.shared, self.results)
-
-
-def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
-    inputs, buffers = run.inputs, run.buffers
-    arguments = inputs.batch(s, i) + arrived
-    outputs, buffers[s], residuals = stage.forward(inputs.params[s], buffers[s], arguments, inputs.keys[i])
-    if residuals is not None:
-        run.residuals[s, i] = residuals
-    if stage.results:
-        run.results[i] = outputs[: len(stage.results)]
-    return outputs
-
-
-def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
-    inputs, buffers = run.inputs, run.buffers
-    run.checkpoints[s, i] = buffers[s], arrived
-    outputs, buffers[s] = stage.evaluate(inputs.params[s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
-    if stage.results:
-        run.results[i] = outputs[: len(stage.results)]
-    return outputs
-
-
-def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Outputs and buffers are those of the first time, and not taken again."""
-    _, s, i, _, _ = action
-    inputs = run.inputs
-    buffers, arrived = run.checkpoints.pop((s, i))
-    _, _, residuals = stage.forward(inputs.params[s], buffers, inputs.batch(s, i) + arrived, inputs.keys[i])
-    if residuals is not None:
-        run.residuals[s, i] = residuals
-    return ()
-
-
-def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
-    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived)
-    _accumulate(run, s, stage, grads)
-    return outgoing
-
-
-def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
-    outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), arrived)
-    return outgoing
-
-
-def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    _, s, i, _, _ = action
-    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i))))
-    return ()
-
-
-def _accumulate(run: Execution, s: int, stage: StageLike, grads: Any) -> None:
-    run.grads[s] = stage.accumulate(run.grads[s], grads, run.counts[s])
-    run.counts[s] += 1
-
-
-def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """The sum over both replicas, in the order of routes: even microbatches take the first, odd ones the second."""
-    _, s, i, _, _ = action
-    first, second = (arrived, run.grads[s]) if i % 2 else (run.grads[s], arrived)
-    run.grads[s] = stage.accumulate(stage.accumulate((), first, 0), second, 1)
-    return ()
-
-
-def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """The gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
-    _, s, _, peer, _ = action
-    assert peer is not None, "a transfer has a peer stage"
-    return run.grads[s] if peer == s else stage.shared(run.grads[s], peer)
-
-
-def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """The gradient that a `RECV_G` has received, at the end."""
-    assert action.peer is not None, "a transfer has a peer stage"
-    run.shared[action.peer, action.stage] = arrived
-    return ()
-
-
-def nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """What an instruction of transfers alone computes."""
-    return ()
-
-
-HANDLERS: Mapping[str, Handler] = MappingProxyType(
-    {
-        "F": _forward,
-        "B": _backward,
-        "I": _backward_input,
-        "W": _backward_weight,
-        "C": _checkpointed_forward,
-        "R": _recompute,
-        "OVERLAP_F": _forward,
-        "G": _sum_replicas,
-        "SEND_G": _share,
-        "RECV_G": _take_shared,
-    }
-)

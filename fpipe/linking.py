@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, TypeAlias
 
-from fpipe.executor import HANDLERS, Instruction, Linked, StageLike, Transfer, nothing
+from fpipe.executor import Instruction, Linked, StageLike, Transfer
+from fpipe.handlers import HANDLERS, nothing
 from fpipe.transport.contract import Message, Route, message
 from schedules import KINDS, Action, Placement
 

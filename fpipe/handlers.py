@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each kind of compute action does: one handler per kind, which all have the same arguments.
+
+A handler takes what has arrived for its action, calls the stage, puts into the running `Execution` what is kept for
+later actions, and returns what leaves. What was kept is taken out by the one action that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fpipe.executor import Execution, Handler, StageLike
+from fpipe.transport.contract import Payload
+from schedules import Action
+
+
+def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    inputs, buffers = run.inputs, run.buffers
+    arguments = inputs.batch(s, i) + arrived
+    outputs, buffers[s], residuals = stage.forward(inputs.params[s], buffers[s], arguments, inputs.keys[i])
+    if residuals is not None:
+        run.residuals[s, i] = residuals
+    if stage.results:
+        run.results[i] = outputs[: len(stage.results)]
+    return outputs
+
+
+def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    inputs, buffers = run.inputs, run.buffers
+    run.checkpoints[s, i] = buffers[s], arrived
+    outputs, buffers[s] = stage.evaluate(inputs.params[s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
+    if stage.results:
+        run.results[i] = outputs[: len(stage.results)]
+    return outputs
+
+
+def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Outputs and buffers are those of the first time, and not taken again."""
+    _, s, i, _, _ = action
+    inputs = run.inputs
+    buffers, arrived = run.checkpoints.pop((s, i))
+    _, _, residuals = stage.forward(inputs.params[s], buffers, inputs.batch(s, i) + arrived, inputs.keys[i])
+    if residuals is not None:
+        run.residuals[s, i] = residuals
+    return ()
+
+
+def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived)
+    _accumulate(run, s, stage, grads)
+    return outgoing
+
+
+def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), arrived)
+    return outgoing
+
+
+def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i))))
+    return ()
+
+
+def _accumulate(run: Execution, s: int, stage: StageLike, grads: Any) -> None:
+    run.grads[s] = stage.accumulate(run.grads[s], grads, run.counts[s])
+    run.counts[s] += 1
+
+
+def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """The sum over both replicas, in the order of routes: even microbatches take the first, odd ones the second."""
+    _, s, i, _, _ = action
+    first, second = (arrived, run.grads[s]) if i % 2 else (run.grads[s], arrived)
+    run.grads[s] = stage.accumulate(stage.accumulate((), first, 0), second, 1)
+    return ()
+
+
+def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """The gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
+    _, s, _, peer, _ = action
+    assert peer is not None, "a transfer has a peer stage"
+    return run.grads[s] if peer == s else stage.shared(run.grads[s], peer)
+
+
+def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """The gradient that a `RECV_G` has received, at the end."""
+    assert action.peer is not None, "a transfer has a peer stage"
+    run.shared[action.peer, action.stage] = arrived
+    return ()
+
+
+def nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """What an instruction of transfers alone computes."""
+    return ()
+
+
+HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "F": _forward,
+        "B": _backward,
+        "I": _backward_input,
+        "W": _backward_weight,
+        "C": _checkpointed_forward,
+        "R": _recompute,
+        "OVERLAP_F": _forward,
+        "G": _sum_replicas,
+        "SEND_G": _share,
+        "RECV_G": _take_shared,
+    }
+)
