@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from schedules import families
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -29,11 +31,26 @@ def test_the_first_screen_is_a_runnable_example():
     assert len(BLOCKS) >= 4
 
 
+TEXTS = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+
+
 def test_the_picture_is_what_the_command_draws():
     command = re.search(r"^    python (-m schedules show .*)$", README, re.MULTILINE)[1].split()
     drawn = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=True).stdout
-    picture = re.search(r"```text\n(.*?)```", README, re.DOTALL)[1]
+    (picture,) = [text for text in TEXTS if text.startswith("rank 0 |")]
     assert picture.strip() in drawn
+
+
+def test_the_failure_of_the_broken_schedule_is_what_it_prints(capsys):
+    (broken,) = [block for block in BLOCKS if "forgot" not in block and "def mine(" in block]
+    exec(compile(broken, "README", "exec"), {"__name__": "readme_broken"})
+    (shown,) = [text for text in TEXTS if "[rule: " in text]
+    assert shown.strip() in capsys.readouterr().out
+
+
+def test_every_schedule_stands_in_the_table():
+    table = re.search(r"\| family \| schedules \|\n(.*?)\n\n", README, re.DOTALL)[1]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families.__all__)
 
 
 def test_the_two_commands_are_in_the_makefile():
