@@ -22,6 +22,7 @@ nightly: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py --end-to-end
+	$(BIN)/python benchmarks/schedules.py --incumbent
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
