@@ -110,6 +110,23 @@ def test_the_order_that_was_found_with_memory_for_all_beats_1f1b(schedule):
 
 
 @pytest.mark.parametrize(
+    ("P", "M", "memory", "F", "I", "W", "comm", "span"),
+    [
+        (2, 9, 7, 3, 2, 4, 1, 81),
+        (4, 3, 8, 3, 2, 6, 0, 42),
+        (3, 8, 4, 5, 1, 5, 1, 91),
+        (4, 7, 9, 6, 1, 2, 1, 78),
+        (3, 8, 6, 5, 5, 3, 1, 107),
+        (4, 6, 4, 2, 6, 4, 1, 96),
+    ],
+)
+def test_each_taste_is_needed_either_way(P, M, memory, F, I, W, comm, span):  # noqa: E741 - the action's name
+    """The spans are those of the published scheduler; each is reached by one answer to one of the three only."""
+    times = Costs(F=F, I=I, W=W, comm=comm)
+    assert simulate(zb_auto(P, M, memory=memory, costs=times), times).span == span
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"memory": 0.5}, r"zb_auto: got memory=0.5, expected at least 1: one microbatch. Choose memory >= 1."),
