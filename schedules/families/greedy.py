@@ -147,8 +147,6 @@ class Game:
         room, halves = self.memory - lane.held - 1, 0
         while room < 0 and halves < lane.owed:
             room, halves = room + self.residual, halves + 1
-        if lane.clock >= back:
-            return True
         return lane.clock + lane.time("F") + halves * lane.time("W") > back and back - lane.clock <= self._slack(lane)
 
     def _fill_and_do(self, kind: str, lane: Lane) -> None:
