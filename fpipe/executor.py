@@ -193,8 +193,9 @@ class Execution:
         """Interpret the program: yields handles that are not done, returns the outcome."""
         kept, posted, record = self.kept, self.posted, self.record
         channels = [self.transport.channel(source, target) for source, target in self.program.channels]
-        for self.at in self.program.instructions:  # noqa: B020 - the program stays as it is
-            _, action, stage, handler, receives, waits, awaited, made, sends = self.at
+        for instruction in self.program.instructions:
+            self.at = instruction
+            _, action, stage, handler, receives, waits, awaited, made, sends = instruction
             for number, channel, message, specs in receives:
                 posted[number] = channels[channel].receive(message, specs)
             for number in waits:

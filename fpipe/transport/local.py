@@ -58,22 +58,27 @@ class LocalChannel:
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Posted:
         """Post a send."""
-        posted = self._post("SEND", message)
+        waiting = self.waiting
+        if waiting and waiting[0].end == "RECV":
+            posted = self._meet(message)
+        else:
+            posted = Posted("SEND", message)
+            waiting.append(posted)
         posted.payload = payload
         return posted
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> Posted:
         """Post a receive; what arrives is what was sent."""
-        return self._post("RECV", message)
-
-    def _post(self, end: str, message: Message) -> Posted:
-        """A message that waits for its other end, or the oldest one, which has waited for this end."""
         waiting = self.waiting
-        if not waiting or waiting[0].end == end:
-            posted = Posted(end, message)
-            waiting.append(posted)
-            return posted
-        posted = waiting.popleft()
+        if waiting and waiting[0].end == "SEND":
+            return self._meet(message)
+        posted = Posted("RECV", message)
+        waiting.append(posted)
+        return posted
+
+    def _meet(self, message: Message) -> Posted:
+        """The oldest message that waits, whose other end is posted now."""
+        posted = self.waiting.popleft()
         if posted.message != message:
             raise _disorder(posted, message)
         posted.done = True
