@@ -39,9 +39,10 @@ TRANSFORMS = [split_backward, merge_backward, recompute, mirror, overlap]
 def schedules(draw):
     """Any of them, at a size at which it means something, as it is or transformed."""
     made = draw(st.sampled_from(SYNCHRONOUS))
-    most = {"ranks": 4, "microbatches": 6}
+    most = {"ranks": 4, "microbatches": 6, "memory": 8}
+    numbers = [name for name, parameter in made.signature.parameters.items() if parameter.annotation in (int, "int")]
     try:
-        how = made(**{name: draw(st.integers(1, most.get(name, 2))) for name in made.signature.parameters})
+        how = made(**{name: draw(st.integers(1, most.get(name, 2))) for name in numbers})
         for change in draw(st.lists(st.sampled_from(TRANSFORMS), max_size=2, unique=True)):
             how = change(how)
     except SizeError:

@@ -175,6 +175,10 @@ def _orders(ranks: int, microbatches: int, memory: float, costs: Costs, residual
 def _possible(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> None:
     if not memory >= 1:
         raise SizeError.of("zb_auto", "memory", memory, "at least 1: one microbatch", "Choose memory >= 1.")
+    if not isinstance(costs, Costs):
+        raise SizeError.of(
+            "zb_auto", "costs", costs, "costs, for which to find an order", "Write Costs(F=1, I=1, W=1)."
+        )
     if not 0 < residual <= 1:
         raise SizeError.of("zb_auto", "residual", residual, "a share above 0, at most 1", "Choose residual=1 for all.")
 
