@@ -7,7 +7,8 @@ of that of 1F1B (arXiv 2405.15362, section 3). All members are one building bloc
 follow from the memory: the later the backwards after the forwards, the more are in flight, and the less ranks wait.
 
 A block leaves slots free for passes that, at first, have not begun, and in the end are over. So the first microbatches
-have the earliest times at which they can be on every rank, and the last backwards the latest that delay nobody.
+have the earliest times at which they can be on every rank, and the last backwards the latest that delay nobody. Each
+rank moves the rest to where these leave off; that the orders of all ranks still agree is tested, size by size.
 
 Times are in slots: a chunk's forward takes one, its `I` and its `W` one each, its `B` two.
 """
