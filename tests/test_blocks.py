@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building blocks: times, their order, and weight gradients in what is left free."""
 
 from heapq import merge

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """V placement: published figures, the least waiting known at each memory, memory at every size."""
 
 import tracemalloc

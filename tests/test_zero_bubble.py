@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hand-written and found orders with little waiting: published rates, formulas, memory at every prefix."""
 
 from itertools import accumulate
