@@ -217,7 +217,8 @@ def test_recomputed_activations_are_held_from_the_recomputation_on():
 def test_the_order_of_the_gradients_is_kept(case, room):
     s, graph = case
     for changed in (split_backward(s), deferred(split_backward(s), room), recompute(s)):
-        assert ideal(changed, graph) == ideal(s, graph)
+        before, after = ideal(s, graph), ideal(changed, graph)  # outputs come in the order in which replicas make them
+        assert (after.gradients, after.sums, after.copies) == (before.gradients, before.sums, before.copies)
 
 
 @settings(deadline=None)
