@@ -55,12 +55,17 @@ def depth_first(rank: int, ranks: int, microbatches: int, chunks: int = STAGES) 
 
 
 def best(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The shortest time of each function in seconds; the functions take turns, so that they see the same machine."""
+    """The shortest time of each function in seconds.
+
+    The functions take turns, so that they see the same machine; each is timed right after a call of its own, so that
+    none pays for what the one before it left in the caches.
+    """
     times = dict.fromkeys(functions, float("inf"))
     gc.collect()
     gc.disable()
     for _ in range(rounds):
         for name, function in functions.items():
+            function()
             start = time.perf_counter()
             function()
             times[name] = min(times[name], time.perf_counter() - start)
