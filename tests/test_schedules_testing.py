@@ -90,7 +90,7 @@ def test_a_failure_is_shrunk_and_drawn():
     message = failure(forgetful)
     assert "rank 0, position 9, end of its actions: 0B4, or 0I4 and 0W4, never runs" in message
     assert "forgetful(ranks=1, microbatches=5)" in message
-    assert "rank 0 |F0 F1 F2 F3 F4 B0    B1    B2    B3    |" in message
+    assert "rank 0 |F0 F1 F2 F3 F4 B0    B1    B2    B3    !  |" in message
 
 
 def test_what_blocks_is_drawn_too():
