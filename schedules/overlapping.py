@@ -20,10 +20,10 @@ from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
 from schedules.graph import chain
 from schedules.replay import Token, makes, needs, unit_of
-from schedules.transforms import transform
+from schedules.transforms import KEPT, transform
 
 
-@transform
+@transform(limits=KEPT)
 def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
     """Every forward that stands directly before a backward of another microbatch, fused with it where both can run.
 
