@@ -21,30 +21,38 @@ def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
     """A schedule holds compute actions on its own stages and microbatches; transfers are inserted by `lower`."""
     S, M, slices = schedule.stages, schedule.microbatches, schedule.slices
     for position, action in enumerate(actions):
-        if (
-            not isinstance(action, Action)
-            or action.kind not in _KINDS
-            or action.peer is not None
-            or not 0 <= action.stage < S
-            or not 0 <= action.microbatch < M
-            or ((action.slice is not None or slices != 1) and not _sliced(action, slices))
-        ):
-            raise ScheduleError("compute_only", rank, position, action, *_misfit(schedule, action))
-        yield action
+        if type(action) is Action:
+            kind, stage, i, peer, part = action
+            if (
+                kind in _KINDS
+                and peer is None
+                and type(stage) is type(i) is int  # True and 1.0 are equal to 1, but are written otherwise
+                and 0 <= stage < S
+                and 0 <= i < M
+                and ((part is None and slices == 1) or _sliced(action, slices))
+            ):
+                yield action
+                continue
+        raise ScheduleError("compute_only", rank, position, action, *_misfit(schedule, action))
 
 
 def _sliced(action: Action, slices: int) -> bool:
     """Whether the action is of one slice of `slices`, if there are several and it is of a microbatch at all."""
-    if not KINDS[action.kind].after:
-        return action.slice is None
-    return action.slice is None if slices == 1 else action.slice is not None and 0 <= action.slice < slices
+    part = action.slice
+    if slices == 1 or not KINDS[action.kind].after:
+        return part is None
+    return type(part) is int and 0 <= part < slices
 
 
 def _misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
     """What is wrong with the action, and the repair."""
-    if not isinstance(action, Action) or action.kind not in _COMPUTE or action.peer is not None:
+    if type(action) is not Action:
+        return f"no compute action, but {action!r}", "Yield F(stage, microbatch) and the like."
+    if action.kind not in _COMPUTE or action.peer is not None:
         kinds = ", ".join(_COMPUTE)
         return "no compute action", f"Yield only {kinds}; transfers are inserted by lower()."
+    if not type(action.stage) is type(action.microbatch) is int:
+        return f"got {tuple(action)}, expected integers", "Name stage and microbatch by an int each."
     if not 0 <= action.stage < schedule.stages:
         return f"stage {action.stage} does not exist", f"Use stages 0 to {schedule.stages - 1}."
     if not 0 <= action.microbatch < schedule.microbatches:

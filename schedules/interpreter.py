@@ -189,6 +189,8 @@ class _Run:
 
     def _forward(self, rank: int, action: Action) -> Steps:
         kind, s, i, _, part = action
+        if kind == "C" and not self.schedule.backward:
+            raise self._cannot(rank, "Checkpoint what comes back.")
         inputs = yield from self._take(rank, *self._inputs(action))
         output = formula("F", s, (i, part or 0), *inputs)
         self.outputs[s].append(output)
@@ -252,7 +254,9 @@ class _Run:
     def _update(self, rank: int, action: Action) -> Steps:
         _, s, i, _, _ = action
         needed = {(j, part) for j, part in self._expected(s, rank) if j <= i}
-        if not self.updated[s, rank] < i < self.schedule.microbatches or not needed <= self.done[s, rank]:
+        summed = len(self.placement.replicas(s)) == 1 or (s, rank) in self.sums
+        later = self.updated[s, rank] < i < self.schedule.microbatches
+        if not (self.schedule.backward and summed and later and needed <= self.done[s, rank]):
             raise self._cannot(rank, "Update with gradients that are there, each once.")
         self.updated[s, rank] = i
         yield from ()

@@ -45,6 +45,7 @@ class Work:
     A unit is a microbatch, or a slice of one, numbered among those whose route brings them here: `count` of them.
     `versions` counts the updates of the weights, the last of them with gradients up to microbatch `applied`; `began` is
     the version with which units in flight began, where it is not the newest; `kept`, the most that were kept at once.
+    `summed` says whether the gradients of the stage's replicas have been added up.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stage: int) -> None:
@@ -58,6 +59,7 @@ class Work:
         self.finished = Finished()
         self.versions, self.kept, self.applied = 0, 1, -1
         self.began: dict[int, int] = {}
+        self.summed = False
 
     def unit(self, action: Action) -> int:
         """The number of the action's unit."""

@@ -52,9 +52,14 @@ def forward_before_backward(progress: Progress, actions: Actions) -> Actions:
             else:
                 work.lives[unit] = after
         elif KINDS[kind].after:
-            what = "a backward, where the schedule has none"
-            raise _error("forward_before_backward", progress, position, action, what, f"Drop {action}.")
+            raise _error("forward_before_backward", progress, position, action, *_no_backward(action))
         yield action
+
+
+def _no_backward(action: Action) -> tuple[str, str]:
+    """What is wrong with this kind where nothing comes back, and the repair."""
+    problem = "is for a backward, and nothing comes back in this schedule"
+    return problem, f"Write {action._replace(kind='F')}." if KINDS[action.kind].crosses == "F" else f"Drop {action}."
 
 
 _MADE_BY = {"kept": "C", "forward": "F", "halved": "I"}
@@ -153,6 +158,7 @@ def within_memory(progress: Progress, actions: Actions) -> Actions:
 def updated(progress: Progress, actions: Actions) -> Actions:
     """An update `U(s, i)` comes after every gradient up to microbatch `i`, and uses those that no update has used.
 
+    Where a stage has replicas, that is after the `G` that sums their gradients: with less, the replicas would drift.
     A microbatch uses the version of the weights that its forward began with, for its backward too, so that version is
     kept (PipeDream's weight stashing, SOSP 2019, section 3.3); no more are kept than the schedule's limit says.
     """
@@ -171,6 +177,9 @@ def updated(progress: Progress, actions: Actions) -> Actions:
 def _update(progress: Progress, position: int, action: Action) -> None:
     """Write an update into the book: what is in flight keeps the version that it began with."""
     work, i = progress.work[action.stage], action.microbatch
+    if not progress.schedule.backward:
+        problem = "has no gradient to use: nothing comes back in this schedule"
+        raise _error("updated", progress, position, action, problem, f"Drop {action}.")
     first = work.finished.prefix  # the first unit that is not finished
     late = first if first < work.count and work.microbatch(first) <= i else None
     if late is not None or i <= work.applied:
@@ -179,6 +188,10 @@ def _update(progress: Progress, position: int, action: Action) -> None:
             problem = f"has no gradient to use: microbatch {work.applied} is in an earlier update"
         repair = "Put one update behind the last backward of the microbatches that it is for."
         raise _error("updated", progress, position, action, problem, repair)
+    if work.replicated and not work.summed:
+        problem = "comes before the gradients of the replicas are summed, and they would drift apart"
+        summing = Action("G", action.stage, work.microbatch(work.count - 1))
+        raise _error("updated", progress, position, action, problem, f"Put it behind {summing}.")
     began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
     work.began, work.versions, work.applied = began, work.versions + 1, i
     kept, limit = len({work.versions, *began.values()}), progress.schedule.versions(progress.rank)
@@ -191,29 +204,28 @@ def _update(progress: Progress, position: int, action: Action) -> None:
 
 def reduced(progress: Progress, actions: Actions) -> Actions:
     """A stage with replicas sums their gradients once, by `G` after its last weight gradient on each of its ranks."""
-    summed = set[int]()
     position = -1
     for position, action in enumerate(actions):
         if action.kind == "G":
-            problem, repair = _unready(progress, action, summed)
+            problem, repair = _unready(progress, action)
             if problem:
                 raise _error("reduced", progress, position, action, problem, repair)
-            summed.add(action.stage)
+            progress.work[action.stage].summed = True
         yield action
     for stage, work in progress.work.items():
-        if work.replicated and stage not in summed and progress.schedule.backward:
+        if work.replicated and not work.summed and progress.schedule.backward:
             missing = Action("G", stage, work.microbatch(work.count - 1))
             why = f"{missing} never runs: the gradients of the replicas are not summed"
             raise _error("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
 
 
-def _unready(progress: Progress, action: Action, summed: set[int]) -> tuple[str, str]:
+def _unready(progress: Progress, action: Action) -> tuple[str, str]:
     """Why this `G` cannot be here, and the repair; empty if it can."""
     work = progress.work[action.stage]
     last = Action("G", action.stage, work.microbatch(work.count - 1))
     if not work.replicated or not progress.schedule.backward:
         return f"stage {action.stage} has no gradient of a replica to add", f"Drop {action}."
-    if action.stage in summed:
+    if work.summed:
         return "has run already", f"Drop {action}: gradients are summed once."
     if action != last:
         return f"is not named by the last microbatch, {last.microbatch}, of the replica", f"Write {last}."
@@ -230,7 +242,7 @@ def versions(schedule: Schedule, rank: int) -> dict[int, int]:
     {0: 3}
     """
     book = Progress(schedule, rank)
-    for _ in updated(book, forward_before_backward(book, schedule.actions(rank))):
+    for _ in updated(book, reduced(book, forward_before_backward(book, schedule.actions(rank)))):
         pass
     return {stage: work.kept for stage, work in book.work.items()}
 

@@ -188,7 +188,7 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
     """Checkpointed forwards on these stages, on all by default, each recomputed directly before its backward.
 
     A stage then holds its inputs from `C` on and its activations from `R` on (arXiv 1604.06174). A forward overlapped
-    with a backward is taken apart from it. What is recomputed already stays as it is.
+    with a backward is taken apart from it. What is recomputed already stays as it is, and so does what never returns.
 
     >>> from schedules import one_f_one_b
     >>> print(recompute(one_f_one_b(ranks=2, microbatches=2)))
@@ -198,11 +198,12 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
     every = range(schedule.stages)
     if not set(every).issuperset(stages or ()):
         raise SizeError.of("recompute", "stages", stages, f"stages of {every}", "Name stages that the schedule has.")
+    chosen = (every if stages is None else stages) if schedule.backward else ()
     kept = set[Action]()  # invariant: what is checkpointed here and not yet recomputed
     pair: tuple[Action, ...] = ()  # a forward whose partner comes next
     for action in schedule.actions(rank):
         kind, stage, i, _, part = action
-        if kind in ("F", "OVERLAP_F") and stage in (every if stages is None else stages):
+        if kind in ("F", "OVERLAP_F") and stage in chosen:
             kept.add(R(stage, i, part))
             yield C(stage, i, part)
         elif kind == "OVERLAP_F":

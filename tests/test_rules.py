@@ -8,20 +8,28 @@ from hypothesis import strategies as st
 from schedules import (
     Action,
     B,
+    C,
     F,
     GraphError,
     I,
+    PipelineError,
     ScheduleError,
+    Sizes,
+    U,
     W,
     chain,
     check,
+    forward_only,
     gpipe,
     looped,
+    mirror,
     one_f_one_b,
     schedule,
+    simulate,
     split_backward,
     transform,
 )
+from schedules.interpreter import prove
 from schedules.testing import schedules
 
 
@@ -170,3 +178,62 @@ def test_what_is_no_action_at_all_is_refused():
 def test_a_graph_of_another_size_is_refused():
     with pytest.raises(GraphError, match=r"got a graph of 3 stages for gpipe.*expected 2"):
         check(gpipe(2, 2), chain(3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (None, "no compute action, but None"),
+        (("F", 0, 0, None, None), "no compute action"),
+        (F(False, 0), "expected integers"),
+        (F(0, False), "got ('F', 0, False, None, None), expected integers"),
+        (F("0", 0), "expected integers"),
+        (F(0, "0"), "expected integers"),
+        (F(0, 0.0), "expected integers"),
+        (F(0, None), "expected integers"),
+        (F(0, -1), "microbatch -1 does not exist"),
+        (F(-1, 0), "stage -1 does not exist"),
+        (F(0, 0, slice=False), "slice False does not exist"),
+    ],
+)
+def test_numbers_are_integers_that_exist(wrong, message):
+    assert "position 0" in violation([wrong, B(0, 0)], GOOD)
+    assert message in violation([wrong, B(0, 0)], GOOD)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (
+            C(0, 0),
+            "nothing comes back in this schedule [rule: forward_before_backward]. Write 0F0",
+        ),
+        (Action("OVERLAP_F", 0, 0), "Write 0F0."),
+        (B(0, 0), "Drop 0B0."),
+        (U(0, 0), "has no gradient to use: nothing comes back in this schedule [rule: updated]. Drop 0U0."),
+    ],
+)
+def test_where_nothing_comes_back_nothing_is_for_a_backward(action, message):
+    row = [action] if action.kind in ("C", "OVERLAP_F") else [F(0, 0), action]
+    s = edit(forward_only(ranks=1, microbatches=1), [row])
+    with pytest.raises(ScheduleError) as caught:
+        check(s)
+    assert message in str(caught.value)
+    with pytest.raises(PipelineError):
+        prove(s)
+
+
+def test_replicas_update_with_the_sum_of_their_gradients():
+    s = mirror(one_f_one_b(ranks=2, microbatches=1))
+    done = [[a for a in s.actions(rank) if a.kind != "G"] for rank in range(2)]
+    sums = [[a for a in s.actions(rank) if a.kind == "G"] for rank in range(2)]
+    updates = [[a._replace(kind="U") for a in row] for row in sums]
+    right = edit(s, [a + b + c for a, b, c in zip(done, sums, updates, strict=True)])
+    check(right)
+    prove(right)
+    assert simulate(right, sizes=Sizes(activation=0, weight=1)).peak_memory == (2, 2)
+    wrong = edit(s, [a + b + c for a, b, c in zip(done, updates, sums, strict=True)])
+    with pytest.raises(ScheduleError, match=r"0U0: comes before the gradients of the replicas are summed.*behind 0G0"):
+        check(wrong)
+    with pytest.raises(PipelineError):
+        prove(wrong)

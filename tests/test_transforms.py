@@ -112,6 +112,19 @@ def test_one_after_the_other_they_leave_families_correct(s, several):
     require_round_trip(s)
 
 
+def test_overlapping_keeps_what_is_promised():
+    s = pipedream(ranks=3, microbatches=4)
+    assert [(overlap(s).memory(rank), overlap(s).versions(rank)) for rank in range(3)] == [(3, 3), (2, 2), (1, 1)]
+    with pytest.raises(SizeError, match="the two copies would drift apart"):
+        mirror(overlap(s))
+
+
+def test_what_never_comes_back_is_not_recomputed():
+    s = forwards(one_f_one_b(ranks=2, microbatches=3))
+    check(recompute(s))
+    assert rows(recompute(s)) == rows(s)
+
+
 def without(kinds, schedule):
     return [[action for action in row if action.kind not in kinds] for row in rows(schedule)]
 
