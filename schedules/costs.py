@@ -2,14 +2,18 @@
 """What actions and transfers cost: time and memory.
 
 All numbers are in units of the user's own, one unit for all times and one for all sizes. A number holds for all stages;
-a tuple has one for each.
+a tuple has one for each. What is negative, infinite or no number at all is refused with `SizeError`; so is a tuple that
+is too short or too long, by whoever gets it together with a schedule.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from numbers import Real
 from typing import TypeAlias
+
+from schedules.errors import SizeError
 
 Cost: TypeAlias = float | tuple[float, ...]
 
@@ -17,6 +21,35 @@ Cost: TypeAlias = float | tuple[float, ...]
 def of_stage(cost: Cost, stage: int) -> float:
     """The number that holds for `stage`."""
     return cost[stage] if isinstance(cost, tuple) else cost
+
+
+def require_stages(values: Costs | Link | Sizes, stages: int) -> None:
+    """Raise `SizeError` for a tuple that has not one number for each of so many stages."""
+    for name, cost in vars(values).items():
+        if isinstance(cost, Link):
+            require_stages(cost, stages)
+        elif name != "slow" and isinstance(cost, tuple) and len(cost) != stages:
+            raise _error(values, name, f"a number, or a tuple of {stages}: one for each stage")
+
+
+def _require_costs(values: Costs | Link | Sizes, *names: str) -> None:
+    for name in names:
+        cost = getattr(values, name)
+        if not all(map(_is_cost, cost if isinstance(cost, tuple) else (cost,))):
+            raise _error(values, name, "a finite number of at least 0, or a tuple of them: one for each stage")
+
+
+def _require_number(values: Costs | Link, name: str) -> None:
+    if not _is_cost(getattr(values, name)):
+        raise _error(values, name, "a finite number of at least 0")
+
+
+def _is_cost(number: object) -> bool:
+    return isinstance(number, Real) and 0 <= float(number) < inf
+
+
+def _error(values: Costs | Link | Sizes, name: str, expected: str) -> SizeError:
+    return SizeError.of(type(values).__name__, name, getattr(values, name), expected, f"Choose another {name}.")
 
 
 @dataclass(frozen=True)
@@ -34,6 +67,14 @@ class Link:
     bandwidth: float = inf
     bytes: Cost = 0
     slow: tuple[tuple[tuple[int, int], float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_number(self, "latency")
+        _require_costs(self, "bytes")
+        if not self.bandwidth > 0:
+            raise _error(self, "bandwidth", "a number above 0, or infinity")
+        if not all(_is_cost(factor) for _, factor in self.slow):
+            raise _error(self, "slow", "((source rank, target rank), factor) pairs, with factors of at least 0")
 
     def time(self, stage: int, ends: tuple[int, int]) -> float:
         """From the end of the action that makes a value to its arrival."""
@@ -67,6 +108,14 @@ class Costs:
     jitter: float = 0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        given = (name for name in ("C", "R", "OVERLAP_F") if getattr(self, name) is not None)
+        _require_costs(self, "F", "B", "I", "W", "G", "U", *given)
+        if not isinstance(self.comm, Link):
+            _require_number(self, "comm")
+        if not (_is_cost(self.jitter) and self.jitter < 1):
+            raise _error(self, "jitter", "a share from 0 to less than 1")
+
     def time(self, kind: str, stage: int) -> float:
         """The time of one compute action on one microbatch, jitter apart."""
         cost: Cost | None = getattr(self, kind)
@@ -97,6 +146,9 @@ class Sizes:
     inputs: Cost = 0
     residual: Cost | None = None
     weight: Cost = 0
+
+    def __post_init__(self) -> None:
+        _require_costs(self, "activation", "inputs", "weight", *() if self.residual is None else ("residual",))
 
     def growth(self, kind: str, stage: int) -> float:
         """By how much an action changes what its rank holds: upwards at its start, downwards at its end."""

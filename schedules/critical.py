@@ -21,7 +21,6 @@ from schedules.simulation import spans
 from schedules.wiring import graph_of
 
 Maker: TypeAlias = tuple[str, int, int, int | None]  # what a stage has made, for which microbatch and slice
-_ALMOST = 1e-9
 
 
 class Stretch(NamedTuple):
@@ -74,7 +73,7 @@ def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | Non
     """
     graph = graph_of(schedule, graph)
     played = _Played(schedule, graph, spans(schedule, costs, graph))
-    span: Span | None = max(played.all, key=lambda span: span.end)
+    span: Span | None = max(played.all, key=lambda span: span.end, default=None)
     stretches: list[Stretch] = []
     while span is not None:
         before, transfer = played.before(span, costs)
@@ -108,11 +107,11 @@ class _Played:
     def before(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
         """The span whose end, or whose transfer's arrival, let this one start; and how long the transfer took."""
         previous = self.previous.get(span.action)
-        if previous is not None and previous.end >= span.start - _ALMOST:
+        if previous is not None and previous.end >= span.start:
             return previous, 0.0
         for maker, what in self._makers(span.action):
             transfer = costs.transfer(what, maker.action.stage, maker.rank, span.rank)
-            if maker.end + transfer >= span.start - _ALMOST:
+            if maker.end + transfer >= span.start:
                 return maker, transfer
         return None, 0.0
 

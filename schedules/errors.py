@@ -33,9 +33,10 @@ class TableError(PipelineError, ValueError):
 
 
 class SizeError(PipelineError, ValueError):
-    """A schedule was asked for sizes for which it means nothing.
+    """A schedule was asked for sizes for which it means nothing, or simulated with costs that mean nothing.
 
-    Raised by the factories, for example by `gpipe(ranks=4, microbatches=0)`. The message names the argument.
+    Raised by the factories, for example by `gpipe(ranks=4, microbatches=0)`, by `Costs`, `Link` and `Sizes`, and by
+    `simulate` for costs of another number of stages. The message names the argument.
     """
 
     @classmethod

@@ -16,7 +16,7 @@ from math import inf
 from typing import Final, TypeAlias
 
 from schedules.authoring import Schedule
-from schedules.costs import Costs, Sizes, of_stage
+from schedules.costs import Costs, Sizes, of_stage, require_stages
 from schedules.graph import Graph
 from schedules.progress import Progress
 from schedules.replay import Span, replay
@@ -47,7 +47,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Share of `span` in which the busiest rank idles."""
-        return (self.span - max(self.busy)) / self.span if self.span else 0.0
+        return max(0.0, self.span - max(self.busy)) / self.span if self.span else 0.0
 
     @property
     def bubble_of_makespan(self) -> float:
@@ -95,12 +95,13 @@ def simulate(
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
     """Fold a timeline of `schedule`, simulated or measured, that has at least one span per rank, per rank in order."""
     P = schedule.ranks
+    require_stages(sizes or UNITS, schedule.stages)
     begin, finish = [inf] * P, [0.0] * P
     busy, held, peak = [0.0] * P, [0.0] * P, [0.0] * P
     for rank, action, start, end in timeline:
         begin[rank], finish[rank] = min(begin[rank], start), max(finish[rank], end)
         busy[rank] += end - start
-        held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices
+        held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices * schedule.backward
         peak[rank] = max(peak[rank], held[rank])
     return _timeline(schedule, sizes, begin, finish, busy, peak)
 
@@ -113,13 +114,13 @@ def _timeline(
     busy: list[float],
     peak: list[float],
 ) -> Timeline:
-    span = max(f - b for f, b in zip(finish, begin, strict=True))
+    span = max((f - b for f, b in zip(finish, begin, strict=True) if b < inf), default=0.0)
     if sizes is None:
         unit = schedule.stages / schedule.ranks
         memory = tuple(most / unit for most in peak)
     else:
         memory = tuple(most + _weights(schedule, rank, sizes) for rank, most in enumerate(peak))
-    return Timeline(max(finish) - min(begin), span, tuple(busy), memory)
+    return Timeline(max(0.0, max(finish) - min(begin)), span, tuple(busy), memory)
 
 
 def _weights(schedule: Schedule, rank: int, sizes: Sizes) -> float:

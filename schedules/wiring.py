@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from schedules.actions import KINDS
 from schedules.authoring import Schedule
-from schedules.costs import Costs, Sizes
+from schedules.costs import Costs, Sizes, require_stages
 from schedules.errors import GraphError
 from schedules.graph import Edge, Graph, chain
 
@@ -111,6 +111,8 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
 
     The key of a row is `stage * routes + route`.
     """
+    for values in (costs, sizes):
+        require_stages(values, schedule.stages)
     R = len(schedule.placement.routes)
     taken: dict[tuple[str, int, int], list[Crossing]] = {}
     given: dict[tuple[str, int, int], list[tuple[Crossing, float]]] = {}

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from schedules import Costs, critical_path, gpipe, one_f_one_b, simulate
+from schedules import Costs, critical_path, gpipe, one_f_one_b, schedule, simulate
 from schedules.replay import needs
 from schedules.testing import costs, orders
 
@@ -42,3 +42,18 @@ def test_transfers_are_on_the_path():
         ("transfers from rank 0 to rank 1", 10),
         ("transfers from rank 1 to rank 0", 10),
     ]
+
+
+def test_the_path_is_the_same_in_any_unit_of_time():
+    s = one_f_one_b(ranks=3, microbatches=4)
+    paths = [critical_path(s, Costs(F=unit, B=2 * unit, comm=64 * unit)).stretches for unit in (1, 2.0**-40)]
+    first, second = ([stretch.span.action for stretch in path] for path in paths)
+    assert first == second
+
+
+def test_of_nothing_there_is_no_path():
+    @schedule()
+    def nothing(rank, ranks, microbatches):
+        yield from ()
+
+    assert critical_path(nothing(ranks=2, microbatches=1)).stretches == ()

@@ -19,12 +19,15 @@ from schedules import (
     Link,
     R,
     ScheduleError,
+    SizeError,
     Sizes,
     W,
     check,
+    forward_only,
     gpipe,
     one_f_one_b,
     pipedream,
+    schedule,
     simulate,
     spans,
     split_backward,
@@ -194,3 +197,48 @@ def test_links_differ_and_jitter_is_drawn_by_seed():
     drawn = [(span.end - span.start) / exact[span.action] for span in spans(s, Costs(jitter=0.2, seed=1))]
     assert all(0.8 - 1e-9 <= factor <= 1.2 + 1e-9 for factor in drawn)
     assert len({round(factor, 9) for factor in drawn}) == len(drawn)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "wrong"),
+    [(Costs, "F", wrong) for wrong in (-1, NAN, INF, "1", None, [1, 2], (1, -2))]
+    + [(Costs, "comm", wrong) for wrong in (-1, NAN, (1, 2))]
+    + [(Costs, "jitter", wrong) for wrong in (-0.1, 1, NAN)]
+    + [(Costs, "OVERLAP_F", -1), (Link, "latency", -1), (Link, "bandwidth", 0), (Link, "bandwidth", NAN)]
+    + [(Link, "bytes", -1), (Link, "slow", (((0, 1), -3),))]
+    + [(Sizes, name, -1) for name in ("activation", "inputs", "residual", "weight")],
+)
+def test_costs_that_mean_nothing_are_refused(values, name, wrong):
+    with pytest.raises(SizeError, match=f"{values.__name__}: got {name}=") as caught:
+        values(**{name: wrong})
+    assert repr(wrong) in str(caught.value)
+
+
+@pytest.mark.parametrize("numbers", [(), (1, 2), (1, 2, 3, 4)])
+def test_as_many_numbers_as_stages_are_wanted(numbers):
+    s = one_f_one_b(ranks=3, microbatches=4)
+    for costs_ in (Costs(B=numbers), Costs(comm=Link(bytes=numbers))):
+        with pytest.raises(SizeError, match=r"got \w+=\(.*expected a number, or a tuple of 3: one for each stage"):
+            simulate(s, costs_)
+    for sizes in (Sizes(activation=numbers), Sizes(weight=numbers)):
+        with pytest.raises(SizeError, match="a tuple of 3"):
+            simulate(s, sizes=sizes)
+        with pytest.raises(SizeError, match="a tuple of 3"):
+            summarize(spans(s, Costs()), s, sizes)
+
+
+def test_nothing_is_kept_for_what_never_comes_back():
+    s = forward_only(ranks=2, microbatches=3)
+    assert simulate(s).peak_memory == summarize(spans(s, Costs()), s).peak_memory == (0, 0)
+
+
+def test_nothing_takes_no_time():
+    @schedule()
+    def nothing(rank, ranks, microbatches):
+        yield from ()
+
+    timeline = simulate(nothing(ranks=2, microbatches=1))
+    assert (timeline.makespan, timeline.span, timeline.bubble, timeline.idle) == (0, 0, 0, (0, 0))
