@@ -79,9 +79,11 @@ def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> d
     found = {"generate": seconds(generate)}
     lowered: dict[int, Any] = {}
 
-    def lowering() -> None:
+    def lowering() -> None:  # the three passes of its general runtime
         compute = {rank: [action for action in actions if action is not None] for rank, actions in made.items()}
-        lowered.update(theirs._add_send_recv(compute, lambda stage: stage % ranks, ranks * chunks))
+        sharded = {rank: theirs._add_unshard_reshard(actions) for rank, actions in compute.items()}
+        reduced = {rank: theirs._add_reduce_grad(actions, microbatches) for rank, actions in sharded.items()}
+        lowered.update(theirs._add_send_recv(reduced, lambda stage: stage % ranks, ranks * chunks))
 
     found["lower"] = seconds(lowering)
     if simulated:
