@@ -77,16 +77,18 @@ def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> d
             made[rank] = theirs.ScheduleInterleaved1F1B._calculate_single_rank_operations(view, rank)
 
     found = {"generate": seconds(generate)}
-    lowered: dict[int, Any] = {}
+    compute = {rank: [action for action in actions if action is not None] for rank, actions in made.items()}
+
+    def transfers(rows: dict[int, Any]) -> dict[int, Any]:
+        return theirs._add_send_recv(rows, lambda stage: stage % ranks, ranks * chunks)
 
     def lowering() -> None:  # the three passes of its general runtime
-        compute = {rank: [action for action in actions if action is not None] for rank, actions in made.items()}
         sharded = {rank: theirs._add_unshard_reshard(actions) for rank, actions in compute.items()}
-        reduced = {rank: theirs._add_reduce_grad(actions, microbatches) for rank, actions in sharded.items()}
-        lowered.update(theirs._add_send_recv(reduced, lambda stage: stage % ranks, ranks * chunks))
+        transfers({rank: theirs._add_reduce_grad(actions, microbatches) for rank, actions in sharded.items()})
 
     found["lower"] = seconds(lowering)
-    if simulated:
+    if simulated:  # its simulator takes transfers, and nothing of sharding
+        lowered = transfers({rank: [*actions] for rank, actions in compute.items()})
         found["simulate"] = seconds(
             lambda: theirs._simulate_comms_compute(lowered, lambda stage: stage % ranks, ranks * chunks)
         )
