@@ -196,8 +196,9 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
     rank 1 |.  C0 R0 B0    C1 R1 B1    .  .  |
     """
     every = range(schedule.stages)
-    if not set(every).issuperset(stages or ()):
-        raise SizeError.of("recompute", "stages", stages, f"stages of {every}", "Name stages that the schedule has.")
+    if stages is not None and not (isinstance(stages, tuple) and set(every).issuperset(stages)):
+        expected = f"a tuple of stages from 0 to {schedule.stages - 1}"
+        raise SizeError.of("recompute", "stages", stages, expected, "Name stages that the schedule has, as in (0, 2).")
     chosen = (every if stages is None else stages) if schedule.backward else ()
     kept = set[Action]()  # invariant: what is checkpointed here and not yet recomputed
     pair: tuple[Action, ...] = ()  # a forward whose partner comes next

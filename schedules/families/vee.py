@@ -115,8 +115,8 @@ def v_schedule(rank: int, ranks: int, microbatches: int, memory: int = 8) -> Ite
 
     Time per rank in which it waits, after its first action and before its last, in slots, if all passes take equally
     long and `M >= m`: `6P - 1 - 3m` up to `m = 2P - 2`, then 3, then none at `m = 2P`; more memory is of no use. Those
-    are the least that are known. Peak memory: `min(m / 2, M)` microbatches on every rank. `m` must be at least
-    `2 floor((P + 4) / 3)`; with that it is `v_min`, with `2 floor((P + 2) / 2)` `v_half`, with `2P` `zb_v`.
+    are the least that are known. Peak memory: `min(m / 2, M)` microbatches, on every rank if `M >= m`. `m` must
+    be at least `2 floor((P + 4) / 3)`; with that it is `v_min`, with `2 floor((P + 2) / 2)` `v_half`, with `2P` `zb_v`.
 
     >>> print(v_schedule(ranks=3, microbatches=3, memory=5))
     rank 0 |0F0 0F1 0F2 .   .   5F0 5I0 5W0 5F1 5I1 5W1 .   5F2 5I2 0I0 5W2 0I1 0W0 0I2 0W1 0W2 .   |
@@ -132,7 +132,7 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
     Time per rank in which it waits, after its first action and before its last, if all passes of a chunk take `F` and
     `M` is at least twice the memory: `(6P - 1 - 6 floor((P + 4) / 3)) F` for `P >= 3`, none for fewer ranks. Peak
-    memory: `min(floor((P + 4) / 3), M)` microbatches on every rank.
+    memory: `min(floor((P + 4) / 3), M)` microbatches, with such an `M` on every rank.
 
     >>> print(v_min(ranks=3, microbatches=3))
     rank 0 |0F0 0F1 0F2 .   .   5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 .   .   5F2 5I2 0I1 5W2 0W1 .   0I2 0W2 |
@@ -148,7 +148,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
     Time per rank in which it waits, after its first action and before its last, if all passes of a chunk take `F` and
     `M` is at least twice the memory: `(6P - 1 - 6 floor((P + 2) / 2)) F` for `P >= 3`, none for fewer ranks. Peak
-    memory: `min(floor((P + 2) / 2), M)` microbatches on every rank.
+    memory: `min(floor((P + 2) / 2), M)` microbatches, with such an `M` on every rank.
 
     >>> print(v_half(ranks=4, microbatches=3))
     rank 0 |0F0 0F1 0F2 .   .   .   .   7F0 7I0 7W0 7F1 7I1 7W1 7F2 7I2 0I0 7W2 0W0 .   0I1 0W1 0I2 0W2 |
@@ -179,7 +179,7 @@ def v_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
     Backwards take two slots and forwards one, so that on every third rank a backward waits half an interval for two
     free slots. Idle time per rank if `B = 2 F` for a chunk: `(5 (P - 1) - (P - 1) mod 3) F`, `M` being at least twice
-    the memory. Peak memory: `min(floor(2P / 3) + 1, M)` microbatches on every rank.
+    the memory. Peak memory: `min(floor(2P / 3) + 1, M)` microbatches, with such an `M` on every rank.
 
     >>> print(v_1f1b(ranks=2, microbatches=3))
     rank 0 |0F0 0F1 0F2 3F0 3B0     3F1 3B1     .   0B0     3F2 3B2     .   0B1     .   .   0B2     |
