@@ -122,7 +122,7 @@ def test_overlapping_keeps_what_is_promised():
 @pytest.mark.parametrize("stages", [0, [0], (0, 2), (-1,), "0"])
 def test_what_is_recomputed_are_stages_in_a_tuple(stages):
     s = recompute(one_f_one_b(ranks=2, microbatches=3), stages=stages)
-    with pytest.raises(SizeError, match="recompute: got stages=.*expected a tuple of stages from 0 to 1"):
+    with pytest.raises(SizeError, match=r"recompute: got stages=.*expected a tuple of stages from 0 to 1"):
         list(s.actions(0))
 
 
@@ -221,7 +221,6 @@ def test_recomputing_keeps_pairs_of_other_stages_and_parts_its_own():
     texts = [" ".join(map(str, rows(recompute(s, stages=stages))[0])) for stages in ((1,), (0,))]
     assert texts[0] == "0F0 1C0 0F1 1C1 1R0 1B0 1R1 0OVERLAP_F2 1B1 0B0 1C2 1R2 1B2 0B1 0B2"
     assert texts[1] == "0C0 1F0 0C1 1F1 1B0 0C2 1B1 0R0 0B0 1F2 1B2 0R1 0B1 0R2 0B2"
-
 
 
 def test_recomputed_activations_are_held_from_the_recomputation_on():
