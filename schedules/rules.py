@@ -16,7 +16,7 @@ from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
 from schedules.channels import Lowered, check_transfers
 from schedules.costs import Costs, Sizes
-from schedules.errors import ScheduleError
+from schedules.errors import GraphError, ScheduleError
 from schedules.fitting import compute_only, placed
 from schedules.graph import Graph
 from schedules.progress import Progress, Work
@@ -278,6 +278,8 @@ def check(plan: Schedule | Lowered, graph: Graph | None = None) -> None:
 Add 0F0 before it, or move it behind.
     """
     if not isinstance(plan, Schedule):
+        if graph not in (None, plan.graph):
+            raise GraphError("got a program and another graph, expected none: it has its own. Leave the graph out.")
         check(plan.schedule, plan.graph)
         check_transfers(plan)
         return

@@ -75,7 +75,9 @@ def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Itera
 def simulate(
     schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None, sizes: Sizes | None = None
 ) -> Timeline:
-    """Simulate `schedule` and sum it up.
+    """Simulate `schedule` and sum it up. What it says of a schedule that does not pass `check` means nothing.
+
+    Raises `ScheduleError` where the ranks block each other, and `SizeError` for costs of another number of stages.
 
     >>> from schedules import one_f_one_b
     >>> timeline = simulate(one_f_one_b(ranks=4, microbatches=8), Costs(F=1, B=2))

@@ -22,6 +22,7 @@ from schedules import (
     forward_only,
     gpipe,
     looped,
+    lower,
     mirror,
     one_f_one_b,
     schedule,
@@ -237,3 +238,10 @@ def test_replicas_update_with_the_sum_of_their_gradients():
         check(wrong)
     with pytest.raises(PipelineError):
         prove(wrong)
+
+
+def test_a_program_has_a_graph_of_its_own():
+    program = lower(gpipe(2, 2))
+    check(program, chain(2))
+    with pytest.raises(GraphError, match="it has its own"):
+        check(program, chain(3))

@@ -329,7 +329,7 @@ def test_compare_counts_weights(capsys):
         (["check", "nowhere.txt:f"], "got 'nowhere.txt', expected a Python file"),
         (["check", "FILE:nothing"], "nothing', expected one of"),
         (["check", "FILE:plain"], "plain', expected one of"),
-        (["simulate", "FILE:stuck"], "0B0: needs 1B0 or 1I0, which rank 1 never does [rule: ordered]"),
+        (["simulate", "FILE:stuck"], "1B0, or 1I0 and 1W0, never runs [rule: complete]"),
     ],
 )
 def test_what_makes_no_sense_is_one_line_and_code_2(capsys, file, arguments, message):

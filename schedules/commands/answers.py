@@ -98,6 +98,7 @@ def simulate(options: argparse.Namespace) -> int:
     """Say how long it takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
+    rules.check(schedule, one.graph)  # figures of what is wrong mean nothing
     costs, sizes = fitted(costs_of(options), schedule), fitted(sizes_of(options), schedule)
     timeline = simulation.simulate(schedule, costs, one.graph, sizes)
     print(f"makespan  {timeline.makespan:g}")
