@@ -46,7 +46,7 @@ from schedules.overlapping import overlap
 from schedules.placement import Placement, bidirectional, linear, looped, vee, wave
 from schedules.replay import Span
 from schedules.rules import check
-from schedules.simulation import Timeline, simulate, spans, summarize
+from schedules.simulation import Timeline, memory_over_time, simulate, spans, summarize
 from schedules.transforms import defer_weights, forwards, merge_backward, recompute, split_backward, transform
 
 __all__ = [
@@ -89,6 +89,7 @@ __all__ = [
     "linear",
     "looped",
     "lower",
+    "memory_over_time",
     "merge_backward",
     "one_f_one_b",
     "parse",

@@ -24,6 +24,7 @@ from schedules.rules import forward_before_backward, versions
 from schedules.wiring import graph_of, wires
 
 Row: TypeAlias = list[float]
+Levels: TypeAlias = tuple[tuple[float, float], ...]
 UNITS: Final = Sizes()
 
 
@@ -106,6 +107,27 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
         held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices * schedule.backward
         peak[rank] = max(peak[rank], held[rank])
     return _timeline(schedule, sizes, begin, finish, busy, peak)
+
+
+def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
+    """Per rank, what it holds from which time on, as pairs of time and level, in the order of time.
+
+    Upwards when an action starts, downwards when it ends, and the units are those of `Timeline.peak_memory`; weights
+    apart. `timeline` is as for `summarize`.
+
+    >>> from schedules import gpipe
+    >>> memory_over_time(spans(gpipe(1, 2), Costs()), gpipe(1, 2))
+    (((0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0)),)
+    """
+    unit = schedule.slices * (schedule.stages / schedule.ranks if sizes is None else 1)
+    levels: list[dict[float, float]] = [{} for _ in range(schedule.ranks)]
+    held = [0.0] * schedule.ranks
+    for rank, action, start, end in timeline:
+        growth = (sizes or UNITS).growth(action.kind, action.stage) * schedule.backward / unit
+        if growth:
+            held[rank] += growth
+            levels[rank][start if growth > 0 else end] = held[rank]
+    return tuple(tuple(found.items()) for found in levels)
 
 
 def _timeline(

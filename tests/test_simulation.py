@@ -25,6 +25,7 @@ from schedules import (
     check,
     forward_only,
     gpipe,
+    memory_over_time,
     one_f_one_b,
     pipedream,
     schedule,
@@ -242,3 +243,16 @@ def test_nothing_takes_no_time():
 
     timeline = simulate(nothing(ranks=2, microbatches=1))
     assert (timeline.makespan, timeline.span, timeline.bubble, timeline.idle) == (0, 0, 0, (0, 0))
+
+
+@settings(deadline=None)
+@given(orders(), costs())
+def test_the_peak_is_the_highest_level_over_time(case, times):
+    schedule, graph = case
+    sizes = Sizes(activation=4, inputs=1, residual=2)
+    for some in (None, sizes):
+        levels = memory_over_time(spans(schedule, times, graph), schedule, some)
+        peaks = [max((level for _, level in rank), default=0) for rank in levels]
+        assert peaks == pytest.approx(simulate(schedule, times, graph, some).peak_memory)
+        assert all(rank[-1][1] == pytest.approx(0) for rank in levels if rank)
+        assert all(a[0] < b[0] for rank in levels for a, b in pairwise(rank))
