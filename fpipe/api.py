@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe import random
 from fpipe.batch import BatchSpec
+from fpipe.capture.contract import FrontEnd
 from fpipe.capture.export import export
 from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, skeleton
 from fpipe.capture.guards import refuse_gradient_hooks
@@ -26,7 +27,7 @@ from fpipe.capture.modules import as_module, modules
 from fpipe.errors import CutError, InputError
 from fpipe.handlers import HANDLERS
 from fpipe.one_device import one_device, orders
-from fpipe.plan import TRAINING, FrontEnd, Pipeline, Variant
+from fpipe.plan import TRAINING, Pipeline, Variant
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
 from fpipe.transport.contract import Ranks

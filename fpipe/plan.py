@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fpipe import partition, random
 from fpipe.assembly import Assembly, assemble
 from fpipe.batch import BatchSpec
-from fpipe.capture.contract import Captured
+from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import evaluation
-from fpipe.capture.losses import Loss
+from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.modules import as_module
 from fpipe.errors import CutError
 from fpipe.executor import Execution, Inputs, Linked, Outcome
@@ -32,11 +32,9 @@ from fpipe.spec import Spec
 from fpipe.stage import Stage
 from fpipe.state import require_state
 from fpipe.transport.contract import Ranks, Transport
-from fpipe.tree import Structure
 from schedules import Placement, Program, Schedule, Span, check, forwards, lower
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
-FrontEnd: TypeAlias = Callable[[nn.Module, Structure, Sequence[Tensor], Loss | None, int], Captured]
 
 
 @dataclass(frozen=True)
@@ -175,9 +173,8 @@ class Pipeline:
         inputs, targets = self.example
         parts = self.batch(variant).microbatch(inputs, targets if variant.loss else None)
         with nullcontext() if variant.training else evaluation(self.model):
-            captured = self.front_end(
-                self.model, self.batch(variant).structure, parts, loss, self.schedule.microbatches
-            )
+            objective = Objective(loss, self.batch(variant).structure, self.schedule.microbatches)
+            captured = self.front_end(self.model, objective, parts)
         captured = captured if variant.training and self.schedule.backward else replace(captured, backward=False)
         if self.cuts is None:
             return captured, partition.even(captured, self.schedule.stages)

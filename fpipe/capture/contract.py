@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import random
+from fpipe.capture.losses import Objective
 from fpipe.tree import Structure
 
 Value: TypeAlias = int
@@ -115,6 +116,20 @@ def interpret(
     return run
 
 
+class Call(NamedTuple):
+    """One call of a module: what runs inside it are the units `start` to `stop`, the latter excluded.
+
+    - `path`: the module's name; `kind`: its class.
+    - `sealed`: why no stage may begin inside it; empty if one may.
+    """
+
+    path: str
+    kind: type
+    start: int
+    stop: int
+    sealed: str = ""
+
+
 @dataclass(frozen=True)
 class Captured:
     """A model, its loss, and one example microbatch, as units and values.
@@ -122,6 +137,7 @@ class Captured:
     - `sources`: the values that no unit makes.
     - `loss`: the value of the loss, already divided by the number of microbatches; `None` if none was asked for.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
+    - `calls`: the calls of modules, each before those inside it.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, since kernels are chosen by that too.
@@ -135,8 +151,20 @@ class Captured:
     fakes: Mapping[Value, Tensor]
     mode: FakeTensorMode
     trainable: frozenset[str]
+    calls: tuple[Call, ...] = ()
     fuse: Fuse = field(default=interpret)
     backward: bool = True
+
+
+class FrontEnd(Protocol):
+    """How a model is captured."""
+
+    def __call__(self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
+        """Capture what `objective(model, leaves)` computes for one microbatch.
+
+        `leaves` are the tensors of an example microbatch, for their metadata only; the model may be on meta, or hold
+        fake tensors. Raises `CaptureError`, naming the module, for what cannot be captured and for what would be lost.
+        """
 
 
 @contextmanager

@@ -11,7 +11,7 @@ A value is named by the index of its node. An operator that returns several tens
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fpipe import random
 from fpipe.capture.contract import (
     Batch,
     Buffer,
+    Call,
     Captured,
     Constant,
     Function,
@@ -35,51 +36,62 @@ from fpipe.capture.contract import (
     Value,
 )
 from fpipe.capture.fake import fake, fake_mode, skeleton
-from fpipe.capture.guards import blame, refuse_hooks
-from fpipe.capture.losses import Loss, Objective
+from fpipe.capture.guards import blame, plain_state, refuse_hooks, require_unchanged, watched
+from fpipe.capture.losses import Objective
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.tree import Structure, names
+from fpipe.tree import Structure, flatten, names
 
 
-def export(
-    model: nn.Module, batch: Structure, leaves: Sequence[Tensor], loss: Loss | None, microbatches: int
-) -> Captured:
-    """Capture `model` and `loss` for one microbatch.
-
-    `batch` is the tree of (inputs, targets), `leaves` are the tensors of one example microbatch, used for their
-    metadata only. The model may be on the meta device. Raises `CaptureError`, naming the module, for what cannot be
-    traced and for what a graph would lose.
-    """
+def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
+    """Capture `model` and its loss for one microbatch; see `FrontEnd`."""
     refuse_hooks(model)
     device = leaves[0].device if leaves else torch.device("cpu")
     mode = fake_mode()
-    copy = skeleton(model, lambda tensor: fake(mode, tensor, device))
     trees: list[Structure] = []
-    objective = Objective(copy, loss, batch, microbatches, trees.append)
-    program = _trace(objective, tuple(fake(mode, leaf, device) for leaf in leaves))
-    graph = _Graph(program, _first_names(objective.model))
+    flat = _Flat(skeleton(model, lambda tensor: fake(mode, tensor, device)), objective, trees.append)
+    program = _trace(flat, tuple(fake(mode, leaf, device) for leaf in leaves))
+    graph = _Graph(program, _first_names(flat.model))
     outputs = graph.outputs()
     fakes = {value: fake(mode, graph.nodes[value].meta["val"], device) for value in graph.sources}
     return Captured(
         units=graph.units(),
         sources=graph.sources,
-        loss=outputs[0] if loss is not None else None,
-        outputs=outputs if loss is None else outputs[1:],
+        loss=None if objective.loss is None else outputs[0],
+        outputs=outputs if objective.loss is None else outputs[1:],
         structure=trees[-1],
         fakes=fakes,
         mode=mode,
         trainable=frozenset(name for name, p in model.named_parameters() if p.requires_grad),
+        calls=graph.calls(dict(model.named_modules(remove_duplicate=False))),
         fuse=graph.fuse,
     )
 
 
-def _trace(objective: Objective, leaves: Tensors) -> ExportedProgram:
+class _Flat(nn.Module):
+    """A model and its loss as one module of flat tensors; `report` is called with the tree of the outputs."""
+
+    def __init__(self, model: nn.Module, objective: Objective, report: Callable[[Structure], None]) -> None:
+        super().__init__()
+        self.model, self.objective, self.report = model, objective, report
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """The loss, if there is one, and the tensors of the outputs."""
+        with watched(self.model):
+            before = plain_state(self.model)
+            loss, outputs = self.objective(self.model, leaves)
+            require_unchanged(before, plain_state(self.model), "the new value would be lost")
+        tensors, structure = flatten(outputs)
+        self.report(structure)
+        return *(() if loss is None else (loss,)), *tensors
+
+
+def _trace(flat: _Flat, leaves: Tensors) -> ExportedProgram:
     try:
-        return torch.export.export(objective, leaves, strict=False)
+        return torch.export.export(flat, leaves, strict=False)
     except PipelineError:
         raise
     except Exception as error:
-        where = blame(error.__traceback__, objective.model)
+        where = blame(error.__traceback__, flat.model)
         raise CaptureError(
             f"{where}: torch.export could not trace it: {error}. Expected control flow and shapes that do not depend "
             'on data. Rewrite that part, or hand the modules in with capture="modules", where they run as they are.'
@@ -163,6 +175,22 @@ class _Graph:
     def _load(self, node: fx.Node, values: Mapping[Value, Tensor]) -> Any:
         return operator.attrgetter(str(node.target))(self.module) if node.op == "get_attr" else values[self.value[node]]
 
+    def calls(self, modules: Mapping[str, nn.Module]) -> tuple[Call, ...]:
+        """The calls of modules, as runs of operators that have a call in common on their stacks."""
+        found: list[Call] = []
+        running: dict[str, int] = {}
+        for position, unit in enumerate(self.units()):
+            stack = _stack(self.origin[unit])
+            running = {path: running[path] for path in stack if path in running}
+            for path in stack:
+                if path not in running:
+                    running[path] = len(found)
+                    name = path.split("@")[0]
+                    found.append(Call(name, type(modules[name]), position, position))
+            for index in running.values():
+                found[index] = found[index]._replace(stop=position + 1)
+        return tuple(found)
+
     def outputs(self) -> tuple[Value, ...]:
         """The values that the graph returns."""
         returned: Any = self.nodes[-1].args[0]
@@ -210,7 +238,11 @@ def _picks(node: fx.Node) -> bool:
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_tuple(node.args[0])
 
 
+def _stack(node: fx.Node) -> list[str]:
+    """The calls of modules, from the outermost, in which a node runs; a second call of a module ends in `@1`."""
+    paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    return [path.removeprefix("model").removeprefix(".") for path in paths if path.startswith("model")]
+
+
 def _path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack")
-    path: str = list(stack.values())[-1][0] if stack else ""
-    return path.removeprefix("model").removeprefix(".")
+    return (_stack(node) or [""])[-1]

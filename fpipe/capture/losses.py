@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model and its loss as one module of flat tensors, so that the loss belongs to the last stage.
+"""The model and its loss as one function of flat tensors, so that the loss belongs to the last stage.
 
 The loss of a microbatch is divided by their number before anything else happens to it, inside the captured program;
 so the sum over microbatches is the loss of the step, and no stage is special to the executor.
@@ -7,14 +7,14 @@ so the sum over microbatches is the loss of the step, and no stage is special to
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from fpipe.capture.guards import plain_state, require_unchanged, watched
 from fpipe.errors import CaptureError, InputError
-from fpipe.tree import Structure, flatten
+from fpipe.tree import Structure
 
 Loss: TypeAlias = Callable[..., Tensor]
 
@@ -53,42 +53,19 @@ def without_parameters(loss: Loss | None) -> None:
         )
 
 
-class _Settings(NamedTuple):
-    """What is no part of the model's state, a loss that is a module included."""
+@dataclass(frozen=True)
+class Objective:
+    """What is computed for one microbatch: the model, then its loss divided by the number of microbatches.
+
+    `batch` is the tree of (inputs, targets).
+    """
 
     loss: Loss | None
     batch: Structure
     microbatches: int
-    report: Callable[[Structure], None]
 
-
-class Objective(nn.Module):
-    """`(tensor leaves of (inputs, targets)) -> (loss, output tensors...)`; without a loss, the outputs alone.
-
-    `report` is called with the tree of the outputs.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss | None,
-        batch: Structure,
-        microbatches: int,
-        report: Callable[[Structure], None],
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.settings = _Settings(loss, batch, microbatches, report)
-
-    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Call the model and the loss."""
-        loss, batch, microbatches, report = self.settings
-        inputs, targets = batch.unflatten(leaves)
-        with watched(self.model):
-            before = plain_state(self.model)
-            outputs = call_model(self.model, inputs)
-            require_unchanged(before, plain_state(self.model), "the new value would be lost")
-            scaled = () if loss is None else (scaled_loss(loss, outputs, targets, microbatches),)
-        tensors, structure = flatten(outputs)
-        report(structure)
-        return *scaled, *tensors
+    def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
+        """`(loss / M, outputs)` of the tensor leaves of (inputs, targets); without a loss, `None` in its place."""
+        inputs, targets = self.batch.unflatten(list(leaves))
+        outputs = call_model(model, inputs)
+        return None if self.loss is None else scaled_loss(self.loss, outputs, targets, self.microbatches), outputs

@@ -24,7 +24,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from fpipe.capture.contract import Batch, Buffer, Captured, Parameter, Source, Tensors, Unit, Value
 from fpipe.capture.fake import fake, fake_mode, skeleton
 from fpipe.capture.guards import plain_state, require_unchanged, watched_parts
-from fpipe.capture.losses import Loss, call_model, scaled_loss
+from fpipe.capture.losses import Objective, call_model, scaled_loss
 from fpipe.capture.observation import Watch, memory
 from fpipe.errors import CaptureError, InputError, PipelineError
 from fpipe.tree import Structure, flatten, names, require_same
@@ -63,10 +63,8 @@ def as_module(model: nn.Module | Sequence[Callable[..., Any]]) -> nn.Module:
     return Chain(model)
 
 
-def modules(
-    model: nn.Module, batch: Structure, leaves: Sequence[Tensor], loss: Loss | None, microbatches: int
-) -> Captured:
-    """Capture a `Chain` of parts for one microbatch; other arguments and errors as for `export`."""
+def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
+    """Capture a `Chain` of parts for one microbatch; see `FrontEnd`."""
     if isinstance(model, nn.Sequential):
         model = Chain(model)
     if not isinstance(model, Chain):
@@ -76,7 +74,7 @@ def modules(
             'parts in in order, or use capture="export".'
         )
     device = leaves[0].device if leaves else torch.device("cpu")
-    return _Recorder(model, device, leaves).record(batch, loss, microbatches)
+    return _Recorder(model, device, leaves).record(objective)
 
 
 class _Recorder:
@@ -111,8 +109,9 @@ class _Recorder:
             self.sources[value] = source
         return value
 
-    def record(self, batch: Structure, loss: Loss | None, microbatches: int) -> Captured:
+    def record(self, objective: Objective) -> Captured:
         """Run part after part, then the loss."""
+        loss, batch, microbatches = objective.loss, objective.batch, objective.microbatches
         inputs, targets = batch.unflatten(self.leaves)
         value: Any = inputs
         for index, (name, part) in enumerate(self.chain.parts.items()):
