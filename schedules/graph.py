@@ -2,7 +2,8 @@
 """Who feeds whom: the stage graph as schedules see it.
 
 Stages are numbered in topological order, so an edge `(s, t)` has `s < t` and every graph is acyclic by construction.
-Nothing is known here of what an edge carries, only that something crosses it.
+Gradients of shared parameters travel when all is computed, and may go either way. Nothing is known here of what an edge
+carries, only that something crosses it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ Edge: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Graph:
-    """`stages` stages, and three sets of edges `(s, t)` with `s < t`.
+    """`stages` stages, and three sets of edges `(s, t)`; but for `gradients`, with `s < t`.
 
     - `values`: the forward of `t` uses a value that the forward of `s` made or passes on.
     - `cotangents`: the backward of `s` uses a cotangent that the backward of `t` made.
-    - `gradients`: `t` holds a copy of a parameter of `s`, and needs its gradient when the last backward of `s` is done.
+    - `gradients`: `t` holds a parameter that `s` holds too, and needs its gradient of `s` when the last backward of `s`
+      is done.
 
-    Raises `GraphError` for an edge that does not run from an earlier to a later stage of the graph.
+    Raises `GraphError` for an edge that does not run from an earlier to a later stage of the graph, or, of `gradients`,
+    from one stage to another.
     """
 
     stages: int
@@ -33,11 +36,17 @@ class Graph:
     gradients: frozenset[Edge] = frozenset()
 
     def __post_init__(self) -> None:
-        for edge in sorted(self.values | self.cotangents | self.gradients):
+        for edge in sorted(self.values | self.cotangents):
             if not 0 <= edge[0] < edge[1] < self.stages:
                 raise GraphError(
                     f"got edge {edge}, expected (s, t) with 0 <= s < t < {self.stages}. "
                     "Number the stages in topological order."
+                )
+        for edge in sorted(self.gradients):
+            if edge[0] == edge[1] or not {*edge} <= {*range(self.stages)}:
+                raise GraphError(
+                    f"got edge {edge} of gradients, expected two different stages below {self.stages}. "
+                    "Name the stages that share a parameter."
                 )
 
     @cached_property
@@ -62,12 +71,12 @@ class Graph:
 
     @cached_property
     def shares(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the later stages that hold copies of its parameters."""
+        """Per stage, the other stages that need its gradients of parameters that they hold too."""
         return _sorted(self.stages, self.gradients)
 
     @cached_property
     def shared_by(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the earlier stages that own parameters of which it holds copies."""
+        """Per stage, the other stages whose gradients it needs of parameters that they hold too."""
         return _sorted(self.stages, {(t, s) for s, t in self.gradients})
 
 

@@ -13,7 +13,7 @@ receiver made after consuming an earlier send of ours, that send is done for cer
 no message vouches for is waited for at the end.
 
 Gradients travel once a step. A replica's leaves after its last weight gradient, for the `G` of the other replica; that
-of a tied parameter leaves when it is complete, for the later stages that hold copies.
+of a tied parameter leaves when it is complete, for the other stages that hold copies.
 
 Invariants. Per channel, sends and receives are the same messages in the same order. Every receive has one consumer on
 its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
@@ -199,7 +199,7 @@ class Steps:
                 )
 
     def _copies(self) -> Iterator[Message]:
-        """The gradients of tied parameters that come from their owners."""
+        """The gradients of tied parameters that other stages have computed."""
         for route, homes in enumerate(self.routes if self.schedule.backward else ()):
             for t in (t for t in self.placement.stages_on(self.rank) if homes[t] == self.rank):
                 owners = (s for s in self.graph.shared_by[t] if self._across(homes[s]))

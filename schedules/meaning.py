@@ -36,7 +36,7 @@ class Meaning:
     - `outputs`: per stage, what its forwards made, in the order of `F`.
     - `gradients`: per stage, the terms of its gradient, in the order in which they are added: replica by replica.
     - `sums`: per stage, its gradient on each rank that holds it.
-    - `copies`: per edge of tied parameters, the gradients that reached the later stage, one for each route.
+    - `copies`: per edge of tied parameters, the gradients that reached the other stage, one for each route.
     """
 
     outputs: Formulas

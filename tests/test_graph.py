@@ -36,11 +36,18 @@ def test_graphs_are_values(graph):
 
 
 @pytest.mark.parametrize("edge", [(1, 0), (1, 1), (-1, 1), (0, 3), (2, 3)])
-@pytest.mark.parametrize("what", ["values", "cotangents", "gradients"])
+@pytest.mark.parametrize("what", ["values", "cotangents"])
 def test_an_edge_that_runs_backwards_or_outside_is_refused(edge, what):
-    edges = {name: frozenset({edge} if name == what else ()) for name in ("values", "cotangents", "gradients")}
+    edges = {name: frozenset({edge} if name == what else ()) for name in ("values", "cotangents")}
     with pytest.raises(GraphError, match=r"got edge \(.*\), expected \(s, t\) with 0 <= s < t < 3"):
         Graph(3, **edges)
+
+
+@pytest.mark.parametrize("edge", [(1, 1), (-1, 1), (1, -1), (0, 3), (3, 2)])
+def test_gradients_go_either_way_but_to_another_stage(edge):
+    assert Graph(3, frozenset(), frozenset(), frozenset({(0, 2), (2, 0)})).shares == ((2,), (), (0,))
+    with pytest.raises(GraphError, match=r"got edge \(.*\) of gradients, expected two different stages below 3"):
+        Graph(3, frozenset(), frozenset(), frozenset({edge}))
 
 
 def test_chain_and_dag():

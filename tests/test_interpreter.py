@@ -106,6 +106,16 @@ def test_a_shared_gradient_must_be_complete(network):
         interpret(never, network)
 
 
+@networks
+def test_shared_gradients_must_go_both_ways(network):
+    graph = Graph(2, frozenset(), frozenset(), frozenset({(0, 1), (1, 0)}))
+    rows = "0F0 0RECV_G0<1 0B0 0SEND_G0>1 0WAIT_G0>1", "1F0 1RECV_G0<0 1B0 1SEND_G0>0 1WAIT_G0>0"
+    interpret(program(*rows, graph=graph), network).require(graph, 1)
+    one_way = rows[0].replace("0RECV_G0<1 ", ""), rows[1].replace(" 1SEND_G0>0 1WAIT_G0>0", "")
+    with pytest.raises(ProgramError, match="G 1>0 of microbatch 0 never arrives"):
+        interpret(program(*one_way, graph=graph), network)
+
+
 @transform
 def edited(rank, schedule, rows):
     yield from rows[rank]

@@ -18,6 +18,7 @@ from schedules import (
     GraphError,
     ScheduleError,
     chain,
+    check,
     forwards,
     gpipe,
     lower,
@@ -26,6 +27,7 @@ from schedules import (
     split_backward,
     transform,
 )
+from schedules.interchange import table
 from schedules.interpreter import _Run, require_whole
 from schedules.networks import Links, fifo, rendezvous, send_of
 from schedules.replay import needs
@@ -58,6 +60,20 @@ def test_a_skip_and_a_shared_parameter():
     assert texts(lower(gpipe(ranks=2, microbatches=1), graph)) == [
         "0F0 0SEND_F0>1 0B0 0SEND_G0>1 0WAIT_F0>1 0WAIT_G0>1",
         "1RECV_F0<0 1F0 1RECV_G0<0 1B0",
+    ]
+
+
+def test_gradients_of_a_shared_parameter_are_exchanged():
+    """Nobody waits for the other's before the end; a third stage on the same rank sends and is sent nothing."""
+    edges = {(s, t) for s in range(3) for t in range(3) if s != t}
+    graph = Graph(3, frozenset({(0, 1), (1, 2)}), frozenset({(0, 1), (1, 2)}), frozenset(edges))
+    rows = (F(0, 0), F(2, 0), B(2, 0), B(0, 0)), (F(1, 0), B(1, 0))
+    how = table(rows=tuple(",".join(map(str, row)) for row in rows))
+    check(lower(how, graph))
+    found = [[word for word in row.split() if "_G" in word or word[1:] == "B0"] for row in texts(lower(how, graph))]
+    assert [" ".join(row) for row in found] == [
+        "2B0 2SEND_G0>1 0RECV_G0<1 2RECV_G0<1 0B0 0SEND_G0>1 2WAIT_G0>1 0WAIT_G0>1",
+        "1RECV_G0<2 1RECV_G0<0 1B0 1SEND_G0>0 1SEND_G0>2 1WAIT_G0>0 1WAIT_G0>2",
     ]
 
 

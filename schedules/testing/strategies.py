@@ -32,7 +32,8 @@ def costs() -> st.SearchStrategy[Costs]:
 def graphs(draw: st.DrawFn, stages: int) -> Graph:
     """Stage graphs in which every stage but the first is fed by an earlier one.
 
-    Cotangents flow back along some of the values' edges and along others too; some stages share parameters.
+    Cotangents flow back along some of the values' edges and along others too; some stages share parameters, whose
+    gradients go one way, the other, or both.
     """
 
     def edges(smallest: int) -> frozenset[Edge]:
@@ -42,7 +43,8 @@ def graphs(draw: st.DrawFn, stages: int) -> Graph:
     values = edges(1)
     dead = draw(st.sets(st.sampled_from(sorted(values)), max_size=3)) if values else set()
     extra = draw(st.just(frozenset[Edge]()) | st.builds(edges, st.just(0)))
-    shared = draw(st.just(frozenset[Edge]()) | st.builds(edges, st.just(0)))
+    forth, back = (draw(st.just(frozenset[Edge]()) | st.builds(edges, st.just(0))) for _ in "ab")
+    shared = forth | {(t, s) for s, t in back}
     return Graph(stages, values, (values - dead) | extra, shared)
 
 
