@@ -59,7 +59,7 @@ def pipeline(
     targets: Any = None,
     cuts: Iterable[str] | None = None,
     stages: int | None = None,
-    capture: str = "export",
+    capture: str | FrontEnd = "export",
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule; everything is checked, nothing runs.
@@ -94,7 +94,7 @@ def pipeline(
     _require_arguments(module, example, loss, schedule, capture)
     _require_runnable(schedule)
     names = _cuts(cuts, stages, schedule)
-    pipe = _bound(module, (example, targets), loss, schedule, names, FRONT_ENDS[capture], group)
+    pipe = _bound(module, (example, targets), loss, schedule, names, _front_end(capture), group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -237,14 +237,13 @@ def _bound(
     )
 
 
-def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any, capture: str) -> None:
+def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any, capture: str | FrontEnd) -> None:
     if not isinstance(schedule, Schedule):
         raise InputError(
             f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
             "microbatches=8)."
         )
-    if capture not in FRONT_ENDS:
-        raise InputError(f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}. Name one of them.")
+    _front_end(capture)
     if not isinstance(example, tuple | dict):
         raise InputError(
             f"example: got {type(example).__name__}, expected a tuple of positional or a dict of keyword arguments. "
@@ -260,6 +259,18 @@ def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any
     without_parameters(loss)
     require_plain_tensors(model)
     refuse_gradient_hooks(model)
+
+
+def _front_end(capture: str | FrontEnd) -> FrontEnd:
+    """The front end of that name, or the user's own; raises `InputError` for what is neither."""
+    if isinstance(capture, str) and capture in FRONT_ENDS:
+        return FRONT_ENDS[capture]
+    if isinstance(capture, str) or not callable(capture):
+        raise InputError(
+            f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}, or a front end of your own: a function "
+            "(model, objective, leaves) -> Captured. Name one of them."
+        )
+    return capture
 
 
 def _require_runnable(schedule: Schedule) -> None:

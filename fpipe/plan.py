@@ -24,6 +24,7 @@ from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.modules import as_module
+from fpipe.capture.validity import name_of, require_valid
 from fpipe.errors import CutError
 from fpipe.executor import Execution, Inputs, Linked, Outcome
 from fpipe.linking import link
@@ -175,6 +176,7 @@ class Pipeline:
         with nullcontext() if variant.training else evaluation(self.model):
             objective = Objective(loss, self.batch(variant).structure, self.schedule.microbatches)
             captured = self.front_end(self.model, objective, parts)
+        require_valid(captured, name_of(self.front_end), self.model, objective, parts)
         captured = captured if variant.training and self.schedule.backward else replace(captured, backward=False)
         if self.cuts is None:
             return captured, partition.even(captured, self.schedule.stages)

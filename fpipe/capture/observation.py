@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.capture.contract import Captured, Labels, Unit, Value
+from fpipe.capture.validity import require_made
 from fpipe.errors import CaptureError
 from fpipe.random import label
 
@@ -64,6 +65,7 @@ def observe(captured: Captured) -> Observed:
                     f"module {unit.path or '(root)'}: got the operator {error}, whose result depends on the values of "
                     "its input, expected shapes and control flow that do not. Rewrite that part."
                 ) from error
+            require_made(unit, made)
             if watch.unregistered:
                 raise CaptureError(
                     f"module {unit.path or '(root)'}: got an in-place change of a tensor that is neither parameter nor "
