@@ -18,15 +18,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe import random
 from fpipe.batch import BatchSpec
+from fpipe.calls import Selector
 from fpipe.capture.contract import FrontEnd
 from fpipe.capture.export import export
 from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, skeleton
 from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
-from fpipe.errors import CutError, InputError
+from fpipe.capture.trace import trace
+from fpipe.errors import InputError
 from fpipe.handlers import HANDLERS
 from fpipe.one_device import one_device, orders
+from fpipe.partition import Asked, Cuts, asked
 from fpipe.plan import TRAINING, Pipeline, Variant
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
@@ -37,7 +40,7 @@ from fpipe.tree import flatten
 from fpipe.verification import Computed, eagerly, require_equal
 from schedules import KINDS, Schedule, Span
 
-FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"export": export, "modules": modules})
+FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"trace": trace, "export": export, "modules": modules})
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 
@@ -57,8 +60,9 @@ def pipeline(
     loss: Loss,
     schedule: Schedule,
     targets: Any = None,
-    cuts: Iterable[str] | None = None,
+    cuts: Asked = None,
     stages: int | None = None,
+    unsplittable: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd = "export",
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
@@ -71,8 +75,12 @@ def pipeline(
     - `loss(outputs, targets)`, or `loss(outputs)` without targets, returns a scalar for one microbatch; the loss of a
       step is the sum over microbatches of loss / M.
     - `schedule`: one that is asynchronous, or sliced, can be checked and simulated but not run yet.
-    - `cuts`: names of the modules at which a new stage begins, in the order of execution; or `stages=n`, or neither, to
-      cut evenly by parameters.
+    - `cuts`: where new stages begin, in the order of execution: names of modules ("blocks.3.norm"; "norm@1" for the
+      second call), or indices of the calls that the model itself makes, of the parts where it is a sequence. Or classes
+      or patterns: then the model is cut evenly by parameters where calls of such modules begin; in "blocks.*" the
+      wildcard stands for one name between dots. Without `cuts`, it is cut evenly between any modules.
+    - `stages`: how many, if there are no names or indices; the schedule's number, which may be left out.
+    - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin.
     - `group`: where torch.distributed is initialised, the processes that are the ranks, one each; by default all. Then
       every process of the job must build its pipeline at the same time, and all groups must have the same size. Where
       torch.distributed is not initialised, all ranks run in this process.
@@ -93,8 +101,8 @@ def pipeline(
     module = as_module(model)
     _require_arguments(module, example, loss, schedule, capture)
     _require_runnable(schedule)
-    names = _cuts(cuts, stages, schedule)
-    pipe = _bound(module, (example, targets), loss, schedule, names, _front_end(capture), group)
+    where = asked(cuts, stages, unsplittable, schedule)
+    pipe = _bound(module, (example, targets), loss, schedule, where, _front_end(capture), group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -218,7 +226,7 @@ def _bound(
     batch: tuple[Any, Any],
     loss: Loss,
     schedule: Schedule,
-    cuts: tuple[str, ...] | None,
+    cuts: Cuts,
     front_end: FrontEnd,
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
@@ -291,20 +299,6 @@ def _require_backward(pipe: Pipeline) -> None:
             f"schedule: got {pipe.schedule!r}, which has no backward, expected gradients. Call evaluate(pipe), or "
             "choose another schedule."
         )
-
-
-def _cuts(cuts: Iterable[str] | None, stages: int | None, schedule: Schedule) -> tuple[str, ...] | None:
-    """The names to cut at, or `None` to cut evenly; raises `CutError` if their number is not the schedule's."""
-    if cuts is not None and stages is not None:
-        raise CutError("cuts, stages: got both, expected one of them. Drop stages; it follows from cuts.")
-    names = None if cuts is None else tuple([cuts] if isinstance(cuts, str) else cuts)
-    count = len(names) + 1 if names is not None else schedule.stages if stages is None else stages
-    if count != schedule.stages:
-        raise CutError(
-            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Give {schedule.stages - 1} cuts, "
-            "or change the schedule's ranks."
-        )
-    return names
 
 
 def _ranks(schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:

@@ -9,13 +9,13 @@ from functools import cached_property
 
 import torch
 
-from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Value, scopes
-from fpipe.capture.observation import Observed, observe
+from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Observed, Parameter, Value
+from fpipe.capture.observation import observe
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
 from fpipe.metadata import Metadata, infer, made_by
 from fpipe.spec import Spec
-from fpipe.stage import Scope, Stage, Wiring
+from fpipe.stage import Stage, Wiring
 from schedules import Graph
 
 
@@ -110,7 +110,6 @@ class _Builder:
             grads=self._names(metadata.grads[s]),
             totals=tuple(metadata.specs[v] for v in metadata.grads[s]),
             wiring=self._wiring(s, pulls, pulled_by),
-            scope=_scope(layout),
         )
 
     def _wiring(self, s: int, pulls: Routes, pulled_by: Routes) -> Wiring:
@@ -154,10 +153,3 @@ class _Builder:
         """Names of parameters and buffers that no stage reads; the first stage holds them."""
         read = {value for layout in self.found for value in (*layout.parameters, *layout.buffers)}
         return self._names(value for value in self.captured.sources if value not in read)
-
-
-def _scope(layout: Layout) -> Scope | None:
-    units, inputs = [unit for unit in layout.units if unit.scope is not None], layout.inputs
-    if not units:
-        return None
-    return lambda arguments: scopes(units, dict(zip(inputs, arguments, strict=True)))

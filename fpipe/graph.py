@@ -7,7 +7,8 @@ The rules are those of one device, told by stage:
 - A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it.
   Each user adds its own share to what comes back, which is the order in which one device adds.
 - A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for them it is a
-  value: its cotangent goes back along the chain.
+  value: its cotangent goes back along the chain. Not so one whose gradients are to be summed (`fpipe.ties`): each of its
+  users computes a gradient, as an owner does.
 
 What modifies memory in place must not change what another stage sees; where it would, the cut is refused.
 """
@@ -17,13 +18,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
-from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Parameter, Unit, Value
-from fpipe.capture.observation import Observed
+from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Observed, Parameter, Unit, Value
 from fpipe.errors import CutError
 
 Routes = Mapping[int, tuple[Value, ...]]
+
+
+class ClashError(CutError):
+    """A stage modifies memory in place that is used elsewhere too. `value` lies in it; other cuts may allow it."""
+
+    def __init__(self, message: str, stage: int, value: Value) -> None:
+        super().__init__(f"stage {stage}: {message}")
+        self.stage, self.value = stage, value
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Layout:
     - `gets`, `gives`: what travels forward, from earlier and to later stages.
     - `results`: what leaves the pipeline here (the loss, outputs).
     - `earlier`, `later`: the parameters that it shares with the user before and after it, for their cotangents.
-    - `shares`: for a stage that owns shared parameters, the stages that hold copies.
+    - `shares`: the parameters of which it computes the gradient, or part of it, that other stages hold too.
     - `modified`: what it modifies in place, and must therefore copy first.
     """
 
@@ -64,9 +72,16 @@ class Layout:
 
 
 def layouts(
-    captured: Captured, observed: Observed, partition: Sequence[int], results: tuple[Value, ...]
+    captured: Captured,
+    observed: Observed,
+    partition: Sequence[int],
+    results: tuple[Value, ...],
+    summed: frozenset[str] = frozenset(),
 ) -> tuple[Layout, ...]:
-    """Cut the units at `partition`, and route every value; `results` leave from the last stage."""
+    """Cut the units at `partition`, and route every value; `results` leave from the last stage.
+
+    `summed` are the parameters whose gradients are summed over stages.
+    """
     bounds = list(pairwise([0, *partition, len(captured.units)]))
     stages = [captured.units[start:end] for start, end in bounds]
     homes = {value: s for s, units in enumerate(stages) for unit in units for value in unit.makes}
@@ -74,7 +89,7 @@ def layouts(
     written = [frozenset().union(*(observed.written[unit] for unit in units)) for units in stages]
     for s, memory in enumerate(written):
         _refuse_shared_writes(s, memory, captured, observed, homes, users)
-    gives, later, shares = _routes(captured, homes, users)
+    gives, later, shares = _routes(captured, homes, users, summed)
     for s, units in enumerate(stages):
         _refuse_stale_views(s, units, observed, frozenset(v for values in gives[s].values() for v in values))
     return tuple(
@@ -114,7 +129,7 @@ _Table = dict[int, dict[int, list[Value]]]
 
 
 def _routes(
-    captured: Captured, homes: Mapping[Value, int], users: Mapping[Value, list[int]]
+    captured: Captured, homes: Mapping[Value, int], users: Mapping[Value, list[int]], summed: frozenset[str]
 ) -> tuple[_Table, _Table, _Table]:
     """What each stage gives each other one: values, cotangents of shared parameters, gradients of shared parameters."""
     gives, later, shares = (defaultdict[int, dict[int, list[Value]]](lambda: defaultdict(list)) for _ in range(3))
@@ -125,10 +140,12 @@ def _routes(
             for a, b in pairwise(chain):
                 gives[a][b].append(value)
         elif isinstance(source, Parameter) and source.name in captured.trainable:
-            for a, b in pairwise(users[value]):
+            owners = users[value] if source.name in summed else users[value][:1]
+            for a, b in pairwise(users[value]) if source.name not in summed else ():
                 later[a][b].append(value)
-            for holder in users[value][1:]:
-                shares[users[value][0]][holder].append(value)
+            for owner, holder in product(owners, users[value]):
+                if owner != holder:
+                    shares[owner][holder].append(value)
     return gives, later, shares
 
 
@@ -152,34 +169,39 @@ def _refuse_shared_writes(
     homes: Mapping[Value, int],
     users: Mapping[Value, list[int]],
 ) -> None:
-    """Raise `CutError` if what `stage` modifies in place was made outside, and is seen by more than its copy."""
+    """Raise `ClashError` if what `stage` modifies in place was made outside, and is seen by more than its copy."""
     outside = [v for v in users if observed.storage[v] in memory and homes.get(v, -1) < stage]
     for value in outside:
         source = captured.sources.get(value)
         if isinstance(source, Parameter):
-            raise CutError(
-                f"stage {stage}: got a forward that modifies the parameter {source.name!r} in place, expected "
-                "parameters to be read only. Make it a buffer, or compute a new tensor."
+            raise ClashError(
+                f"got a forward that modifies the parameter {source.name!r} in place, expected parameters to be read "
+                "only. Make it a buffer, or compute a new tensor.",
+                stage,
+                value,
             )
         if isinstance(source, Constant):
-            raise CutError(
-                f"stage {stage}: got a forward that modifies a tensor in place that is neither parameter nor buffer, "
-                "expected registered buffers: nobody would carry the change on. Use register_buffer."
+            raise ClashError(
+                "got a forward that modifies a tensor in place that is neither parameter nor buffer, expected "
+                "registered buffers: nobody would carry the change on. Use register_buffer.",
+                stage,
+                value,
             )
         aliases = [v for v in outside if observed.storage[v] == observed.storage[value] and stage in users[v]]
         seen = [s for s in users[value] if s > stage or (s != stage and isinstance(source, Buffer))]
         if seen or len(aliases) > 1:
             what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value from outside"
             where = f"used in stage {seen[0]} too" if seen else "reaches it under two names (a view)"
-            raise CutError(
-                f"stage {stage}: got {what} that is modified in place there and {where}, expected in-place changes to "
-                "stay within one stage. Move the cut so that all of it is in one stage, or compute a new tensor "
-                "instead."
+            raise ClashError(
+                f"got {what} that is modified in place there and {where}, expected in-place changes to stay within one "
+                "stage. Move the cut so that all of it is in one stage, or compute a new tensor instead.",
+                stage,
+                value,
             )
 
 
 def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, leaving: frozenset[Value]) -> None:
-    """Raise `CutError` if a view leaves `stage` after what it is a view of was modified in place.
+    """Raise `ClashError` if a view leaves `stage` after what it is a view of was modified in place.
 
     Autograd traces such a view anew at its next use. That would be in another stage, and the order of sums another.
     """
@@ -187,8 +209,10 @@ def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, l
     for unit in units:
         stale = [v for v in views if observed.storage[v] in observed.written[unit] and v not in unit.makes]
         if stale:
-            raise CutError(
-                f"stage {stage}: got a view that leaves it after its memory was modified in place, expected one or the "
-                "other. Move the cut, or take the view after the change."
+            raise ClashError(
+                "got a view that leaves it after its memory was modified in place, expected one or the other. Move the "
+                "cut, or take the view after the change.",
+                stage,
+                stale[0],
             )
-        views |= {v for v in unit.makes if v in leaving and observed.values[v]._is_view()}
+        views |= {v for v in unit.makes if v in leaving and v in observed.views}

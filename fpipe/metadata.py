@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value, scopes
+from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
 from fpipe.spec import Spec
@@ -52,8 +52,9 @@ def _merge(tables: Sequence[Routes], keep: Callable[[int, Value], bool]) -> Rout
 
 @dataclass(frozen=True)
 class _Run:
-    """One stage's fake forward: its arguments as leaves, and what its function made."""
+    """One stage's fake forward: its function, its arguments as leaves, and what was made of them."""
 
+    function: Function
     leaves: Mapping[Value, Tensor]
     made: Mapping[Value, Tensor]
 
@@ -94,7 +95,7 @@ def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], me
         metadata.specs[value] = Spec.of(tensor)
         if tensor.requires_grad:
             metadata.differentiable.add(value)
-    return _Run(leaves, made)
+    return _Run(function, leaves, made)
 
 
 def _backward(
@@ -111,7 +112,7 @@ def _backward(
     leaves = [run.leaves[value] for value in wanted]
     grads: Tensors = ()
     if roots and leaves:
-        with scopes(layout.units, run.leaves):
+        with run.function.placed(tuple(run.leaves.values())):
             grads = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
     for value in previous:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fpipe import partition, random
 from fpipe.assembly import Assembly, assemble
 from fpipe.batch import BatchSpec
+from fpipe.calls import Calls
 from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss, Objective
@@ -111,7 +112,7 @@ class Pipeline:
     loss: Loss
     example: tuple[Any, Any]
     front_end: FrontEnd
-    cuts: tuple[str, ...] | None
+    cuts: partition.Cuts
     ranks: Ranks
     plans: dict[Variant, Plan] = field(default_factory=dict)
     captures: dict[Variant, Cut] = field(default_factory=dict)
@@ -178,9 +179,17 @@ class Pipeline:
             captured = self.front_end(self.model, objective, parts)
         require_valid(captured, name_of(self.front_end), self.model, objective, parts)
         captured = captured if variant.training and self.schedule.backward else replace(captured, backward=False)
-        if self.cuts is None:
-            return captured, partition.even(captured, self.schedule.stages)
-        return captured, partition.cut_at(captured.units, self.cuts, dict(self.model.named_modules()))
+        return captured, self._positions(variant, captured)
+
+    def _positions(self, variant: Variant, captured: Captured) -> tuple[int, ...]:
+        """Where to cut; in every variant at the same modules as in training, so that ranks hold the same."""
+        training = replace(TRAINING, outputs=True)
+        if variant == training:
+            return self.cuts.positions(captured, self.model)
+        known, positions = self._captured(training)
+        what = "in training" if variant.training else "in eval mode"
+        calls = Calls.of(known, self.model), Calls.of(captured, self.model)
+        return partition.followed(calls[0], positions, calls[1], what)
 
     def batch(self, variant: Variant) -> BatchSpec:
         """The batch that a plan for this variant takes."""

@@ -21,10 +21,9 @@ stage's own share to the incoming cotangent in the order of one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +32,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from fpipe.capture.contract import Function, Tensors
 from fpipe.executor import Port
 from fpipe.spec import Spec
-
-Scope: TypeAlias = Callable[[Tensors], AbstractContextManager[None]]
 
 
 class Residuals(NamedTuple):
@@ -87,8 +84,8 @@ class Stage:
     - `batch`: which tensor leaves of (inputs, targets) it reads.
     - `results`: specs of what leaves the pipeline here.
     - `gets`, `gives`: what travels forward; `pulls`, `pulled_by`: cotangents, to earlier and from later stages.
-    - `shares`, `shared_by`: gradients of shared parameters, to other holders and from owners; `shared_names`: whose,
-      by the stage at the other end.
+    - `shares`, `shared_by`: gradients of shared parameters, to other holders and from them; `shared_names`: which of
+      its own it sends, by the stage at the other end.
     - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes.
     """
 
@@ -110,7 +107,6 @@ class Stage:
     grads: tuple[str, ...]
     totals: tuple[Spec, ...]
     wiring: Wiring
-    scope: Scope | None = None
 
     def __str__(self) -> str:
         given = [f"{' '.join(map(str, port.specs))} to stage {port.peer}" for port in self.gives]
@@ -158,7 +154,7 @@ class Stage:
         roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
         if wiring.loss is not None:
             roots.insert(0, values[wiring.loss])
-        scoped = given if self.scope is not None else ()
+        scoped = given if self.function.scope is not None else ()
         return Residuals(tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
 
     def backward(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
@@ -197,7 +193,7 @@ class Stage:
     ) -> Tensors:
         if not leaves or not residuals.roots:
             return ()
-        with self.scope(residuals.arguments) if self.scope is not None else nullcontext():
+        with self.function.placed(residuals.arguments):
             roots = cast("tuple[Tensor, ...]", residuals.roots)  # torch takes tensors and edges together
             found = torch.autograd.grad(roots, leaves, incoming, retain_graph=retain_graph, allow_unused=True)
         return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)])

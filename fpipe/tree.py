@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees, on optree: which leaves are tensors, what they are called, and how two trees differ."""
+"""Pytrees, on optree: which leaves are tensors, what they are called, and how two trees differ.
+
+Dataclasses, and whatever is registered as a pytree with torch (the outputs of Hugging Face's models are), are trees
+too: their types are registered with optree, in a namespace of fpipe's own, when one is first met.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as torch_pytree
 
 from fpipe.errors import InputError
 from fpipe.spec import as_bytes
 
 Tree: TypeAlias = Any
+NAMESPACE = "fpipe"
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,11 @@ class Structure:
         constant = dict(self.constants)
         return tuple(path for leaf, path in enumerate(self.paths) if leaf not in constant)
 
+    @property
+    def opaque(self) -> tuple[tuple[str, str], ...]:
+        """Path and type of the leaves in which tensors may hide."""
+        return tuple((self.paths[leaf], type(x).__name__) for leaf, x in self.constants if not isinstance(x, PLAIN))
+
     def unflatten(self, tensors: list[Any] | tuple[Any, ...]) -> Tree:
         """The tree with these in place of its tensors."""
         leaves = list(tensors)
@@ -54,7 +66,7 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
 
     Raises `InputError` for a leaf in which tensors may hide, unless `opaque` leaves are welcome.
     """
-    leaves, spec = optree.tree_flatten(tree)
+    leaves, spec = taken_apart(tree)
     paths = tuple(accessor.codify("") for accessor in optree.treespec_accessors(spec))
     for path, leaf in zip(paths, leaves, strict=True):
         if not opaque and not isinstance(leaf, (Tensor, *PLAIN)):
@@ -65,6 +77,56 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
             )
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Structure(spec, paths, constants)
+
+
+def taken_apart(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """All leaves of `tree`, and its treespec."""
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    if _registered({type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))}):
+        return taken_apart(tree)
+    return leaves, spec
+
+
+def _registered(types: set[Any]) -> bool:
+    """Register those of `types` that are known to be trees; whether there were any."""
+    known: list[Any] = [t for t in types if t in torch_pytree.SUPPORTED_NODES or is_dataclass(t)]
+    register: Any = optree.register_pytree_node
+    for t in known:
+        node = torch_pytree.SUPPORTED_NODES.get(t)
+        if node is None:
+            register(t, _fields, lambda names, values, t=t: _made(t, names, values), namespace=NAMESPACE)
+        else:
+            register(
+                t,
+                _torchs(node.flatten_fn),
+                lambda context, values, node=node: node.unflatten_fn(list(values), context),
+                namespace=NAMESPACE,
+            )
+    return bool(known)
+
+
+def _fields(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+    names = tuple(one.name for one in fields(value) if hasattr(value, one.name))
+    return tuple(getattr(value, name) for name in names), names, names
+
+
+def _made(kind: type, names: tuple[str, ...], values: Any) -> Any:
+    """A dataclass with these fields, whatever its `__init__` takes."""
+    made: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _torchs(flat: Any) -> Any:
+    """torch's way to flatten a type as optree's, which names the children of mappings by their keys."""
+
+    def flattened(value: Any) -> tuple[Any, Any, Any]:
+        children, context = flat(value)
+        names = tuple(value) if isinstance(value, Mapping) and len(value) == len(children) else range(len(children))
+        return tuple(children), context, tuple(names)
+
+    return flattened
 
 
 def require_same(what: str, got: Structure, expected: Structure) -> None:

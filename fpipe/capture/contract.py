@@ -16,8 +16,8 @@ Invariants. Units are in execution order: every value is made before it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -64,24 +64,34 @@ Source: TypeAlias = Parameter | Buffer | Batch | Constant
 class Unit:
     """A piece of the model that is never cut.
 
-    `path` is its call path in the uncut model; `does` says what it does, so that models can be told apart. `scope`,
-    given the same values as `call` (`None` for values that were made on the way), is a context in which a backward
-    through the unit must run (a checkpointed module looks up its parameters again then).
+    `path` is its call path in the uncut model; `does` says what it does, so that models can be told apart.
     """
 
     path: str
     reads: tuple[Value, ...]
     makes: tuple[Value, ...]
     call: Callable[..., Tensors]
-    scope: Callable[..., AbstractContextManager[None]] | None = None
     does: str = ""
 
 
-class Function(Protocol):
-    """A run of units as one callable: `function(key, *inputs) -> outputs`."""
+@dataclass(frozen=True)
+class Function:
+    """A run of units as one callable: `function(key, *inputs) -> outputs`; random ones draw by `key`.
+
+    `scope`, given the inputs, is a context in which a backward through it must run (a checkpointed module looks up its
+    parameters again then).
+    """
+
+    run: Callable[..., Tensors]
+    scope: Callable[[Tensors], AbstractContextManager[None]] | None = None
 
     def __call__(self, key: int, *inputs: Tensor) -> Tensors:
-        """Run the units; random ones draw by `key`."""
+        """Run the units."""
+        return self.run(key, *inputs)
+
+    def placed(self, inputs: Tensors) -> AbstractContextManager[None]:
+        """The context for a backward."""
+        return nullcontext() if self.scope is None else self.scope(inputs)
 
 
 class Labels(NamedTuple):
@@ -94,24 +104,47 @@ class Labels(NamedTuple):
 Fuse: TypeAlias = Callable[[Sequence[Unit], Mapping[Unit, Labels], tuple[Value, ...], tuple[Value, ...]], "Function"]
 
 
+class Step(NamedTuple):
+    """One call of a function: `call(key, *tensors)` takes the values of `reads` and returns those of `makes`."""
+
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    call: Callable[..., Tensors]
+
+
 def interpret(
     units: Sequence[Unit], random_units: Mapping[Unit, Labels], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Function:
-    """A run of units, called one after the other; a value is let go of after its last use."""
-    last = {value: index for index, unit in enumerate(units) for value in (*unit.reads, *unit.makes)}
-    last.update(dict.fromkeys(outputs, len(units)))
-    dead = [tuple(value for value, end in last.items() if end == index) for index in range(len(units))]
+    """A run of units, called one after the other."""
+    return Function(sequence([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
+
+
+def single(unit: Unit, labels: Labels | None) -> Step:
+    """A unit as a step, keyed if it is random."""
+
+    def seeded(key: int, *tensors: Tensor) -> Tensors:
+        assert labels is not None, "the unit is random"
+        for device in labels.devices:
+            random.reseed(key, labels.label, device)
+        return unit.call(*tensors)
+
+    return Step(unit.reads, unit.makes, (lambda key, *tensors: unit.call(*tensors)) if labels is None else seeded)
+
+
+def sequence(steps: Sequence[Step], inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Callable[..., Tensors]:
+    """Steps, called one after the other, as a function of a key and `inputs`; values are let go of after their use."""
+    last = {value: index for index, step in enumerate(steps) for value in (*step.reads, *step.makes)}
+    last.update(dict.fromkeys(outputs, len(steps)))
+    dead = [tuple(value for value, end in last.items() if end == index) for index in range(len(steps))]
+    plan = [(*step, finished) for step, finished in zip(steps, dead, strict=True)]
 
     def run(key: int, *tensors: Tensor) -> Tensors:
         values = dict(zip(inputs, tensors, strict=True))
-        for unit, finished in zip(units, dead, strict=True):
-            if unit in random_units:
-                for device in random_units[unit].devices:
-                    random.reseed(key, random_units[unit].label, device)
-            values.update(zip(unit.makes, unit.call(*[values[value] for value in unit.reads]), strict=True))
+        for reads, makes, call, finished in plan:
+            values.update(zip(makes, call(key, *[values[value] for value in reads]), strict=True))
             for value in finished:
                 del values[value]
-        return tuple(values[value] for value in outputs)
+        return tuple([values[value] for value in outputs])
 
     return run
 
@@ -131,6 +164,22 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Observed:
+    """What a captured model was seen to do.
+
+    - `storage`: for every value, which memory it lies in; values in the same memory alias each other.
+    - `written`: per unit, the memory that it modifies in place.
+    - `random`: the units that draw random numbers, and how they are keyed.
+    - `views`: the values that are views of others.
+    """
+
+    storage: Mapping[Value, int]
+    written: Mapping[Unit, frozenset[int]]
+    random: Mapping[Unit, Labels]
+    views: frozenset[Value]
+
+
+@dataclass(frozen=True)
 class Captured:
     """A model, its loss, and one example microbatch, as units and values.
 
@@ -138,6 +187,7 @@ class Captured:
     - `loss`: the value of the loss, already divided by the number of microbatches; `None` if none was asked for.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
     - `calls`: the calls of modules, each before those inside it.
+    - `observed`: what the units were seen to do, if the front end knows.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, since kernels are chosen by that too.
@@ -152,6 +202,7 @@ class Captured:
     mode: FakeTensorMode
     trainable: frozenset[str]
     calls: tuple[Call, ...] = ()
+    observed: Observed | None = None
     fuse: Fuse = field(default=interpret)
     backward: bool = True
 
@@ -165,13 +216,3 @@ class FrontEnd(Protocol):
         `leaves` are the tensors of an example microbatch, for their metadata only; the model may be on meta, or hold
         fake tensors. Raises `CaptureError`, naming the module, for what cannot be captured and for what would be lost.
         """
-
-
-@contextmanager
-def scopes(units: Iterable[Unit], values: Mapping[Value, Tensor]) -> Iterator[None]:
-    """The contexts of all units that have one; `values` are those that the run was given, parameters among them."""
-    with ExitStack() as stack:
-        for unit in units:
-            if unit.scope is not None:
-                stack.enter_context(unit.scope(*[values.get(value) for value in unit.reads]))
-        yield

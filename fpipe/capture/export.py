@@ -217,7 +217,7 @@ class _Graph:
                 new[self.value[one]] = copied
         graph.output(tuple(new[value] for value in outputs))
         graph.lint()
-        return fx.GraphModule(self.module, graph).forward
+        return Function(fx.GraphModule(self.module, graph).forward)
 
     def _copied(self, graph: fx.Graph, node: fx.Node, new: dict[Value, fx.Node]) -> fx.Node:
         return graph.get_attr(str(node.target)) if node.op == "get_attr" else new[self.value[node]]

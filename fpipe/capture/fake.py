@@ -39,7 +39,7 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     """A deep copy of `model` with `replace(tensor)` for every parameter and buffer, shared where they were shared."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        new = replace(tensor.detach())
+        new = replace(tensor)
         memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     try:
         return copy.deepcopy(model, memo)

@@ -132,7 +132,7 @@ def _assignments(
     assign: Callable[..., None] = nn.Module.__setattr__
 
     def watching(module: nn.Module, name: str, value: object) -> None:
-        if not _torchs(module) and id(module) in modules and unwanted(getattr(module, name, None), value):
+        if not torchs(module) and id(module) in modules and unwanted(getattr(module, name, None), value):
             refuse(module, name, modules[id(module)])
         assign(module, name, value)
 
@@ -145,7 +145,7 @@ def plain_state(model: nn.Module, prefix: str = "") -> dict[str, Structure]:
     return {
         f"{_where(path, module)}, attribute {name!r}": flatten(value, opaque=True)[1]
         for path, module in model.named_modules(prefix=prefix)
-        if not _torchs(module)
+        if not torchs(module)
         for name, value in (*vars(module).items(), ("_buffers", dict.fromkeys(module._buffers)))
         if name not in ("_parameters", "_modules", "_backward_hooks", "training")
     }
@@ -167,7 +167,7 @@ def _alike(a: Structure, b: Structure) -> bool:
     return same and all(i == j and _harmless(old, new) for (i, old), (j, new) in pairs)
 
 
-def _torchs(module: nn.Module) -> bool:
+def torchs(module: nn.Module) -> bool:
     """Whether a module is one of torch's own, which keep nothing but caches."""
     return type(module).__module__.startswith("torch.nn.")
 

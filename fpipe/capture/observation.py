@@ -9,7 +9,6 @@ would miss the statistics of batch normalisation, whose operators do not declare
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.capture.contract import Captured, Labels, Unit, Value
+from fpipe.capture.contract import Captured, Labels, Observed, Unit
 from fpipe.capture.validity import require_made
 from fpipe.errors import CaptureError
 from fpipe.random import label
@@ -33,24 +32,10 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
 TRAINING = 5  # the position of the flag without which these write nothing
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What a captured model was seen to do.
-
-    - `values`: a fake tensor for every value.
-    - `storage`: for every value, which memory it lies in; values in the same memory alias each other.
-    - `written`: per unit, the memory that it modifies in place.
-    - `random`: the units that draw random numbers, and how they are keyed.
-    """
-
-    values: Mapping[Value, Tensor]
-    storage: Mapping[Value, int]
-    written: Mapping[Unit, frozenset[int]]
-    random: Mapping[Unit, Labels]
-
-
 def observe(captured: Captured) -> Observed:
-    """Run every unit once on fake tensors and watch."""
+    """What the front end saw; if it did not look, every unit is run once on fake tensors and watched."""
+    if captured.observed is not None:
+        return captured.observed
     values = dict(captured.fakes)
     written: dict[Unit, frozenset[int]] = {}
     random: dict[Unit, Labels] = {}
@@ -82,7 +67,8 @@ def observe(captured: Captured) -> Observed:
                 ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
                 random[unit] = Labels(label(unit.path, ordinal), tuple(watch.drawn))
     storage = {value: memory(tensor) for value, tensor in values.items()}
-    return Observed(values, storage, written, random)
+    views = frozenset(value for value, tensor in values.items() if tensor._is_view())
+    return Observed(storage, written, random, views)
 
 
 def memory(tensor: Tensor) -> int:

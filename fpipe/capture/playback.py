@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays a stretch of a tape: module calls that lie wholly inside as they are, the torch calls between them one by one.
+
+The modules are those of a skeleton without tensors. The stage's parameters and buffers are put in their places for the
+time of a call, by writing into the tables in which modules keep them, and taken out again behind it.
+
+Random numbers are drawn as if every torch call were played alone: under `Keyed`, each call that drew at capture is
+preceded by its own seed, wherever it stands. A checkpointed function with random calls inside is seeded once, before
+it, since its second run starts from the generator's state before the first; what is around it is never played whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fpipe import random
+from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
+from fpipe.capture.tape import Draw, Modes, Span, Tape, pick
+from fpipe.errors import CutError
+
+Seat: TypeAlias = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor: one of its tables, and the name there."""
+Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
+PLAIN = Modes(grad=True, autocast=())
+
+
+@contextmanager
+def seated(seats: Sequence[tuple[Seat, Tensor]]) -> Iterator[None]:
+    """Tensors in their places; afterwards, what was there before."""
+    before = [(table, name, table[name]) for (table, name), _ in seats]
+    for (table, name), tensor in seats:
+        table[name] = tensor
+    try:
+        yield
+    finally:
+        for table, name, old in before:
+            table[name] = old
+
+
+class Keyed(TorchFunctionMode):
+    """Seeds the generator before each torch call of `draws`, known by function and number."""
+
+    def __init__(self, key: int, draws: Mapping[tuple[Any, int], Draw]) -> None:
+        super().__init__()
+        self.key, self.draws, self.calls = key, draws, Counter[Any]()
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        draw = self.draws.get((func, self.calls[func]))
+        self.calls[func] += 1
+        if draw is not None:
+            seed(self.key, draw)
+        return func(*args, **(kwargs or {}))
+
+
+def seed(key: int, draw: Draw) -> None:
+    """Make what follows depend on `key` and the label of `draw`."""
+    for device in draw.devices:
+        random.reseed(key, draw.label, device)
+
+
+class Playback:
+    """Fuses stretches of a tape into functions; `needed` are the values that leave the model."""
+
+    def __init__(self, tape: Tape, seats: Seats, sources: set[Value], needed: Sequence[Value]) -> None:
+        self.tape, self.seats, self.sources = tape, seats, sources
+        self.position = {unit: k for k, unit in enumerate(tape.units)}
+        self.maker = {value: k for k, unit in enumerate(tape.units) for value in unit.makes}
+        self.last_use = {value: k for k, unit in enumerate(tape.units) for value in unit.reads}
+        self.last_use.update(dict.fromkeys(needed, len(tape.units)))
+
+    def fuse(
+        self,
+        units: Sequence[Unit],
+        random_units: Mapping[Unit, Labels],
+        inputs: tuple[Value, ...],
+        outputs: tuple[Value, ...],
+    ) -> Function:
+        """A stretch of the tape as a function."""
+        if not units:
+            return Function(sequence([], inputs, outputs))
+        start, stop = self.position[units[0]], self.position[units[-1]] + 1
+        steps = _under_modes([*self._steps(self.tape.spans, start, stop)], outputs)
+        run = sequence(steps, inputs, outputs)
+        seats = [(k, seat) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
+
+        def placed(tensors: Tensors) -> Any:
+            return seated([(seat, tensors[k]) for k, seat in seats])
+
+        def played(key: int, *tensors: Tensor) -> Tensors:
+            with placed(tensors):
+                return run(key, *tensors)
+
+        first, last = self.tape.ticks[units[0]][0], self.tape.ticks[units[-1]][1]
+        return Function(played, placed if any(first <= tick <= last for tick in self.tape.hooked) else None)
+
+    def _steps(self, spans: Sequence[Span], start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
+        """The steps from unit `start` to `stop`: whole spans where possible, what they consist of elsewhere."""
+        at = start
+        for span in spans:
+            first, last = max(span.start, start), min(span.stop, stop)
+            if first >= last:
+                continue
+            yield from self._units(at, first)
+            if (first, last) == (span.start, span.stop) and self._obstacle(span) is None:
+                yield span.modes, self._whole(span)
+            else:
+                _require_open(span, self._obstacle(span))
+                yield from self._steps(span.inner, first, last)
+            at = last
+        yield from self._units(at, stop)
+
+    def _units(self, start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
+        for unit in self.tape.units[start:stop]:
+            first, last = self.tape.ticks[unit]
+            draws = self.tape.drawn(first, last)
+            labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
+            step = single(unit, labels)
+            yield self.tape.modes[unit], step if labels or not draws else _keyed(step, draws)
+
+    def _obstacle(self, span: Span) -> str | None:
+        """Why a span cannot be called from outside, or `None` if it can."""
+        inside = range(span.start, span.stop)
+        given = {*span.invocation.reads, *self.sources}
+        kept = {*span.returned.values(), *(attribute.value for attribute in span.assigned)}
+        units = self.tape.units[span.start : span.stop]
+        if span.invocation.opaque:
+            return "gets an object in which tensors may hide"
+        if any(v not in given and self.maker[v] not in inside for unit in units for v in unit.reads):
+            return "reads a tensor from outside that is no argument"
+        if any(v not in kept and self.last_use.get(v, 0) >= span.stop for unit in units for v in unit.makes):
+            return "makes a tensor that is used outside, but not returned"
+        if any(self._random_checkpoint(inner) for inner in span.inner):
+            return "draws random numbers in a checkpointed function"
+        return None
+
+    def _random_checkpoint(self, span: Span) -> bool:
+        if span.checkpoint and self.tape.drawn(span.first_tick, span.last_tick):
+            return True
+        return any(self._random_checkpoint(inner) for inner in span.inner)
+
+    def _whole(self, span: Span) -> Step:
+        """A span, called as it is."""
+        inside = range(span.start, span.stop)
+        new = {value: leaf for leaf, value in span.returned.items() if self.maker.get(value) in inside}
+        assigned = {one.value: one for one in span.assigned if self.maker.get(one.value) in inside}
+        assigned = {value: one for value, one in assigned.items() if value not in new}
+        picks, where = tuple(new.values()), f"module {span.path or '(root)'}"
+
+        def call(key: int, *tensors: Tensor) -> Tensors:
+            with _attributes_restored(span) if span.assigned else _nothing():
+                made = pick(span.invocation(tensors), picks, where)
+                return *made, *[getattr(one.module, one.name) for one in assigned.values()]
+
+        step = self._with_ghosts(span, Step(span.invocation.reads, (*new, *assigned), call))
+        draws = self.tape.drawn(span.first_tick, span.last_tick)
+        if span.checkpoint:
+            return _seeded(step, next(iter(draws.values()), None))
+        return _keyed(step, draws) if draws else step
+
+    def _with_ghosts(self, span: Span, step: Step) -> Step:
+        """The step, taking only those arguments that are read; for the others stand fake tensors, as at capture.
+
+        What is handed through, or not used at all, need not come to this stage.
+        """
+        used = {value for unit in self.tape.units[span.start : span.stop] for value in unit.reads}
+        reads = tuple(value for value in step.reads if value in used)
+        if reads == step.reads:
+            return step
+        ghosts = {v: self.tape.fakes[v].detach() for v in step.reads if v not in used}
+
+        def call(key: int, *tensors: Tensor) -> Tensors:
+            values = ghosts | dict(zip(reads, tensors, strict=True))
+            return step.call(key, *[values[value] for value in step.reads])
+
+        return Step(reads, step.makes, call)
+
+
+def _require_open(span: Span, obstacle: str | None) -> None:
+    if span.sealed:
+        why = "lies on both sides of a cut" if obstacle is None else obstacle
+        raise CutError(
+            f"module {span.path or '(root)'}: got {span.sealed} in a call that {why}, expected one that can be run "
+            "as a whole. Move the cut out of it, pass what it uses as arguments, and return what others use."
+        )
+
+
+def _keyed(step: Step, draws: Mapping[tuple[Any, int], Draw]) -> Step:
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        with Keyed(key, draws):
+            return step.call(key, *tensors)
+
+    return step._replace(call=call)
+
+
+def _seeded(step: Step, draw: Draw | None) -> Step:
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        if draw is not None:
+            seed(key, draw)
+        return step.call(key, *tensors)
+
+    return step._replace(call=call)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _attributes_restored(span: Span) -> Iterator[None]:
+    """Attributes that the forward assigns are as before: they would keep tensors alive."""
+    missing = object()
+    before = [(vars(one.module), one.name, vars(one.module).get(one.name, missing)) for one in span.assigned]
+    try:
+        yield
+    finally:
+        for table, name, old in before:
+            if old is missing:
+                table.pop(name, None)
+            else:
+                table[name] = old
+
+
+def _under_modes(items: Sequence[tuple[Modes, Step]], outputs: tuple[Value, ...]) -> list[Step]:
+    """The steps; those that ran under other modes than usual, one after the other, become one step."""
+    groups = [(modes, [step for _, step in group]) for modes, group in groupby(items, key=lambda item: item[0])]
+    steps: list[Step] = []
+    for k, (modes, group) in enumerate(groups):
+        if modes == PLAIN:
+            steps += group
+        else:
+            later = {value for _, rest in groups[k + 1 :] for step in rest for value in step.reads} | {*outputs}
+            made = tuple(value for step in group for value in step.makes)
+            reads = tuple(dict.fromkeys(value for step in group for value in step.reads if value not in made))
+            makes = tuple(value for value in made if value in later)
+            steps.append(Step(reads, makes, _within(modes, sequence(group, reads, makes))))
+    return steps
+
+
+def _within(modes: Modes, run: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        with ExitStack() as stack:
+            if not modes.grad:
+                stack.enter_context(torch.no_grad())
+            for kind, dtype in modes.autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            return run(key, *tensors)
+
+    return call

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recording of a model's run consists of: torch calls in order, and the module calls around them.
+
+A *tape* is a straight line of units, one per torch call, with *spans* over it: the calls of modules, of the loss, and
+of checkpointed functions, nested as they were. Either can be played: a unit repeats one torch call, a span calls what
+was called, as it is, so that everything inside it happens as its author wrote it.
+
+A span stands for its units only if it can be called from outside: every tensor that it reads is an argument, or state
+that is put in place before; every tensor that it makes and others use is returned, or assigned to an attribute. One
+that cannot is opened, and what it consists of is played instead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fpipe.capture.contract import Tensors, Unit, Value
+from fpipe.errors import InputError
+from fpipe.tree import NAMESPACE, PLAIN, taken_apart
+
+HARMLESS = (*PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
+
+
+class Modes(NamedTuple):
+    """What else a torch call depends on: whether gradients are recorded, and autocast by kind of device."""
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+
+class Invocation:
+    """A call that can be repeated with other tensors: a function, and the tree of its arguments.
+
+    - `reads`: the values of the tensors among the arguments, each once.
+    - `opaque`: whether arguments hold objects in which tensors or state may hide.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Callable[[Tensor], Value]) -> None:
+        self.function = function
+        self.leaves, self.spec = taken_apart((args, kwargs))
+        tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
+        self.reads = tuple(dict.fromkeys(tensors.values()))
+        self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
+        self.opaque = any(not isinstance(leaf, (Tensor, *HARMLESS)) for leaf in self.leaves)
+        for k in tensors:
+            self.leaves[k] = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Call the function with `tensors`, the values of `reads`."""
+        leaves = list(self.leaves)
+        for leaf, read in self.holes:
+            leaves[leaf] = tensors[read]
+        args, kwargs = optree.tree_unflatten(self.spec, leaves)
+        return self.function(*args, **kwargs)
+
+
+def tensors_at(tree: Any) -> dict[int, Tensor]:
+    """The tensors of a tree, by the number of the leaf."""
+    if isinstance(tree, Tensor):
+        return {0: tree}
+    return {k: x for k, x in enumerate(optree.tree_leaves(tree, namespace=NAMESPACE)) if isinstance(x, Tensor)}
+
+
+def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
+    """The tensors at these leaves of what a call returned."""
+    if isinstance(tree, Tensor) and tuple(picks) == (0,):
+        return (tree,)
+    leaves = tensors_at(tree)
+    if not all(k in leaves for k in picks):
+        raise InputError(
+            f"{where}: got tensors at the leaves {list(leaves)} of what it returned, expected some at {list(picks)} as "
+            "at capture. Return the same structure every time."
+        )
+    return tuple([leaves[k] for k in picks])
+
+
+class Attribute(NamedTuple):
+    """A tensor that a forward assigned to an attribute of a module."""
+
+    module: nn.Module
+    name: str
+    value: Value
+
+
+@dataclass(eq=False)
+class Span:
+    """A call whose torch calls are the units `start` to `stop`, the latter excluded.
+
+    - `path`, `kind`: the module's first name and its class; of a checkpointed function, those of the module around it.
+    - `returned`: the values of the returned tensors, by leaf; `assigned`: what was assigned to attributes meanwhile.
+    - `ticks`: from which torch call to which, those that left no unit included.
+    - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function.
+    """
+
+    path: str
+    kind: type
+    invocation: Invocation
+    modes: Modes
+    start: int
+    first_tick: int
+    checkpoint: bool = False
+    stop: int = 0
+    last_tick: int = 0
+    sealed: str = ""
+    returned: Mapping[int, Value] = field(default_factory=dict)
+    assigned: list[Attribute] = field(default_factory=list)
+    inner: list[Span] = field(default_factory=list)
+
+
+class Draw(NamedTuple):
+    """A torch call that draws random numbers: when, which function, and how it is keyed."""
+
+    tick: int
+    function: Any
+    label: int
+    devices: tuple[torch.device, ...]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A recorded run.
+
+    - `units`: the torch calls; `modes`, `ticks`: of each, what it depends on, and from when to when it ran.
+    - `spans`: the outermost spans. `draws`: what drew random numbers, in order.
+    - `calls`: per function that draws, the ticks of all its calls.
+    - `hooked`: ticks at which tensors were saved through hooks, as checkpoints do.
+    - `fakes`: the tensors of the run, by value.
+    """
+
+    units: tuple[Unit, ...]
+    modes: Mapping[Unit, Modes]
+    ticks: Mapping[Unit, tuple[int, int]]
+    spans: tuple[Span, ...]
+    draws: tuple[Draw, ...]
+    calls: Mapping[Any, Sequence[int]]
+    hooked: Sequence[int]
+    fakes: Mapping[Value, Tensor]
+
+    def drawn(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
+        """What draws from tick `first` to `last`, by function and which of its calls in that time it is."""
+        found = [draw for draw in self.draws if first <= draw.tick < last]
+        return {(draw.function, self._number(draw, first)): draw for draw in found}
+
+    def _number(self, draw: Draw, first: int) -> int:
+        ticks = self.calls[draw.function]
+        return bisect_left(ticks, draw.tick) - bisect_left(ticks, first)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front end: the model is run once on fake tensors and recorded; what was recorded is played back, stage by stage.
+
+Every module that lies wholly inside one stage is called as itself, with the step's parameters in place; so custom
+autograd functions, checkpointing, hooks, autocast and whatever else its author did keep working. Only what lies between
+such modules is played torch call by torch call. Uncut, the whole model is called as itself.
+
+The model runs on a skeleton without tensors of its own, twice: what the first run leaves behind, the second must not
+read, or microbatches would depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.capture.contract import Batch, Buffer, Call, Captured, Observed, Parameter, Source, Value
+from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.guards import blame, plain_state, require_unchanged, torchs
+from fpipe.capture.losses import Objective
+from fpipe.capture.playback import Playback, Seat, seated
+from fpipe.capture.recorder import Recorder
+from fpipe.capture.tape import Span
+from fpipe.errors import CaptureError, PipelineError
+from fpipe.tree import flatten, names
+
+
+def trace(model: nn.Module, objective: Objective, leaves: Sequence[Tensor], whole: Collection[str] = ()) -> Captured:
+    """Capture `model` and its loss for one microbatch; see `FrontEnd`. The modules `whole` are never opened."""
+    return _Tracer(model, objective, leaves, whole).captured()
+
+
+class _Tracer:
+    """Runs a model on fake tensors."""
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor], whole: Collection[str]
+    ) -> None:
+        self.objective, self.leaves, self.whole = objective, leaves, whole
+        self.device = leaves[0].device if leaves else torch.device("cpu")
+        self.mode = fake_mode()
+        self.skeleton = skeleton(model, _on_meta)
+        self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+        self.state: list[tuple[Source, Tensor]] = [
+            *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
+            *((Buffer(name), tensor) for name, tensor in model.named_buffers()),
+        ]
+        self.seats = _seats(self.skeleton)
+
+    def sources(self) -> dict[Value, tuple[Source, Tensor]]:
+        """Fresh fakes of the model's state and of the batch."""
+        made: list[tuple[Source, Tensor]] = []
+        for source, tensor in self.state:
+            new = fake(self.mode, tensor, self.device)
+            made.append((source, new.requires_grad_(source[0] in self.trainable) if tensor.requires_grad else new))
+        made += [(Batch(k), fake(self.mode, leaf, self.device)) for k, leaf in enumerate(self.leaves)]
+        return dict(enumerate(made))
+
+    def captured(self) -> Captured:
+        """Run the model twice, the second time recorded."""
+        self._run(Recorder(self.skeleton, self.sources(), self.whole))
+        held = plain_state(self.skeleton)
+        recorder = Recorder(self.skeleton, self.sources(), self.whole)
+        loss, outputs = self._run(recorder)
+        require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
+        tensors, structure = flatten(outputs, opaque=True)
+        results = tuple(recorder.known[id(tensor)] for tensor in tensors)
+        made = None if loss is None else recorder.known[id(loss)]
+        tape, storage = recorder.tape(), recorder.storage()
+        playback = Playback(
+            tape, self._seats_by_value(), set(recorder.sources), (*results, *(() if made is None else (made,)))
+        )
+        return Captured(
+            units=tape.units,
+            sources=recorder.sources,
+            loss=made,
+            outputs=results,
+            structure=structure,
+            fakes={value: fake(self.mode, recorder.tensors[value], self.device) for value in recorder.sources},
+            mode=self.mode,
+            trainable=self.trainable,
+            calls=tuple(_calls(tape.spans)),
+            observed=Observed(storage, recorder.written, recorder.random, recorder.views()),
+            fuse=playback.fuse,
+        )
+
+    def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
+        """The loss and the outputs of one run."""
+        fakes = recorder.tensors
+        leaves = tuple(fakes[v] for v, source in recorder.sources.items() if isinstance(source, Batch))
+        seats = [(seat, fakes[value]) for value, seats in self._seats_by_value().items() for seat in seats]
+        objective, loss = self.objective, self.objective.loss
+        if loss is not None:
+            objective = replace(objective, loss=lambda *args: recorder.span("loss", type(loss), loss, args, {}))
+        try:
+            with seated(seats), self.mode, recorder.recording(), _assignments(self.skeleton, recorder):
+                return objective(self.skeleton, leaves)
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{blame(error.__traceback__, self.skeleton)}: got {type(error).__name__}: {error}, expected a forward "
+                "that runs on fake tensors, which have shapes but no values. Take control flow and shapes that depend "
+                "on data out of the model."
+            ) from error
+
+    def _seats_by_value(self) -> dict[Value, list[Seat]]:
+        return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _seats(model: nn.Module) -> dict[Source, list[Seat]]:
+    """Where the modules of `model` keep each parameter and buffer, under all of its names."""
+    found: dict[Source, list[Seat]] = {}
+    for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
+        for name, first in names(model, kind).items():
+            path, _, last = name.rpartition(".")
+            source: Source = Parameter(first) if kind == "parameters" else Buffer(first)
+            found.setdefault(source, []).append((getattr(model.get_submodule(path), table), last))
+    return found
+
+
+def _calls(spans: Sequence[Span]) -> Iterator[Call]:
+    for span in spans:
+        yield Call(span.path, span.kind, span.start, span.stop, span.sealed)
+        yield from _calls(span.inner)
+
+
+@contextmanager
+def _assignments(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Report tensors that a forward assigns to attributes of modules; afterwards, all attributes are as before."""
+    assign: Callable[..., None] = nn.Module.__setattr__
+    ours = {id(module) for module in model.modules() if not torchs(module)}
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+
+    def watching(module: nn.Module, name: str, value: object) -> None:
+        if id(module) in ours and isinstance(value, Tensor):
+            if name in {**module._buffers, **module._parameters} and value is not getattr(module, name):
+                raise CaptureError(
+                    f"{recorder.here()}: got an assignment of a tensor to {name!r}, expected buffers that are changed "
+                    f"in place; the new value would be lost. Write self.{name}.copy_(...) instead."
+                )
+            recorder.assigned(module, name, value)
+        assign(module, name, value)
+
+    try:
+        with patch.object(nn.Module, "__setattr__", watching):
+            yield
+    finally:
+        for table, old in before:
+            table.clear()
+            table.update(old)
