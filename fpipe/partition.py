@@ -1,29 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to cut: from module names, or evenly by parameters, to positions in the sequence of units.
+"""Where to cut: from what the user says to positions in the sequence of units.
 
-A partition is a tuple of ascending positions: stage `s + 1` begins at unit `partition[s]`.
+A partition is a tuple of ascending positions: stage `s + 1` begins at unit `partition[s]`. The user says where each
+stage begins (`Explicit`), or leaves the choice (`Evenly`): then stages get as nearly the same number of parameters as
+the places allow at which one may begin. None may begin inside a call that is sealed or unsplittable.
 """
 
 from __future__ import annotations
 
-import difflib
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
-from fpipe.capture.contract import Captured, Parameter, Unit
+from torch import nn
+
+from fpipe.balance import Positions, Refusal, balance
+from fpipe.calls import Calls, Selector, is_pattern, said
+from fpipe.capture.contract import Call, Captured, Parameter
+from fpipe.clashes import refusals
 from fpipe.errors import CutError
+from schedules import Schedule
+
+Item: TypeAlias = str | int
+Asked: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Module]] | None
 
 
-def cut_at(units: Sequence[Unit], cuts: Sequence[str], known: Iterable[str]) -> tuple[int, ...]:
-    """The positions at which the modules `cuts` are first called; `known` are the names of the model's modules.
+class Explicit(NamedTuple):
+    """A stage begins at each of `at`: names of modules, or indices of the calls that the model itself makes."""
 
-    Raises `CutError` for a name that is unknown, repeated, out of order, or at which no stage can begin.
+    at: tuple[Item, ...]
+
+
+class Evenly(NamedTuple):
+    """As even as can be; where `among` is not empty, stages begin at calls that one of these selects."""
+
+    stages: int
+    among: tuple[Selector, ...]
+
+
+class Cuts(NamedTuple):
+    """Where to cut, and the modules in whose calls no stage may begin."""
+
+    where: Explicit | Evenly
+    unsplittable: tuple[Selector, ...] = ()
+
+    def positions(self, captured: Captured, model: nn.Module) -> Positions:
+        """Where the stages but the first begin. Raises `CutError` if that is impossible, and says why."""
+        calls = Calls.of(captured, model)
+        barriers = _barriers(calls, self.unsplittable)
+        if isinstance(self.where, Explicit):
+            return explicit(calls, self.where.at, barriers)
+        return even(captured, calls, self.where, barriers, refusals)
+
+
+class Barrier(NamedTuple):
+    """A call in which no stage may begin, and why."""
+
+    call: Call
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{repr(self.call.path) if self.call.path else 'the model'} ({self.call.kind.__name__}): {self.reason}"
+
+    def holds(self, position: int) -> bool:
+        """Whether a position is inside the call."""
+        return self.call.start < position < self.call.stop
+
+
+def asked(cuts: Asked, stages: int | None, unsplittable: Selector | Iterable[Selector], schedule: Schedule) -> Cuts:
+    """What the user's arguments mean; raises `CutError` if they do not make the schedule's stages."""
+    where: Explicit | Evenly
+    items, whole = _items(cuts), _items(unsplittable)
+    if cuts is None or (items and all(map(is_pattern, items))):
+        where = Evenly(schedule.stages if stages is None else stages, items)
+    elif any(is_pattern(item) or isinstance(item, bool) or not isinstance(item, str | int) for item in items):
+        raise CutError(
+            f"cuts: got {list(items)!r}, expected names and indices of modules, or else only classes and patterns. "
+            "Write cuts=['blocks.1', 'head'], cuts=Block or cuts='blocks.*'."
+        )
+    elif stages is not None:
+        raise CutError("cuts, stages: got both, expected one of them. Drop stages; it follows from cuts.")
+    else:
+        where = Explicit(items)
+    if not all(isinstance(item, str | type) for item in whole):
+        raise CutError(
+            f"unsplittable: got {list(whole)!r}, expected names, classes and patterns. Write unsplittable=['blocks.1', "
+            "Attention]."
+        )
+    count = where.stages if isinstance(where, Evenly) else len(where.at) + 1
+    if count != schedule.stages:
+        raise CutError(
+            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Give {schedule.stages - 1} cuts, "
+            "or change the schedule's ranks."
+        )
+    return Cuts(where, whole)
+
+
+def _items(argument: Any) -> tuple[Any, ...]:
+    """One item, or several, or none, as a tuple."""
+    if argument is None:
+        return ()
+    several = isinstance(argument, Iterable) and not isinstance(argument, str | type)
+    return tuple(argument) if several else (argument,)
+
+
+def explicit(calls: Calls, at: Sequence[Item], barriers: Sequence[Barrier]) -> Positions:
+    """The positions of these names and indices.
+
+    Raises `CutError` for one that is unknown, repeated, out of order, or at which no stage can begin.
     """
-    known = dict.fromkeys([*known, *[unit.path for unit in units]])
-    known.pop("", None)
-    positions = [_position(units, name, known) for name in cuts]
-    for (a, start), (b, end) in pairwise([("the model's first operation", 0), *zip(cuts, positions, strict=True)]):
+    positions = [(calls.one(item) if isinstance(item, str) else calls.at(item)).start for item in at]
+    for (a, start), (b, end) in pairwise([("the model's first operation", 0), *zip(at, positions, strict=True)]):
         if a == b:
             raise CutError(f"cuts: got {b!r} twice, expected each name once. Drop one.")
         if end < start:
@@ -33,54 +120,100 @@ def cut_at(units: Sequence[Unit], cuts: Sequence[str], known: Iterable[str]) -> 
                 f"cuts: got {a!r} and {b!r} with no operation between them, expected at least one. Drop one of the "
                 "two, or cut later."
             )
+        for barrier in barriers:
+            if barrier.holds(end):
+                raise CutError(
+                    f"cuts: got {b!r}, inside {barrier}; expected a module outside of it. Cut where that begins, or "
+                    "after it."
+                )
     return tuple(positions)
 
 
-def _position(units: Sequence[Unit], name: str, known: Iterable[str]) -> int:
-    if name not in known:
-        close = difflib.get_close_matches(str(name), list(known), n=3) or list(known)[:8]
-        raise CutError(f"cuts: got {name!r}, expected the name of a module. Did you mean one of {close}?")
-    for position, unit in enumerate(units):
-        path = unit.path.split("@")[0]
-        if path == name or path.startswith(f"{name}."):
-            return position
-    raise CutError(
-        f"cuts: got {name!r}, a module that runs no operation of its own (no_grad and autocast regions are one "
-        "operation of the module around them), expected one that does. Name the module that runs next instead."
-    )
+def even(
+    captured: Captured,
+    calls: Calls,
+    where: Evenly,
+    barriers: Sequence[Barrier],
+    refusing: Callable[[Captured], Callable[[Positions], Refusal | None]],
+) -> Positions:
+    """Cut so that the largest stage has as few parameters as possible, then the sum of squares is least.
 
-
-def even(captured: Captured, stages: int) -> tuple[int, ...]:
-    """Cut into `stages` stages so that the largest has as few parameters as possible.
-
-    Cuts are made between modules, and only where no more values cross than needed to have enough places to cut. The
-    bottleneck is minimal over these places (the chain partition problem). Raises `CutError` if there are too few.
+    Cuts are made where calls of modules begin or end, and only where no more values cross than needed to have enough
+    places; or where the calls begin that `where` selects. The result is the best over the places that remain without
+    those inside `barriers`, and those that `refusing` refuses. Raises `CutError` if there are too few.
     """
-    if stages == 1:
+    if where.stages == 1:
         return ()
-    units = captured.units
-    places = [k for k in range(1, len(units)) if units[k].path != units[k - 1].path]
-    if len(places) < stages - 1:
-        raise CutError(
-            f"stages: got {stages}, expected at most {len(places) + 1}, the number of modules that run one after the "
-            "other. Use fewer stages, or split a module."
-        )
-    crossing = _crossing(captured)
-    bound = sorted(crossing[k] for k in places)[stages - 2]
-    places = [k for k in places if crossing[k] <= bound]
+    found = _places(calls, where.among)
+    places = [k for k in found if not any(barrier.holds(k) for barrier in barriers)]
+    hit = [barrier for barrier in barriers if any(barrier.holds(k) for k in found)]
+    if len(places) < where.stages - 1:
+        raise CutError(_too_few(where, len(places), hit))
+    crossing = [0] * len(captured.units) if where.among else _crossing(captured)
+    needed = sorted(crossing[k] for k in places)[where.stages - 2]
     sizes = [size + 1 for size in _parameters(captured)]
-    return _bottleneck(places, sizes, stages)
+    refusal, refused = refusing(captured), ""
+    for most in sorted({crossing[k] for k in places if crossing[k] >= needed}):
+        chosen = balance([k for k in places if crossing[k] <= most], sizes, where.stages, refusal)
+        if not isinstance(chosen, Refusal):
+            return chosen
+        refused = chosen.reason or refused
+    raise CutError(_too_few(where, len(places), hit, refused))
+
+
+def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:
+    """The positions of one capture, found again in another one of the same model, whose calls are `calls`."""
+    found: list[int] = []
+    for stage, position in enumerate(positions, 1):
+        marks = known.marks(position)
+        place = calls.marked(marks)
+        if place is None or place <= (found or [0])[-1] or place >= len(calls.units):
+            raise CutError(
+                f"stage {stage}, {what}: got no operation of its own, or not at {' or '.join(map(str, marks))}, where "
+                "it begins in training; expected the same modules to run. Cut where all variants run the same."
+            )
+        found.append(place)
+    return tuple(found)
+
+
+def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:
+    sealed = [Barrier(call, call.sealed) for call in calls.listed if call.sealed]
+    whole = [call for selector in unsplittable for call in calls.selected("unsplittable", selector)]
+    return [*sealed, *[Barrier(call, "it is to stay whole, as unsplittable says") for call in whole]]
+
+
+def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
+    """Where a stage may begin, ascending, but for the first one."""
+    starts = {call.start for selector in among for call in calls.selected("cuts", selector)}
+    edges = starts if among else {edge for call in calls.listed for edge in (call.start, call.stop)}
+    return sorted(edge for edge in edges if 0 < edge < len(calls.units))
+
+
+def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: str = "") -> str:
+    shown = [*map(str, barriers[:3]), *["..."] * (len(barriers) > 3)]
+    why = f" Excluded were cuts inside {'; '.join(shown)}." if barriers else ""
+    why += f" Refused was: {refused}" if refused else ""
+    if where.among:
+        return (
+            f"cuts: got {count} calls of {' and '.join(map(said, where.among))} at which a stage can begin, expected "
+            f"at least {where.stages - 1} for {where.stages} stages (the first begins at the model's first operation)."
+            f"{why} Select more modules, or use fewer stages."
+        )
+    return (
+        f"stages: got {where.stages}, expected at most {count + 1}, the number of modules that run one after the "
+        f"other.{why} Use fewer stages, or split a module."
+    )
 
 
 def _crossing(captured: Captured) -> list[int]:
     """Per position, how many values made before it are read at or after it."""
-    count = [0] * (len(captured.units) + 1)
+    change = [0] * (len(captured.units) + 2)
     last = {value: k for k, unit in enumerate(captured.units) for value in unit.reads}
     for made, unit in enumerate(captured.units):
         for value in unit.makes:
-            for k in range(made + 1, last.get(value, made) + 1):
-                count[k] += 1
-    return count
+            change[made + 1] += 1
+            change[max(last.get(value, made), made) + 1] -= 1
+    return list(accumulate(change))
 
 
 def _parameters(captured: Captured) -> list[int]:
@@ -92,25 +225,3 @@ def _parameters(captured: Captured) -> list[int]:
         seen.update(new)
         sizes.append(sum(captured.fakes[value].numel() for value in new))
     return sizes
-
-
-def _bottleneck(places: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The least bound under which a greedy fill needs no more than `stages` stages, by bisection; then fill up."""
-    edges = [0, *places, len(sizes)]
-    pieces = [sum(sizes[a:b]) for a, b in pairwise(edges)]
-    least = bisect_left(range(sum(pieces)), True, lo=max(pieces), key=lambda bound: len(_fill(pieces, bound)) < stages)
-    starts = _fill(pieces, least)
-    spare = [k for k in range(1, len(pieces)) if k not in starts]
-    chosen = sorted([*starts, *spare[: stages - 1 - len(starts)]])
-    return tuple(edges[k] for k in chosen)
-
-
-def _fill(pieces: Sequence[int], bound: int) -> list[int]:
-    """Where new stages begin if each takes pieces while their sum stays within `bound`."""
-    starts, total = [], 0
-    for k, piece in enumerate(pieces):
-        if total + piece > bound and k:
-            starts.append(k)
-            total = 0
-        total += piece
-    return starts

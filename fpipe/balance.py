@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contiguous stages of nearly equal size, where not every place may be cut and not every stage is allowed.
+
+The chain partition problem with forbidden stages. With `n` places it is solved exactly in O(stages n^2) by dynamic
+programming; first for the least bottleneck, then, among those that have it, for the least sum of squares. The second
+matters: beside one huge embedding the bottleneck is the same wherever else the model is cut.
+
+Which stages are forbidden is found out by asking (`Refusal`): choose, ask, exclude what was refused, choose again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+Positions: TypeAlias = tuple[int, ...]
+
+
+class Forbidden(NamedTuple):
+    """Every stage that begins in `begins` and stops in `stops`, both ranges of positions."""
+
+    begins: range
+    stops: range
+
+
+class Refusal(NamedTuple):
+    """Why positions are refused, and the stages that are forbidden: among them one of those that were refused."""
+
+    reason: str
+    stages: tuple[Forbidden, ...]
+
+
+def balance(
+    places: Sequence[int], sizes: Sequence[int], stages: int, refusal: Callable[[Positions], Refusal | None]
+) -> Positions | Refusal:
+    """Choose `stages - 1` of `places`, ascending positions, so that the stages are as even as they can be.
+
+    `sizes` are those of the units. If nothing can be chosen, returns the last refusal.
+
+    >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None)
+    (1, 3)
+    """
+    edges = [0, *places, len(sizes)]
+    sums = list(accumulate(sizes, initial=0))
+    start = torch.tensor([sums[edge] for edge in edges], dtype=torch.float64)
+    cost = start[None, :] - start[:, None]
+    cost[~torch.ones_like(cost, dtype=torch.bool).triu(1)] = torch.inf
+    last = Refusal("", ())
+    while True:
+        least, chosen = _best(cost, stages, torch.maximum)
+        if least == torch.inf:
+            return last
+        _, chosen = _best(torch.where(cost <= least, cost.square(), torch.inf), stages, torch.add)
+        positions = tuple(edges[k] for k in chosen)
+        refused = refusal(positions)
+        if refused is None:
+            return positions
+        last = refused
+        for forbidden in (*refused.stages,):
+            _exclude(cost, edges, forbidden)
+        assert any(
+            cost[edges.index(a), edges.index(b)] == torch.inf for a, b in pairwise([0, *positions, len(sizes)])
+        ), "a refusal names a stage that was refused"
+
+
+def _exclude(cost: Tensor, edges: Sequence[int], forbidden: Forbidden) -> None:
+    rows = torch.tensor([edge in forbidden.begins for edge in edges])
+    columns = torch.tensor([edge in forbidden.stops for edge in edges])
+    cost[rows[:, None] & columns[None, :]] = torch.inf
+
+
+def _best(cost: Tensor, stages: int, join: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, list[int]]:
+    """The least joined cost of a way from the first edge to the last in `stages` steps, and the edges on it."""
+    total, before = cost[0], []
+    for _ in range(stages - 1):
+        total, previous = join(total[:, None], cost).min(0)
+        before.append(previous)
+    chosen = [len(cost) - 1]
+    for previous in reversed(before):
+        chosen.append(int(previous[chosen[-1]]))
+    return float(total[-1]), chosen[:0:-1]

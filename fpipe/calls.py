@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of modules in a captured model, and how users speak of them: by name, class, pattern or index.
+
+A front end tells the calls; where it does not, the paths of units do. A position is that of a unit, before which a
+stage may begin. It can also be said by the calls that begin or end there (`Mark`), and so be found again in another
+capture of the same model: in eval mode, say, where dropout runs nothing.
+
+Patterns are matched name by name between dots, as file names are: in "blocks.*" the star stands for one name, so it
+finds "blocks.3" and not "blocks.3.norm".
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeAlias
+
+from torch import nn
+
+from fpipe.capture.contract import Call, Captured, Unit
+from fpipe.capture.modules import Chain
+from fpipe.errors import CutError
+
+Selector: TypeAlias = str | type
+WILDCARDS = "*?["
+
+
+class Mark(NamedTuple):
+    """The begin of the `ordinal`-th call of the module `path`, or its end."""
+
+    path: str
+    ordinal: int
+    end: bool
+
+    def __str__(self) -> str:
+        return f"{'the end of ' if self.end else ''}{numbered(self.path, self.ordinal)!r}"
+
+
+def numbered(path: str, ordinal: int) -> str:
+    """The name of a call: `blocks.0`, and `blocks.0@1` for the second one."""
+    return f"{path}@{ordinal}" if ordinal else path
+
+
+def is_pattern(selector: object) -> bool:
+    """Whether this may stand for several modules: a class, or a string with a wildcard."""
+    return isinstance(selector, type) or (isinstance(selector, str) and any(c in selector for c in WILDCARDS))
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a dotted name matches a pattern.
+
+    >>> matches("blocks.3", "blocks.*"), matches("blocks.3.norm", "blocks.*"), matches("blocks.12", "blocks.1?")
+    (True, False, True)
+    """
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of a captured model that run at least one operation, each before those inside it.
+
+    - `known`: the class of every module, by all its names; `first`: the first of its names.
+    - `parts`: for a sequence, which call is that of each part: one that was there before is called once more.
+    """
+
+    listed: tuple[Call, ...]
+    units: tuple[Unit, ...]
+    known: Mapping[str, type]
+    first: Mapping[str, str]
+    parts: Mapping[str, str]
+
+    @classmethod
+    def of(cls, captured: Captured, model: nn.Module) -> Calls:
+        """The calls that the front end tells, or else those that the paths of units tell."""
+        units = tuple(captured.units)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        known = {name: type(module) for name, module in modules.items()}
+        names = {id(module): name for name, module in reversed(modules.items())}
+        first = {name: names[id(module)] for name, module in modules.items()}
+        listed = tuple(captured.calls) or tuple(_by_paths(units, known))
+        running = tuple(call for call in listed if call.start < call.stop)
+        return cls(running, units, known, first, _parts(model, first))
+
+    def named(self, name: str) -> tuple[Call, ...]:
+        """The calls of the module `name`; one that holds modules and is not called itself runs from first to last."""
+        found = tuple(call for call in self.listed if call.path == name)
+        if found:
+            return found
+        path = name.split("@", maxsplit=1)[0]
+        inside = [k for k, unit in enumerate(self.units) if f"{unit.path.split('@')[0]}.".startswith(f"{path}.")]
+        return (Call(name, self.known.get(name, object), inside[0], inside[-1] + 1),) if inside and path == name else ()
+
+    def one(self, name: str) -> Call:
+        """The first call of a module, or with `name@1` the second; raises `CutError` if there is none."""
+        path, _, ordinal = name.partition("@")
+        self.require_known("cuts", path)
+        found = self.named(path)
+        if not found and self.parts.get(name, name) != name:
+            return self.one(self.parts[name])
+        if found and (not ordinal or (ordinal.isdecimal() and int(ordinal) < len(found))):
+            return found[int(ordinal or 0)]
+        if found:
+            raise CutError(
+                f"cuts: got {name!r}, expected a call that takes place: {path!r} is called {len(found)} times, and "
+                f"{numbered(path, 1)!r} is the second one. Name one of them."
+            )
+        if self.first.get(path, path) != path:
+            first = self.first[path]
+            raise CutError(
+                f"cuts: got {name!r}, another name of {first!r}, expected the first one. Write {first!r}, or "
+                f"{numbered(first, 1)!r} for the second call."
+            )
+        raise CutError(
+            f"cuts: got {name!r}, a module that runs no operation of its own (no_grad and autocast regions are one "
+            "operation of the module around them), expected one that does. Name the module that runs next instead."
+        )
+
+    def require_known(self, where: str, name: str) -> None:
+        """Raise `CutError`, with suggestions, unless there is a module or a unit of this name."""
+        known = dict.fromkeys([*self.known, *[unit.path.split("@")[0] for unit in self.units]])
+        known.pop("", None)
+        if name not in known:
+            close = difflib.get_close_matches(str(name), list(known), n=3) or list(known)[:8]
+            raise CutError(f"{where}: got {name!r}, expected the name of a module. Did you mean one of {close}?")
+
+    def at(self, index: int) -> Call:
+        """The call that the model itself makes as number `index`, from zero; in a sequence of parts, that of a part."""
+        root = [call for call in self.listed if not call.path]
+        direct = outermost(call for call in self.listed if call.path and (not root or call.stop <= root[0].stop))
+        names = list(self.parts) or [call.path for call in direct]
+        if not 0 <= index < len(names):
+            raise CutError(
+                f"cuts: got {index}, expected an index below {len(names)}, counted from zero: the model itself calls "
+                f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. Choose one of them."
+            )
+        return self.one(names[index]) if self.parts else direct[index]
+
+    def selected(self, where: str, selector: Selector) -> tuple[Call, ...]:
+        """The calls of a module, of the modules of a class, or of those whose name matches a pattern.
+
+        Raises `CutError` if there are none; `where` is the argument that is to blame.
+        """
+        if isinstance(selector, type):
+            found = tuple(call for call in self.listed if issubclass(call.kind, selector))
+        elif is_pattern(selector):
+            found = tuple(call for call in self.listed if call.path and matches(call.path, selector))
+        else:
+            path, _, ordinal = selector.partition("@")
+            self.require_known(where, path)
+            found = (self.one(selector),) if ordinal else self.named(path)
+        if not found:
+            kinds = ", ".join(dict.fromkeys(call.kind.__name__ for call in self.listed if call.path))
+            raise CutError(
+                f"{where}: got {said(selector)}, which no call of a module matches, expected at least one. The model "
+                f"calls modules of the classes {kinds or 'none'}; a wildcard stands for one name between dots."
+            )
+        return found
+
+    def marks(self, position: int) -> tuple[Mark, ...]:
+        """All that is known of a position: the calls that begin there and those that end there."""
+        found: list[Mark] = []
+        for call, ordinal in self._ordinals():
+            found += [Mark(call.path, ordinal, False)] * (call.start == position)
+            found += [Mark(call.path, ordinal, True)] * (call.stop == position)
+        return tuple(found)
+
+    def marked(self, marks: Sequence[Mark]) -> int | None:
+        """The position of the first of these marks that there is."""
+        places = {(call.path, ordinal): call for call, ordinal in self._ordinals()}
+        for path, ordinal, end in marks:
+            if (path, ordinal) in places:
+                call = places[path, ordinal]
+                return call.stop if end else call.start
+        return None
+
+    def _ordinals(self) -> Iterator[tuple[Call, int]]:
+        """Every call, and how many of the same module came before it."""
+        count: Counter[str] = Counter()
+        for call in self.listed:
+            yield call, count[call.path]
+            count[call.path] += 1
+
+
+def said(selector: Selector) -> str:
+    """A selector as the user wrote it."""
+    return f"the class {selector.__name__}" if isinstance(selector, type) else repr(selector)
+
+
+def outermost(calls: Iterable[Call]) -> tuple[Call, ...]:
+    """Those of `calls` that lie inside no other one."""
+    found: list[Call] = []
+    for call in calls:
+        if not found or call.start >= found[-1].stop:
+            found.append(call)
+    return tuple(found)
+
+
+def _parts(model: nn.Module, first: Mapping[str, str]) -> Mapping[str, str]:
+    count: Counter[str] = Counter()
+    found: dict[str, str] = {}
+    for name in model._modules if isinstance(model, Chain | nn.Sequential) else ():
+        found[name] = numbered(first[name], count[first[name]])
+        count[first[name]] += 1
+    return found
+
+
+def _by_paths(units: Sequence[Unit], known: Mapping[str, type]) -> list[Call]:
+    """The calls that the paths of units tell: of each name on a path, as long as it stays; a container is not called.
+
+    An ordinal says which call of the innermost module it is, and nothing of those around it.
+    """
+    found: list[Call] = []
+    running: dict[str, tuple[int, str | None]] = {}
+    for position, unit in enumerate(units):
+        path, _, ordinal = unit.path.partition("@")
+        names = path.split(".")
+        stack = {".".join(names[:k]): None for k in range(1, len(names))} | {path: ordinal}
+        was, running = running, {}
+        for name, number in stack.items():
+            kind = known.get(name, object)
+            if not name or issubclass(kind, nn.ModuleList | nn.ModuleDict):
+                continue
+            index, before = was.get(name, (len(found), number))
+            if number is not None and before is not None and number != before:
+                index = len(found)
+            if index == len(found):
+                found.append(Call(name, kind, position, position))
+            found[index] = found[index]._replace(stop=position + 1)
+            running[name] = index, before if number is None else number
+    return found

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stages are forbidden because one modifies in place what another uses.
+
+`graph.layouts` refuses such cuts one at a time. What it refuses follows from where a value is made, modified and used,
+so one refusal tells of many stages, by where they begin and where they stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from fpipe.balance import Forbidden, Positions, Refusal
+from fpipe.capture.contract import Buffer, Captured, Constant, Observed, Parameter, Value
+from fpipe.capture.observation import observe
+from fpipe.graph import ClashError, layouts
+
+
+def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
+    """The function that says why positions are refused; `None` if they are not."""
+    observed = observe(captured)
+    results = (*(() if captured.loss is None else (captured.loss,)), *captured.outputs)
+
+    def refusal(positions: Positions) -> Refusal | None:
+        try:
+            layouts(captured, observed, positions, results)
+        except ClashError as clash:
+            start, stop = list(pairwise([0, *positions, len(captured.units)]))[clash.stage]
+            return Refusal(str(clash), tuple(_forbidden(captured, observed, results, clash.value, start, stop)))
+        return None
+
+    return refusal
+
+
+def _forbidden(
+    captured: Captured, observed: Observed, results: tuple[Value, ...], value: Value, start: int, stop: int
+) -> Iterator[Forbidden]:
+    """The stages that are refused on account of `value` as the one from `start` to `stop` is, itself first."""
+    units, source = captured.units, captured.sources.get(value)
+    made = next((k for k, unit in enumerate(units) if value in unit.makes), -1)
+    uses = [k for k, unit in enumerate(units) if value in unit.reads or (unit is units[-1] and value in results)]
+    modified = [k for k in range(start, stop) if observed.storage[value] in observed.written[units[k]]]
+    yield Forbidden(range(start, start + 1), range(stop, stop + 1))
+    for k in modified:
+        stops = range(k + 1, uses[-1] + 1)
+        if start <= made < k:  # a view that leaves after its memory was modified
+            yield Forbidden(range(made + 1), stops)
+        elif isinstance(source, Parameter | Constant):
+            yield Forbidden(range(k + 1), range(k + 1, len(units) + 1))
+        elif made < start:
+            yield Forbidden(range(made + 1, k + 1), stops)
+        if isinstance(source, Buffer):
+            yield Forbidden(range(uses[0] + 1, k + 1), range(k + 1, len(units) + 1))
