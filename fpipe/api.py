@@ -33,6 +33,7 @@ from fpipe.partition import Asked, Cuts, asked
 from fpipe.plan import TRAINING, Pipeline, Variant
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
+from fpipe.ties import Tied, summed
 from fpipe.transport.contract import Ranks
 from fpipe.transport.distributed import DistributedRanks
 from fpipe.transport.local import LocalRanks
@@ -64,6 +65,7 @@ def pipeline(
     stages: int | None = None,
     unsplittable: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd = "export",
+    tied: Tied = "exact",
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule; everything is checked, nothing runs.
@@ -81,6 +83,9 @@ def pipeline(
       wildcard stands for one name between dots. Without `cuts`, it is cut evenly between any modules.
     - `stages`: how many, if there are no names or indices; the schedule's number, which may be left out.
     - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin.
+    - `tied`: how gradients of parameters that several stages use are put together: `"exact"`, through cotangents that
+      travel in every microbatch, bit for bit as on one device; `"sum"`, by adding up the stages' own gradients once, at
+      the end of the step; or a dict of these by parameter name, any of its names, where the others are exact.
     - `group`: where torch.distributed is initialised, the processes that are the ranks, one each; by default all. Then
       every process of the job must build its pipeline at the same time, and all groups must have the same size. Where
       torch.distributed is not initialised, all ranks run in this process.
@@ -102,7 +107,8 @@ def pipeline(
     _require_arguments(module, example, loss, schedule, capture)
     _require_runnable(schedule)
     where = asked(cuts, stages, unsplittable, schedule)
-    pipe = _bound(module, (example, targets), loss, schedule, where, _front_end(capture), group)
+    sums = summed(tied, module)
+    pipe = _bound(module, (example, targets), loss, schedule, where, _front_end(capture), sums, group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -160,6 +166,8 @@ def evaluate(pipe: Pipeline) -> Callable[..., Step]:
 def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     """The same function on one device: the plain microbatch loop over the captured model, not cut.
 
+    Of a parameter that is tied by `"sum"`, each stage that uses it has a copy, and their gradients are added.
+
     It takes all parameters and buffers of the model, `dict(model.named_parameters())` and
     `dict(model.named_buffers())`, on whichever rank it is called, and the whole batch.
     """
@@ -185,7 +193,8 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
 class Verification(NamedTuple):
     """What `verify` has found equal: leaves compared with the reference, and with the user's module run eagerly.
 
-    `eager` is 0 where the model draws random numbers: eager dropout draws others.
+    `eager` is 0 where the model draws random numbers: eager dropout draws others. Gradients that are summed over stages
+    (`tied="sum"`) are compared with the reference only: the eager model adds in another order.
     """
 
     reference: int
@@ -200,7 +209,7 @@ def verify(
     *,
     seed: int | None = None,
 ) -> Verification:
-    """Run one step three ways and compare loss, outputs, gradients and buffers bit for bit.
+    """Run one step three ways and compare loss, outputs (if they are trees), gradients and buffers bit for bit.
 
     The pipeline, the reference, and `model` itself in a plain eager loop, from the model's present parameters. Under
     torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
@@ -208,17 +217,21 @@ def verify(
     """
     module = as_module(model)
     params, buffers = pipe.init(module)
-    step, grads = value_and_grad(pipe, outputs=True)(params, buffers, inputs, targets, seed=seed)
+    outputs = not pipe.training.assembly.captured.structure.opaque
+    step, grads = value_and_grad(pipe, outputs)(params, buffers, inputs, targets, seed=seed)
     got = Computed(step.loss, step.outputs, grads, step.buffers)
     whole = {n: p.detach() for n, p in module.named_parameters()}, dict(module.named_buffers())
-    step, grads = reference(pipe, outputs=True)(*whole, inputs, targets, seed=seed)
+    step, grads = reference(pipe, outputs)(*whole, inputs, targets, seed=seed)
     wanted = Computed(step.loss, step.outputs, grads, step.buffers).held(params)
     compared = require_equal(got, wanted, "the reference")
     plan = pipe.training
     if plan.assembly.devices:
         return Verification(compared, 0)
-    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets, orders(plan)).held(params)
-    return Verification(compared, require_equal(got, eager, "the model run eagerly"))
+    stated = orders(plan)
+    kept = [name for name in params if len(stated.get(name, ())) < 2]
+    alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
+    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets, alone).held(kept)
+    return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly"))
 
 
 def _bound(
@@ -228,6 +241,7 @@ def _bound(
     schedule: Schedule,
     cuts: Cuts,
     front_end: FrontEnd,
+    sums: frozenset[str],
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
     """The pipeline of these arguments, without a tensor of the user's; its ranks are known, nothing is planned yet."""
@@ -242,6 +256,7 @@ def _bound(
         front_end=front_end,
         cuts=cuts,
         ranks=_ranks(schedule, group, device),
+        summed=sums,
     )
 
 

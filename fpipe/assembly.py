@@ -9,14 +9,17 @@ from functools import cached_property
 
 import torch
 
-from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Observed, Parameter, Value
+from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Value
 from fpipe.capture.observation import observe
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
 from fpipe.metadata import Metadata, infer, made_by
 from fpipe.spec import Spec
 from fpipe.stage import Stage, Wiring
-from schedules import Graph
+from fpipe.tree import require_transparent
+from fpipe.ties import sends
+from fpipe.uncut import uncut
+from schedules import Graph, Placement, linear
 
 
 @dataclass(frozen=True)
@@ -48,23 +51,31 @@ class Assembly:
         return {s.name: Spec.of(fakes[v]) for v, s in self.captured.sources.items() if isinstance(s, kind)}
 
 
-def assemble(captured: Captured, partition: Sequence[int], outputs: bool) -> Assembly:
-    """Build the stages; with `outputs`, the model's outputs leave the pipeline as the loss does."""
+def assemble(
+    captured: Captured, partition: Sequence[int], outputs: bool, placement: Placement, summed: frozenset[str]
+) -> Assembly:
+    """Build the stages; with `outputs`, the model's outputs leave the pipeline as the loss does.
+
+    `summed` are the parameters whose gradients are summed over stages.
+    """
+    if outputs:
+        require_transparent("outputs", captured.structure)
     loss = () if captured.loss is None else (captured.loss,)
     results = (*loss, *captured.outputs) if outputs else loss
     observed = observe(captured)
-    cut, uncut = (_stages(captured, observed, positions, results) for positions in (partition, ()))
+    found = layouts(captured, observed, partition, results, summed)
+    functions = [captured.fuse(one.units, observed.random, one.inputs, made_by(one)) for one in found]
+    stages = _stages(captured, found, functions, placement)
+    captured_whole, whole, function = uncut(captured, observed, results, found, functions, summed)
+    (one,) = _stages(captured_whole, [whole], [function], linear(ranks=1))
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
-    return Assembly(captured, cut, uncut[0], _graph(cut), tuple(devices))
+    return Assembly(captured, stages, one, _graph(stages), tuple(devices))
 
 
 def _stages(
-    captured: Captured, observed: Observed, partition: Sequence[int], results: tuple[Value, ...]
+    captured: Captured, found: Sequence[Layout], functions: Sequence[Function], placement: Placement
 ) -> tuple[Stage, ...]:
-    found = layouts(captured, observed, partition, results)
-    functions = [captured.fuse(one.units, observed.random, one.inputs, made_by(one)) for one in found]
-    metadata = infer(captured, found, functions)
-    builder = _Builder(captured, found, metadata)
+    builder = _Builder(captured, found, infer(captured, found, functions), placement)
     return tuple(builder.stage(s, function) for s, function in enumerate(functions))
 
 
@@ -80,15 +91,15 @@ def _graph(stages: Sequence[Stage]) -> Graph:
 class _Builder:
     """Turns layouts and metadata into stages."""
 
-    def __init__(self, captured: Captured, found: Sequence[Layout], metadata: Metadata) -> None:
-        self.captured, self.found, self.metadata = captured, found, metadata
+    def __init__(self, captured: Captured, found: Sequence[Layout], metadata: Metadata, placement: Placement) -> None:
+        self.captured, self.found, self.metadata, self.placement = captured, found, metadata, placement
 
     def stage(self, s: int, function: Function) -> Stage:
         """Stage `s`, with its function."""
         layout, sources, metadata = self.found[s], self.captured.sources, self.metadata
         pulls, pulled_by = metadata.pulls(s, layout), metadata.pulled_by(layout)
-        owned = self._shares(s)
-        held = {p: shares[s] for p in range(s) if s in (shares := self._shares(p))}
+        shares = self._shares(s)
+        shared_by = {p: these[s] for p in range(len(self.found)) if s in (these := self._shares(p))}
         return Stage(
             index=s,
             function=function,
@@ -104,9 +115,9 @@ class _Builder:
             pulled_by=tuple(
                 Port(t, tuple(metadata.cotangents[t, v] for v in values)) for t, values in pulled_by.items()
             ),
-            shares=self._ports(owned),
-            shared_by=self._ports(held),
-            shared_names={peer: self._names(values) for peer, values in (owned | held).items()},
+            shares=self._ports(shares),
+            shared_by=self._ports(shared_by),
+            shared_names={peer: self._names(values) for peer, values in shares.items()},
             grads=self._names(metadata.grads[s]),
             totals=tuple(metadata.specs[v] for v in metadata.grads[s]),
             wiring=self._wiring(s, pulls, pulled_by),
@@ -136,11 +147,17 @@ class _Builder:
         )
 
     def _shares(self, s: int) -> dict[int, tuple[Value, ...]]:
-        """Per later stage, the parameters owned by stage `s` that it holds too and that get a gradient."""
+        """Per other stage, the parameters whose gradient of stage `s` is to be sent to it."""
         rows = {
-            t: tuple(v for v in values if v in self.metadata.grads[s]) for t, values in self.found[s].shares.items()
+            t: tuple(v for v in values if v in self.metadata.grads[s] and self._lacks(s, t, v))
+            for t, values in self.found[s].shares.items()
         }
         return {t: values for t, values in rows.items() if values}
+
+    def _lacks(self, s: int, t: int, parameter: Value) -> bool:
+        """Whether stage `t` must be sent the gradient of stage `s`: not if its rank has it, or gets it anyway."""
+        holders = [u for u, layout in enumerate(self.found) if parameter in layout.parameters]
+        return sends(self.placement, s, t, holders)
 
     def _ports(self, routes: Routes) -> tuple[Port, ...]:
         return tuple(Port(peer, tuple(self.metadata.specs[v] for v in values)) for peer, values in routes.items())

@@ -60,11 +60,11 @@ class StageLike(Protocol):
 
     @property
     def shares(self) -> Sequence[Port]:
-        """Gradients for later stages that hold copies of parameters."""
+        """Gradients for other stages that hold the same parameters."""
 
     @property
     def shared_by(self) -> Sequence[Port]:
-        """Gradients from earlier stages that own parameters."""
+        """Gradients from other stages that hold the same parameters."""
 
     def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:
         """Outputs, buffers, and residuals or `None`."""
@@ -106,7 +106,7 @@ class Outcome(NamedTuple):
     """What one rank has computed.
 
     - `buffers`, `grads`: per stage of the rank, after all microbatches; a stage without gradients has an empty sum.
-    - `shared`: per (owner, holder), gradients of parameters that a stage of another rank owns.
+    - `shared`: per (owner, holder), gradients of parameters that a stage of another rank has computed.
     - `results`: per microbatch, what leaves the pipeline on this rank.
     """
 

@@ -7,8 +7,8 @@ The rules are those of one device, told by stage:
 - A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it.
   Each user adds its own share to what comes back, which is the order in which one device adds.
 - A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for them it is a
-  value: its cotangent goes back along the chain. Not so one whose gradients are to be summed (`fpipe.ties`): each of its
-  users computes a gradient, as an owner does.
+  value: its cotangent goes back along the chain. Not so one whose gradients are to be summed (`fpipe.ties`): each
+  of its users computes a gradient, as an owner does.
 
 What modifies memory in place must not change what another stage sees; where it would, the cut is refused.
 """

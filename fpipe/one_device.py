@@ -3,11 +3,13 @@
 
 The loop runs the captured model uncut. It adds gradients in the order that the schedule states, which is ascending for
 most, so that equality is a fact about the pipeline and not about the order of a sum. Where a stage has replicas, each
-adds the gradients of its microbatches, and those sums are added in the order of routes.
+adds the gradients of its microbatches, and those sums are added in the order of routes. Where several stages compute a
+gradient of the same parameter (`fpipe.ties`), so does the loop, and adds these last, in stage order.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -33,14 +35,18 @@ def one_device(
     """Run all microbatches one after the other: results of each, the final buffers, and gradients by name."""
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
-    sums = {name: ReplicaSum(order) for name, order in orders(plan).items()}
+    stated = {name: iter(by_stage) for name, by_stage in orders(plan).items()}
+    sums = [ReplicaSum(next(stated[name])) for name in whole.grads]
     results = {}
     for i, inputs in enumerate(batch):
         results[i], state, residuals = whole.forward(leaves, state, inputs, keys[i])
         _, grads = whole.backward(residuals, ())
-        for name, grad in zip(whole.grads, grads, strict=True):
-            sums[name].add(i, grad)
-    return results, state, {name: sums[name].total() for name in whole.grads}
+        for terms, grad in zip(sums, grads, strict=True):
+            terms.add(i, grad)
+    totals = defaultdict[str, list[Tensor]](list)
+    for name, terms in zip(whole.grads, sums, strict=True):
+        totals[name].append(terms.total())
+    return results, state, {name: reduce(add, by_stage) for name, by_stage in totals.items()}
 
 
 class OrderedSum:
@@ -95,15 +101,17 @@ class ReplicaSum:
         return reduce(add, [part.total() for part in self.parts])
 
 
-def orders(plan: Plan) -> dict[str, Orders]:
-    """Per parameter and replica of its owner, the microbatches in the order in which gradients are computed."""
+def orders(plan: Plan) -> dict[str, list[Orders]]:
+    """Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches in
+    the order in which gradients are computed."""
     schedule = plan.program.schedule
     rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
-    return {
-        name: [
+    found = defaultdict[str, list[Orders]](list)
+    for stage in plan.assembly.stages:
+        order = [
             [a.microbatch for a in rows[rank] if a.stage == stage.index and KINDS[a.kind].after == "done"]
             for rank in schedule.placement.replicas(stage.index)
         ]
-        for stage in plan.assembly.stages
-        for name in stage.grads
-    }
+        for name in stage.grads:
+            found[name].append(order)
+    return dict(found)

@@ -104,7 +104,8 @@ class Plan:
 class Pipeline:
     """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
 
-    `ranks` says which pipeline ranks this process runs: one of them under torch.distributed, else all.
+    `ranks` says which pipeline ranks this process runs: one of them under torch.distributed, else all. `summed` are the
+    parameters whose gradients are summed over stages.
     """
 
     schedule: Schedule
@@ -114,6 +115,7 @@ class Pipeline:
     front_end: FrontEnd
     cuts: partition.Cuts
     ranks: Ranks
+    summed: frozenset[str] = frozenset()
     plans: dict[Variant, Plan] = field(default_factory=dict)
     captures: dict[Variant, Cut] = field(default_factory=dict)
     connections: dict[Variant, None] = field(default_factory=dict)
@@ -142,7 +144,7 @@ class Pipeline:
 
     def _plan(self, variant: Variant) -> Plan:
         captured, positions = self._captured(replace(variant, outputs=True))
-        assembly = assemble(captured, positions, outputs=variant.outputs)
+        assembly = assemble(captured, positions, variant.outputs, self.schedule.placement, self.summed)
         schedule = self.schedule
         if variant.training:
             check(schedule, assembly.graph)
@@ -211,6 +213,32 @@ class Pipeline:
             {name: params[name].detach().clone().requires_grad_(name in trainable) for name in plan.params},
             {name: buffers[name].detach().clone() for name in plan.buffers},
         )
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Names of the parameters that count as this process's: each of the model's is one process's only.
+
+        What is summed over all parameters must take each once, though tied ones are on several ranks, and replicas hold
+        the same. The norm of all gradients, say:
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> model[1].weight = model[0].weight
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
+        >>> pipe.owned
+        ('0.weight', '0.bias', '1.bias')
+        >>> _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (torch.ones(2, 2),))
+        >>> squares = sum(grads[name].square().sum() for name in pipe.owned if name in grads)
+        >>> if torch.distributed.is_initialized():
+        ...     torch.distributed.all_reduce(squares)
+        >>> norm = squares.sqrt()
+        """
+        owners: dict[str, int] = {}
+        for stage in self.stages:
+            for name in (*stage.parameters, *stage.unused):
+                owners.setdefault(name, self.schedule.placement.homes[stage.index])
+        return tuple(name for name in self.training.params if owners[name] in self.ranks.ranks)
 
     def run(self, plan: Plan, inputs: Inputs, record: Callable[[Span], None] | None = None) -> dict[int, Outcome]:
         """Run the plan's program on this process's ranks; the outcome of each. `record` gets a span per action."""

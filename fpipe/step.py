@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -87,17 +90,19 @@ def _exchanged(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict
 
 
 def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
-    """Gradients by name; a shared parameter's comes from its owner.
+    """Gradients by name; where several stages have one of the same parameter, their sum in stage order.
 
     Of one microbatch nothing was summed, so they may be views of each other or expanded; then they are copied.
     """
     stages = plan.assembly.stages
-    grads: State = {}
+    terms = defaultdict[str, dict[int, Tensor]](dict)
     for outcome in outcomes.values():
-        for s, total in outcome.grads.items():
-            grads.update(zip(stages[s].grads, total, strict=True))
-        for (owner, holder), total in outcome.shared.items():
-            grads.update(zip(stages[holder].shared_names[owner], total, strict=True))
+        found = [(s, stages[s].grads, total) for s, total in outcome.grads.items()]
+        found += [(s, stages[s].shared_names[t], total) for (s, t), total in outcome.shared.items()]
+        for s, names, total in found:
+            for name, grad in zip(names, total, strict=True):
+                terms[name][s] = grad
+    grads = {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
     if plan.program.schedule.microbatches > 1:
         return grads
     return {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in grads.items()}

@@ -2,22 +2,19 @@
 """The model uncut, as a single stage: what the stages together are compared with.
 
 A parameter whose gradients are summed over stages is there once for each of its stages, under the same name: so its
-gradient comes out in parts, as in the pipeline, to be added in stage order. Units do not say which of their reads is
-which argument of theirs, so the stages' own functions are called one after the other, in one autograd graph. Where there
-is no such parameter, nothing of the cut is left.
+gradient comes out in parts, as in the pipeline, to be added in stage order. For that the stages' own functions are
+called one after the other, in one autograd graph; where there is no such parameter, nothing of the cut is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
-from torch import Tensor
-
-from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
-from fpipe.capture.contract import Observed
+from fpipe.capture.contract import Captured, Function, Observed, Parameter, Step, Tensors, Value, sequence
 from fpipe.graph import Layout, layouts
 from fpipe.metadata import made_by
 
@@ -54,13 +51,19 @@ def _copies(captured: Captured, stages: Sequence[Layout], summed: frozenset[str]
 
 
 def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Function], copies: Copies) -> Function:
-    """The stages' functions, one after the other."""
+    """The stages' functions, one after the other, each with its own copies."""
+    reads = [tuple(copies.get((s, value), value) for value in layout.inputs) for s, layout in enumerate(stages)]
+    steps = [
+        Step(read, made_by(layout), function) for read, layout, function in zip(reads, stages, functions, strict=True)
+    ]
 
-    def run(key: int, *tensors: Tensor) -> Tensors:
+    @contextmanager
+    def placed(tensors: Tensors) -> Iterator[None]:
         values = dict(zip(whole.inputs, tensors, strict=True))
-        for s, (layout, function) in enumerate(zip(stages, functions, strict=True)):
-            inputs = [values[copies.get((s, value), value)] for value in layout.inputs]
-            values.update(zip(made_by(layout), function(key, *inputs), strict=True))
-        return tuple(values[value] for value in made_by(whole))
+        with ExitStack() as stack:
+            for read, function in zip(reads, functions, strict=True):
+                stack.enter_context(function.placed(cast("Tensors", tuple(values.get(value) for value in read))))
+            yield
 
-    return Function(run)
+    scoped = any(function.scope is not None for function in functions)
+    return Function(sequence(steps, whole.inputs, made_by(whole)), placed if scoped else None)

@@ -71,6 +71,29 @@ def loop_as_stated(pipe, model, loss, inputs, targets) -> Result:
     return loop(model, loss, inputs, targets, how.microbatches)._replace(grads=grads)
 
 
+def loop_untied(pipe, model, loss, inputs, targets, uses: dict[int, tuple[str, ...]]) -> Result:
+    """One device, for a model without state: a copy of one tied parameter per stage, whose gradients are added.
+
+    `uses` are the names under which each stage uses the parameter; the first of all is its own.
+    """
+    how, model = pipe.schedule, copy.deepcopy(model)
+    own, *_ = [name for names in uses.values() for name in names]
+    for names in uses.values():
+        new = nn.Parameter(model.get_parameter(names[0]).detach().clone())
+        for path, _, attribute in (name.rpartition(".") for name in names):
+            setattr(model.get_submodule(path), attribute, new)
+    alone = [gradients_of(i, model, loss, inputs, targets, how.microbatches) for i in range(how.microbatches)]
+    totals: dict[str, list[Tensor]] = {}
+    for stage in pipe.stages:
+        for name in stage.grads:
+            terms = [one[uses[stage.index][0] if name == own else name] for one in alone]
+            ranks = how.placement.replicas(stage.index)
+            total = functools.reduce(operator.add, [added(how, rank, stage.index, terms) for rank in ranks])
+            totals.setdefault(name, []).append(total)
+    grads = {name: functools.reduce(operator.add, by_stage) for name, by_stage in totals.items()}
+    return loop(model, loss, inputs, targets, how.microbatches)._replace(grads=grads)
+
+
 def added(how: Schedule, rank: int, s: int, terms: list[Tensor]) -> Tensor:
     """The terms of a rank's microbatches, in the order of its weight gradients on stage `s`."""
     order = [action.microbatch for action in how.actions(rank) if action.stage == s and action.kind in ("B", "W")]
@@ -691,8 +714,10 @@ ZOO: dict[str, Case] = {
 # ----------------------------------------------------------------------------------------------------------- pipelines
 
 
-def build(case: Case, how: Schedule, rows: int, cuts: tuple[str, ...] | None = None, capture: str = "export"):
-    """A pipeline of a case: (pipe, model, inputs, targets)."""
+def build(
+    case: Case, how: Schedule, rows: int, cuts: tuple[str, ...] | None = None, capture: str = "export", **options: Any
+):
+    """A pipeline of a case: (pipe, model, inputs, targets). `options` are those of `fpipe.pipeline`."""
     model, inputs, targets = case.make(rows)
     pipe = fpipe.pipeline(
         model,
@@ -702,6 +727,7 @@ def build(case: Case, how: Schedule, rows: int, cuts: tuple[str, ...] | None = N
         schedule=how,
         cuts=case.at(how.stages) if cuts is None else cuts,
         capture=capture,
+        **options,
     )
     return pipe, model, inputs, targets
 
