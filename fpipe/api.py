@@ -20,6 +20,7 @@ from fpipe import random
 from fpipe.batch import BatchSpec
 from fpipe.calls import Selector
 from fpipe.capture.contract import FrontEnd
+from fpipe.capture.dynamo import dynamo
 from fpipe.capture.export import export
 from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, skeleton
 from fpipe.capture.guards import refuse_gradient_hooks
@@ -41,7 +42,9 @@ from fpipe.tree import flatten
 from fpipe.verification import Computed, eagerly, require_equal
 from schedules import KINDS, Schedule, Span
 
-FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType({"trace": trace, "export": export, "modules": modules})
+FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
+    {"trace": trace, "export": export, "dynamo": dynamo, "modules": modules}
+)
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 

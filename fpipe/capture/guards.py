@@ -37,7 +37,7 @@ def refuse(what: str, where: str, why: str) -> NoReturn:
     """Raise the `CaptureError` for something that a graph cannot keep."""
     raise CaptureError(
         f"{where}: got {what}, expected a forward that a graph of operators describes fully; {why}. "
-        'Remove it, or hand the modules in with capture="modules", where they run as they are.'
+        'Remove it, or choose capture="trace", where modules run as they are.'
     )
 
 
@@ -75,6 +75,12 @@ def watched(model: nn.Module) -> Iterator[None]:
     def tensor_hook(tensor: Tensor, hook: object) -> NoReturn:
         refuse(f"the tensor hook {_name(hook)}", here(modules), "it would be lost")
 
+    def seed(*_: object) -> NoReturn:
+        raise CaptureError(
+            f"{here(modules)}: got a forward that seeds the generator itself, expected random numbers that follow from "
+            "the step's seed. Drop torch.manual_seed."
+        )
+
     def backends(*_: object, **__: object) -> NoReturn:
         refuse("sdpa_kernel", here(modules), "the choice of attention kernels would be lost")
 
@@ -87,9 +93,26 @@ def watched(model: nn.Module) -> Iterator[None]:
         patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
         patch.object(Tensor, "register_hook", tensor_hook),
         patch.object(torch.nn.attention, "_sdpa_kernel", backends),
+        patch.object(torch, "manual_seed", seed),
+        patch.object(torch.random, "manual_seed", seed),
         _assignments(modules, lambda old, new: not _harmless(old, new), assignment),
         _NoForeignParameters(modules, "the loss"),
     ):
+        yield
+
+
+@contextmanager
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """Refuse, inside, autocast, for front ends whose graphs would lose it."""
+    modules = _where_all(model)
+
+    def enter(_: object) -> NoReturn:
+        raise CaptureError(
+            f"{here(modules)}: got autocast, expected none: this front end would lose its dtypes. Choose "
+            'capture="trace", where modules run as they are.'
+        )
+
+    with patch.object(torch.autocast, "__enter__", enter):
         yield
 
 

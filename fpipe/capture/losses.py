@@ -66,6 +66,10 @@ class Objective:
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
         """`(loss / M, outputs)` of the tensor leaves of (inputs, targets); without a loss, `None` in its place."""
-        inputs, targets = self.batch.unflatten(list(leaves))
+        return self.of(model, self.batch.unflatten(list(leaves)))
+
+    def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
+        """The same of the tree (inputs, targets)."""
+        inputs, targets = batch
         outputs = call_model(model, inputs)
         return None if self.loss is None else scaled_loss(self.loss, outputs, targets, self.microbatches), outputs

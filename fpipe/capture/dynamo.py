@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front end: dynamo, which reads the bytecode of the model instead of running it; by way of strict `torch.export`.
+
+Problem. Dynamo goes through whatever watches a model, and loses without a word what a graph cannot keep; strict export
+(torch 2.13) also forgets the dtypes of autocast.
+
+Idea. The model is rehearsed first: it runs once on fake tensors as the plain Python that it is, and under watch. What
+a graph would lose is refused there, and errors of the model are found where they are raised. Then dynamo makes the
+graph.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as torch_pytree
+
+from fpipe.capture.aten import read
+from fpipe.capture.contract import Captured
+from fpipe.capture.export import Flat
+from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.guards import blame, refuse_hooks, without_autocast
+from fpipe.capture.losses import Objective
+from fpipe.errors import CaptureError, PipelineError
+from fpipe.tree import Structure
+
+REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model instead of reading it.'
+
+
+def dynamo(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
+    """Capture `model` and its loss for one microbatch; see `FrontEnd`."""
+    refuse_hooks(model)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    mode = fake_mode()
+    bare = skeleton(model, lambda tensor: fake(mode, tensor, device))
+    fakes = [fake(mode, leaf, device) for leaf in leaves]
+    with mode:
+        structure = _rehearse(bare, objective, fakes)
+    batch = objective.batch.unflatten(fakes)
+    program = _trace(_Whole(bare, objective), batch)
+    number = {id(leaf): k for k, leaf in enumerate(fakes)}
+    order = [number[id(leaf)] for leaf in torch_pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+    def returned(nodes: Sequence[Any]) -> tuple[Any, list[Any]]:
+        loss, outputs = torch_pytree.tree_unflatten(nodes, program.call_spec.out_spec)
+        constant = dict(structure.constants)
+        return loss, [node for k, node in enumerate(structure.spec.flatten_up_to(outputs)) if k not in constant]
+
+    return read(program, bare, order, returned, structure, mode, device)
+
+
+class _Whole(nn.Module):
+    """A model and its loss as one module of the batch's trees."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, *batch: Any) -> tuple[Tensor | None, Any]:
+        """The loss, if there is one, and the outputs."""
+        return self.objective.of(self.model, batch)
+
+
+def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Structure:
+    """The tree of the outputs; raises `CaptureError` for what a graph would lose."""
+    trees: list[Structure] = []
+    try:
+        with without_autocast(model):
+            Flat(model, objective, trees.append)(*leaves)
+    except PipelineError:
+        raise
+    except Exception as error:
+        _refuse(blame(error.__traceback__, model), "the model did not run on fake tensors", error)
+    return trees[-1]
+
+
+def _trace(whole: _Whole, batch: Any) -> ExportedProgram:
+    try:
+        with warnings.catch_warnings():
+            # in-place changes of buffers, of which it warns, are in the graph
+            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
+            return torch.export.export(whole, batch, strict=True)
+    except PipelineError:
+        raise
+    except Exception as error:
+        _refuse(_read(error, whole.model), "dynamo could not read it", error)
+
+
+def _read(error: Exception, model: nn.Module) -> str:
+    """The first module of the innermost class whose code dynamo was reading."""
+    for frame in reversed(getattr(error, "real_stack", None) or []):
+        for name, module in model.named_modules():
+            code = type(module).forward.__code__
+            if (code.co_filename, code.co_name) == (frame.filename, frame.name) and frame.lineno in {
+                line for _, _, line in code.co_lines()
+            }:
+                return f"module {name or '(root)'} ({type(module).__name__})"
+    return "the model or its loss"
+
+
+def _refuse(where: str, what: str, error: Exception) -> NoReturn:
+    raise CaptureError(
+        f"{where}: {what}: {error}. Expected control flow and shapes that do not depend on data. {REPAIR}"
+    ) from error
