@@ -15,7 +15,10 @@ Step TransportError Verification VocabularyError evaluate pipeline reference val
 """
 
 SIGNATURES = {
-    "pipeline": "model *example *loss *schedule *targets=None *cuts=None *stages=None *capture='export' *tied='exact' *group=None",
+    "pipeline": (
+        "model *example *loss *schedule *targets=None *cuts=None *stages=None *unsplittable=() *capture='trace' "
+        "*tied='exact' *group=None"
+    ),
     "value_and_grad": "pipe outputs=False record=None",
     "evaluate": "pipe",
     "reference": "pipe outputs=False",

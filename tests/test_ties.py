@@ -67,9 +67,9 @@ def require_sum(case, uses, how, **options):
 
 
 @pytest.mark.parametrize("name", USES)
-@pytest.mark.parametrize("how", [HOW, SCHEDULES["split_backward"](4, 3)], ids=repr)
-def test_a_copy_per_stage(name, how):
-    require_sum(ZOO[name], USES[name], how)
+@pytest.mark.parametrize(("kind", "capture"), [("one_f_one_b", "trace"), ("split_backward", "export")])
+def test_a_copy_per_stage(name, kind, capture):
+    require_sum(ZOO[name], USES[name], SCHEDULES[kind](4, 3), capture=capture)
 
 
 @pytest.mark.parametrize("factory", [gpipe, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain])
@@ -125,11 +125,12 @@ def test_the_order_shows():
     assert all(same_bits(exact.grads[name], added.grads[name]) for name in exact.grads if name != "0.weight")
 
 
+@pytest.mark.parametrize("capture", ["export", "trace"])
 @pytest.mark.parametrize("name", ["gpt_dropout", "normalised", "in_place", "twice", "several", "contexts"])
-def test_other_models_equal_the_reference(name):
+def test_other_models_equal_the_reference(name, capture):
     case = ZOO[name]
     seed = 5 if case.random else None
-    built = _, model, inputs, targets = build(case, HOW, 6, tied="sum")
+    built = _, model, inputs, targets = build(case, HOW, 6, tied="sum", capture=capture)
     got = run(*built, seed=seed)
     assert_same(got, run_reference(*built, seed=seed))
     if not case.random and name != "twice":
@@ -145,7 +146,7 @@ def layers(groups):
 
 
 @settings(max_examples=few(12))
-@given(data=st.data(), capture=st.sampled_from(["export", "modules"]), microbatches=st.integers(1, 4))
+@given(data=st.data(), capture=st.sampled_from(["trace", "export", "modules"]), microbatches=st.integers(1, 4))
 def test_any_ties_cut_anywhere(data, capture, microbatches):
     """One group of layers is summed, the others are exact."""
     groups = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=6))
