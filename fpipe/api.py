@@ -67,7 +67,7 @@ def pipeline(
     cuts: Asked = None,
     stages: int | None = None,
     unsplittable: Selector | Iterable[Selector] = (),
-    capture: str | FrontEnd = "export",
+    capture: str | FrontEnd = "trace",
     tied: Tied = "exact",
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:

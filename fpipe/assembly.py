@@ -16,8 +16,8 @@ from fpipe.graph import Layout, Routes, layouts
 from fpipe.metadata import Metadata, infer, made_by
 from fpipe.spec import Spec
 from fpipe.stage import Stage, Wiring
-from fpipe.tree import require_transparent
 from fpipe.ties import sends
+from fpipe.tree import require_transparent
 from fpipe.uncut import uncut
 from schedules import Graph, Placement, linear
 
@@ -28,6 +28,7 @@ class Assembly:
 
     `whole` is the uncut model as a single stage; it computes what the stages compute, and is what they are compared
     with. `graph` is what schedules see; `devices` are those on which random numbers are drawn.
+    `layouts` say which values the stages read, make, get and give.
     """
 
     captured: Captured
@@ -35,6 +36,7 @@ class Assembly:
     whole: Stage
     graph: Graph
     devices: tuple[torch.device, ...]
+    layouts: tuple[Layout, ...]
 
     @cached_property
     def parameters(self) -> Mapping[str, Spec]:
@@ -69,7 +71,7 @@ def assemble(
     captured_whole, whole, function = uncut(captured, observed, results, found, functions, summed)
     (one,) = _stages(captured_whole, [whole], [function], linear(ranks=1))
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
-    return Assembly(captured, stages, one, _graph(stages), tuple(devices))
+    return Assembly(captured, stages, one, _graph(stages), tuple(devices), found)
 
 
 def _stages(

@@ -68,15 +68,21 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
     """
     leaves, spec = taken_apart(tree)
     paths = tuple(accessor.codify("") for accessor in optree.treespec_accessors(spec))
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not opaque and not isinstance(leaf, (Tensor, *PLAIN)):
-            raise InputError(
-                f"a tree, at {path or 'its root'}: got {type(leaf).__name__}, expected tensors, numbers, strings, "
-                "flags or None in tuples, lists and dicts. Convert it, or register its type with "
-                'optree.register_pytree_node(..., namespace="").'
-            )
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Structure(spec, paths, constants)
+    structure = Structure(spec, paths, constants)
+    if not opaque:
+        require_transparent("a tree", structure)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], structure
+
+
+def require_transparent(what: str, structure: Structure) -> None:
+    """Raise `InputError`, naming the leaf, if there is one in which tensors may hide."""
+    for path, kind in structure.opaque[:1]:
+        raise InputError(
+            f"{what}, at {path or 'the root'}: got {kind}, expected tensors, numbers, strings, flags or None in tuples, "
+            "lists, dicts and dataclasses. Leave it out (use_cache=False, where a model returns a cache), or register "
+            'its type with optree.register_pytree_node(..., namespace="fpipe").'
+        )
 
 
 def taken_apart(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:

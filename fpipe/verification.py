@@ -59,14 +59,15 @@ def eagerly(
                     reached |= {name} if p.grad is not None else set()
                     sums[name].add(i, torch.zeros_like(p) if p.grad is None else p.grad)
                     p.grad = None
-            leaves, structure = flatten(outputs)
+            leaves, structure = flatten(outputs, opaque=True)
             losses.append(value.detach())
             columns.append([leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {name: sums[name].total() for name in reached}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     joined = structure.unflatten([join(column) for column in zip(*columns, strict=True)])
-    return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)
+    outputs = None if structure.opaque else joined
+    return Computed(sum(losses[1:], start=losses[0]), outputs, grads, buffers)
 
 
 @contextmanager

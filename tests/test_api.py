@@ -244,8 +244,8 @@ def test_a_pipeline_shows_its_stages():
     pipe, *_ = build(ZOO["gpt"], one_f_one_b(ranks=2, microbatches=2), 4)
     text = str(pipe)
     assert "GPT under one_f_one_b(ranks=2, microbatches=2)" in text
-    assert "rank 0: stage 0: parameters embed.weight" in text
-    assert "rank 1: stage 1:" in text
+    assert "stage 0 on rank 0" in text
+    assert "stage 1 on rank 1" in text
     assert len(pipe.stages) == 2
     assert pipe.program.schedule == pipe.schedule
 
@@ -419,7 +419,7 @@ BAD = {
     "a model that cannot be modules": (
         {"model": ZOO["skips"].build(), "capture": "modules"},
         fpipe.CaptureError,
-        ["Skips", "nn.Sequential", 'capture="export"'],
+        ["Skips", "nn.Sequential", 'capture="trace"'],
     ),
     "DataParallel": ({"model": nn.DataParallel(MODEL)}, fpipe.InputError, ["DataParallel", "plain module"]),
     "a wrapper inside": (

@@ -139,9 +139,9 @@ def test_a_part_s_constants_may_not_depend_on_the_microbatch():
 
     parts = [nn.Linear(WIDTH, WIDTH), fickle, lambda tree: tree["x"]]
     x = torch.randn(4, WIDTH)
-    how = gpipe(ranks=1, microbatches=2)
-    with pytest.raises(fpipe.InputError, match=r"part 1, returned\['count'\]: got 2, expected 1, the value at capture"):
-        fpipe.pipeline(parts, example=(x,), targets=x, loss=mse, schedule=how, capture="modules")
+    how = gpipe(ranks=2, microbatches=2)
+    with pytest.raises(fpipe.InputError, match=r"module 1: got \[3\] among what it returned, expected \[2\]"):
+        fpipe.pipeline(parts, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"], capture="modules")
 
 
 def test_autocast_around_the_step_is_refused_rather_than_lost():

@@ -73,7 +73,9 @@ def as_module(model: nn.Module | Sequence[Callable[..., Any]]) -> nn.Module:
 
 def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
     """Capture a `Chain` of parts for one microbatch; see `FrontEnd`."""
-    if not isinstance(model, Chain | nn.Sequential):
+    if isinstance(model, nn.Sequential):
+        model = Chain(model)
+    if not isinstance(model, Chain):
         raise CaptureError(
             f"model: got {type(model).__name__}, expected a list of modules or functions, or an nn.Sequential. Hand "
             'the parts in in order, or use capture="trace".'

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe import random
 from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
-from fpipe.capture.tape import Draw, Modes, Span, Tape, pick
+from fpipe.capture.tape import Draw, Modes, Span, Tape, pick, require_constants
 from fpipe.errors import CutError
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
@@ -156,7 +156,9 @@ class Playback:
 
         def call(key: int, *tensors: Tensor) -> Tensors:
             with _attributes_restored(span) if span.assigned else _nothing():
-                made = pick(span.invocation(tensors), picks, where)
+                out = span.invocation(tensors)
+                require_constants(out, span.constants, where)
+                made = pick(out, picks, where)
                 return *made, *[getattr(one.module, one.name) for one in assigned.values()]
 
         step = self._with_ghosts(span, Step(span.invocation.reads, (*new, *assigned), call))

@@ -28,7 +28,7 @@ from torch.utils import checkpoint
 from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
 from fpipe.capture.guards import here
 from fpipe.capture.observation import Watch, memory
-from fpipe.capture.tape import Attribute, Draw, Invocation, Modes, Span, Tape, pick, tensors_at
+from fpipe.capture.tape import Attribute, Draw, Invocation, Modes, Span, Tape, constants_at, pick, tensors_at
 from fpipe.errors import CaptureError
 from fpipe.random import label
 
@@ -249,6 +249,7 @@ class Recorder(TorchFunctionMode):
 
     def _close(self, span: Span, out: Any) -> None:
         span.stop, span.last_tick = len(self.units), self.tick
+        span.constants = constants_at(out)
         span.returned = {k: self.known[id(tensor)] for k, tensor in tensors_at(out).items() if id(tensor) in self.known}
 
     def _checkpointed(self, function: Any, *settings: Any, **kwargs: Any) -> Iterator[None]:

@@ -69,6 +69,22 @@ def tensors_at(tree: Any) -> dict[int, Tensor]:
     return {k: x for k, x in enumerate(optree.tree_leaves(tree, namespace=NAMESPACE)) if isinstance(x, Tensor)}
 
 
+def constants_at(tree: Any) -> dict[int, Any]:
+    """The numbers, strings and flags of a tree, by the number of the leaf."""
+    if isinstance(tree, Tensor):
+        return {}
+    return {k: x for k, x in enumerate(optree.tree_leaves(tree, namespace=NAMESPACE)) if isinstance(x, PLAIN)}
+
+
+def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> None:
+    """Raise `InputError` unless what a call returned besides tensors is what it was at capture."""
+    if expected and (got := constants_at(tree)) != expected:
+        raise InputError(
+            f"{where}: got {list(got.values())} among what it returned, expected {list(expected.values())} as at "
+            "capture: values that are no tensors are part of the program. Return the same ones every time."
+        )
+
+
 def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
     """The tensors at these leaves of what a call returned."""
     if isinstance(tree, Tensor) and tuple(picks) == (0,):
@@ -95,7 +111,7 @@ class Span:
     """A call whose torch calls are the units `start` to `stop`, the latter excluded.
 
     - `path`, `kind`: the module's first name and its class; of a checkpointed function, those of the module around it.
-    - `returned`: the values of the returned tensors, by leaf; `assigned`: what was assigned to attributes meanwhile.
+    - `returned`: the values of the returned tensors, by leaf; `constants`: what else was returned; `assigned`: what was assigned to attributes meanwhile.
     - `ticks`: from which torch call to which, those that left no unit included.
     - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function.
     """
@@ -111,6 +127,7 @@ class Span:
     last_tick: int = 0
     sealed: str = ""
     returned: Mapping[int, Value] = field(default_factory=dict)
+    constants: Mapping[int, Any] = field(default_factory=dict)
     assigned: list[Attribute] = field(default_factory=list)
     inner: list[Span] = field(default_factory=list)
 
