@@ -61,13 +61,15 @@ def matches(path: str, pattern: str) -> bool:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of a captured model that run at least one operation, each before those inside it.
+    """The calls of modules that run at least one operation, each before those inside it.
 
+    - `sealed`: the calls inside which no stage may begin, other functions than modules among them.
     - `known`: the class of every module, by all its names; `first`: the first of its names.
     - `parts`: for a sequence, which call is that of each part: one that was there before is called once more.
     """
 
     listed: tuple[Call, ...]
+    sealed: tuple[Call, ...]
     units: tuple[Unit, ...]
     known: Mapping[str, type]
     first: Mapping[str, str]
@@ -82,8 +84,8 @@ class Calls:
         names = {id(module): name for name, module in reversed(modules.items())}
         first = {name: names[id(module)] for name, module in modules.items()}
         listed = tuple(captured.calls) or tuple(_by_paths(units, known))
-        running = tuple(call for call in listed if call.start < call.stop)
-        return cls(running, units, known, first, _parts(model, first))
+        sealed = tuple(call for call in listed if call.sealed)
+        return cls(tuple(_of_modules(listed)), sealed, units, known, first, _parts(model, first))
 
     def named(self, name: str) -> tuple[Call, ...]:
         """The calls of the module `name`; one that holds modules and is not called itself runs from first to last."""
@@ -163,21 +165,21 @@ class Calls:
     def marks(self, position: int) -> tuple[Mark, ...]:
         """All that is known of a position: the calls that begin there and those that end there."""
         found: list[Mark] = []
-        for call, ordinal in self._ordinals():
+        for call, ordinal in self.ordinals():
             found += [Mark(call.path, ordinal, False)] * (call.start == position)
             found += [Mark(call.path, ordinal, True)] * (call.stop == position)
         return tuple(found)
 
     def marked(self, marks: Sequence[Mark]) -> int | None:
         """The position of the first of these marks that there is."""
-        places = {(call.path, ordinal): call for call, ordinal in self._ordinals()}
+        places = {(call.path, ordinal): call for call, ordinal in self.ordinals()}
         for path, ordinal, end in marks:
             if (path, ordinal) in places:
                 call = places[path, ordinal]
                 return call.stop if end else call.start
         return None
 
-    def _ordinals(self) -> Iterator[tuple[Call, int]]:
+    def ordinals(self) -> Iterator[tuple[Call, int]]:
         """Every call, and how many of the same module came before it."""
         count: Counter[str] = Counter()
         for call in self.listed:
@@ -206,6 +208,15 @@ def _parts(model: nn.Module, first: Mapping[str, str]) -> Mapping[str, str]:
         found[name] = numbered(first[name], count[first[name]])
         count[first[name]] += 1
     return found
+
+
+def _of_modules(calls: Iterable[Call]) -> Iterator[Call]:
+    """Those that run something, and not inside one of the same path: that is a function which a module calls."""
+    around: dict[str, Call] = {}
+    for call in calls:
+        if call.start < call.stop and (call.path not in around or call.start >= around[call.path].stop):
+            around[call.path] = call
+            yield call
 
 
 def _by_paths(units: Sequence[Unit], known: Mapping[str, type]) -> list[Call]:

@@ -177,7 +177,7 @@ def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Pos
 
 
 def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:
-    sealed = [Barrier(call, call.sealed) for call in calls.listed if call.sealed]
+    sealed = [Barrier(call, call.sealed) for call in calls.sealed]
     whole = [call for selector in unsplittable for call in calls.selected("unsplittable", selector)]
     return [*sealed, *[Barrier(call, "it is to stay whole, as unsplittable says") for call in whole]]
 

@@ -26,6 +26,7 @@ from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.modules import as_module
 from fpipe.capture.validity import name_of, require_valid
+from fpipe.description import describe
 from fpipe.errors import CutError
 from fpipe.executor import Execution, Inputs, Linked, Outcome
 from fpipe.linking import link
@@ -251,9 +252,8 @@ class Pipeline:
             return self.ranks.run(execution)
 
     def __str__(self) -> str:
-        replicas = [self.schedule.placement.replicas(stage.index) for stage in self.stages]
-        lines = [f"  rank {', '.join(map(str, r))}: {stage}" for r, stage in zip(replicas, self.stages, strict=True)]
-        return "\n".join([f"Pipeline of {type(self.model).__name__} under {self.schedule!r}", *lines])
+        described = describe(self.training.assembly, self.model, self.schedule.placement)
+        return f"Pipeline of {type(self.model).__name__} under {self.schedule!r}\n{described}"
 
 
 def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:

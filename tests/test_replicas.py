@@ -113,8 +113,8 @@ def test_verify_adds_in_the_same_order():
 
 def test_a_pipeline_says_on_which_ranks_its_stages_are():
     pipe, *_ = build(ZOO["mlp"], chimera(ranks=4, microbatches=4), 8)
-    assert "rank 1, 2: stage 1" in str(pipe)
-    assert "rank 2, 1: stage 2" in str(pipe)
+    assert "stage 1 on ranks 1, 2" in str(pipe)
+    assert "stage 2 on ranks 2, 1" in str(pipe)
 
 
 def test_measured_timelines_have_the_sums_too():
