@@ -23,6 +23,7 @@ from fpipe.capture.contract import FrontEnd
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.export import export
 from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, skeleton
+from fpipe.capture.fx import fx
 from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
@@ -43,7 +44,7 @@ from fpipe.verification import Computed, eagerly, require_equal
 from schedules import KINDS, Schedule, Span
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
-    {"trace": trace, "export": export, "dynamo": dynamo, "modules": modules}
+    {"trace": trace, "export": export, "fx": fx, "dynamo": dynamo, "modules": modules}
 )
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 

@@ -74,6 +74,11 @@ def require_plain_tensors(model: nn.Module) -> None:
         home.append((start, end, name))
 
 
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor on meta in the place of `tensor`."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """All submodules in eval mode inside; as they were outside."""

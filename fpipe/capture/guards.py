@@ -63,7 +63,7 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
     """Refuse, inside, what the graph would lose of what `model` does."""
-    modules = _where_all(model)
+    modules = places(model)
 
     def custom_function(cls: Any, /, *args: object, **kwargs: object) -> NoReturn:
         refuse(f"the custom autograd function {cls.__name__}", here(modules), "its backward would be lost")
@@ -104,7 +104,7 @@ def watched(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_autocast(model: nn.Module) -> Iterator[None]:
     """Refuse, inside, autocast, for front ends whose graphs would lose it."""
-    modules = _where_all(model)
+    modules = places(model)
 
     def enter(_: object) -> NoReturn:
         raise CaptureError(
@@ -123,7 +123,7 @@ def watched_parts(model: nn.Module, prefix: str) -> Iterator[None]:
     Tensors assigned to a module, since only in-place changes come out, and reentrant checkpoints, which cannot be
     differentiated with respect to chosen tensors.
     """
-    modules = _where_all(model, prefix)
+    modules = places(model, prefix)
 
     def reentrant(cls: Any, /, *args: object) -> NoReturn:
         raise CaptureError(
@@ -208,7 +208,7 @@ def here(modules: Mapping[int, str], otherwise: str = "the loss") -> str:
 
 def blame(traceback: TracebackType | None, model: nn.Module) -> str:
     """The innermost module of `model` in whose method an exception arose."""
-    modules = _where_all(model)
+    modules = places(model)
     found = "the loss"
     while traceback is not None:
         found = modules.get(id(traceback.tb_frame.f_locals.get("self")), found)
@@ -221,7 +221,8 @@ def _harmless(old: object, new: object) -> bool:
     return old is new or (type(old) is type(new) and isinstance(old, bool | int | float | str) and old == new)
 
 
-def _where_all(model: nn.Module, prefix: str = "") -> dict[int, str]:
+def places(model: nn.Module, prefix: str = "") -> dict[int, str]:
+    """What to call each module of `model` in messages, by id."""
     return {id(module): _where(name, module) for name, module in model.named_modules(prefix=prefix)}
 
 

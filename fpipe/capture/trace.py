@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Observed, Parameter, Source, Value
-from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.fake import fake, fake_mode, on_meta, skeleton
 from fpipe.capture.guards import blame, plain_state, require_unchanged, torchs
 from fpipe.capture.losses import Objective
 from fpipe.capture.playback import Playback, Seat, seated
@@ -30,22 +30,33 @@ from fpipe.capture.tape import Span
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
 
+Via: TypeAlias = Callable[[nn.Module, Recorder], Callable[..., Any]]
 
-def trace(model: nn.Module, objective: Objective, leaves: Sequence[Tensor], whole: Collection[str] = ()) -> Captured:
-    """Capture `model` and its loss for one microbatch; see `FrontEnd`. The modules `whole` are never opened."""
-    return _Tracer(model, objective, leaves, whole).captured()
+
+def trace(
+    model: nn.Module,
+    objective: Objective,
+    leaves: Sequence[Tensor],
+    whole: Collection[str] = (),
+    via: Via = lambda skeleton, recorder: skeleton,
+) -> Captured:
+    """Capture `model` and its loss for one microbatch; see `FrontEnd`.
+
+    The modules `whole` are never opened. `via(skeleton, recorder)` is what is called in the place of the skeleton.
+    """
+    return _Tracer(model, objective, leaves, whole, via).captured()
 
 
 class _Tracer:
     """Runs a model on fake tensors."""
 
     def __init__(
-        self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor], whole: Collection[str]
+        self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor], whole: Collection[str], via: Via
     ) -> None:
-        self.objective, self.leaves, self.whole = objective, leaves, whole
+        self.objective, self.leaves, self.whole, self.via = objective, leaves, whole, via
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
-        self.skeleton = skeleton(model, _on_meta)
+        self.skeleton = skeleton(model, on_meta)
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         self.state: list[tuple[Source, Tensor]] = [
             *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
@@ -98,9 +109,10 @@ class _Tracer:
         objective, loss = self.objective, self.objective.loss
         if loss is not None:
             objective = replace(objective, loss=lambda *args: recorder.span("loss", type(loss), loss, args, {}))
+        called = self.via(self.skeleton, recorder)
         try:
             with seated(seats), self.mode, recorder.recording(), _assignments(self.skeleton, recorder):
-                return objective(self.skeleton, leaves)
+                return objective(called, leaves)
         except PipelineError:
             raise
         except Exception as error:
@@ -112,10 +124,6 @@ class _Tracer:
 
     def _seats_by_value(self) -> dict[Value, list[Seat]]:
         return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _seats(model: nn.Module) -> dict[Source, list[Seat]]:

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Front end: `torch.fx`. The model is traced symbolically, and its graph is run and recorded as a model would be.
+
+Problem. fx traces with proxies, which have neither shape nor value: sizes, and whatever is computed from them, are
+nodes of the graph like tensors. And it does not see what is no call on a proxy: gradient modes, autocast, in-place
+operators of Python (`x += 1` becomes `x = x + 1`), random numbers that no input leads to.
+
+Idea. The graph is run on fake tensors as `fpipe.capture.trace` runs a model. So sizes become numbers; what is left are
+torch calls, and calls of torch's own modules, which are called as themselves. Every node carries the modes that it was
+traced in, proxies of ours know the in-place operators, and the rest is refused by name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.capture.contract import Captured
+from fpipe.capture.fake import on_meta, skeleton
+from fpipe.capture.guards import blame, here, places, plain_state, refuse_hooks, require_unchanged, watched
+from fpipe.capture.losses import Objective, call_model
+from fpipe.capture.recorder import Recorder
+from fpipe.capture.tape import Modes
+from fpipe.capture.trace import trace
+from fpipe.errors import CaptureError, PipelineError
+from fpipe.tree import Structure, flatten, taken_apart
+
+REPAIR = 'Take it out of the model, or choose capture="trace", which runs the model with its shapes.'
+
+
+def fx(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
+    """Capture `model` and its loss for one microbatch; see `FrontEnd`."""
+    refuse_hooks(model)
+    inputs, *_ = objective.batch.unflatten(list(leaves))
+    root = _Root(skeleton(model, on_meta), flatten(inputs)[1])
+    graph = _symbolic(root)
+    return trace(model, objective, leaves, via=lambda bare, recorder: _Replay(root.around(bare), graph, recorder))
+
+
+class _Root(nn.Module):
+    """A model as a module of flat tensors: where fx keeps the constants that it finds."""
+
+    def __init__(self, model: nn.Module, inputs: Structure) -> None:
+        super().__init__()
+        self.model, self.inputs = model, inputs
+
+    def forward(self, *leaves: Any) -> list[Any]:
+        """The leaves of the outputs."""
+        found, self.outputs = taken_apart(call_model(self.model, self.inputs.unflatten(leaves)))
+        return found
+
+    def around(self, model: nn.Module) -> _Root:
+        """The same around another copy of the model."""
+        other = _Root(model, self.inputs)
+        for name, value in vars(self).items():
+            if not name.startswith("_modules"):
+                object.__setattr__(other, name, value)
+        return other
+
+
+# --------------------------------------------------------------------------------------------------------- the tracing
+
+
+def _symbolic(root: _Root) -> torch.fx.Graph:
+    model = root.model
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(watched(model))
+            stack.enter_context(_augmented())
+            stack.enter_context(_NoChance(model))
+            state, versions = plain_state(model), _versions(model)
+            graph = _Tracer(len(root.inputs.names)).trace(root)
+            require_unchanged(state, plain_state(model), "the new value would be lost")
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{blame(error.__traceback__, model)}: torch.fx could not trace it: {error}. Expected a forward without "
+            f"control flow, and sizes that only torch functions use: proxies have neither shape nor value. {REPAIR}"
+        ) from error
+    if _versions(model) != versions:
+        raise CaptureError(
+            "the model: got an in-place change of one of its tensors that no input leads to, expected one that fx can "
+            f"see: it would happen once, at capture. {REPAIR}"
+        )
+    return graph
+
+
+class _Proxy(torch.fx.Proxy):
+    """A proxy that knows in-place operators and assignments."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(getattr(Tensor, name, None), property) or hasattr(getattr(Tensor, name, None), "__set__"):
+            self.tracer.create_proxy("call_function", setattr, (self, name, value), {})
+        else:
+            super().__setattr__(name, value)
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+NAMES = ("add", "and", "floordiv", "lshift", "mod", "mul", "matmul", "or", "pow", "rshift", "sub", "truediv", "xor")
+IN_PLACE = tuple(getattr(operator, f"i{name}") for name in NAMES)
+for _function in IN_PLACE:
+    setattr(_Proxy, f"__{_function.__name__}__", _in_place(_function))
+
+
+class _Tracer(torch.fx.Tracer):
+    """Traces a `_Root` of `count` tensors; nodes carry the modes that they were traced in."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """The root itself, and a proxy for each of its tensors."""
+        return root_fn, [self.root, *[self.create_proxy("placeholder", f"leaf{k}", (), {}) for k in range(self.count)]]
+
+    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
+        """A proxy of ours."""
+        return _Proxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A node with the modes of the moment."""
+        node = super().create_node(*args, **kwargs)
+        node.meta["modes"] = Modes.now()
+        return node
+
+
+@contextmanager
+def _augmented() -> Iterator[None]:
+    """Let `self.buffer += x` through, which assigns to the buffer what it is."""
+    assign: Any = nn.Module.__setattr__
+
+    def assigning(module: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, _Proxy) and value.node.target in IN_PLACE:
+            old = getattr(module, name, None)
+            if isinstance(old, _Proxy) and old.node is value.node.args[0]:
+                return
+        assign(module, name, value)
+
+    with patch.object(nn.Module, "__setattr__", assigning):
+        yield
+
+
+class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses random numbers that are drawn while fx traces: every microbatch would get the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places = places(model)
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"{here(self.places)}: got random numbers ({func}) that no input leads to, expected none: fx would "
+                f"draw them once, at capture. Write torch.rand_like(x) and the like. {REPAIR}"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """How often each tensor that the model's modules hold was modified."""
+    held = [flatten(value, opaque=True)[0] for module in model.modules() for value in vars(module).values()]
+    return [tensor._version for tensors in held for tensor in tensors]
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+class _Replay(torch.fx.Interpreter):
+    """A traced model as a function that runs node after node, and tells the recorder whose node it is."""
+
+    def __init__(self, root: _Root, graph: torch.fx.Graph, recorder: Recorder) -> None:
+        super().__init__(root, graph=graph)
+        self.extra_traceback = False
+        self.outputs, self.recorder = root.outputs, recorder
+        self.running: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        leaves, _ = taken_apart((args, kwargs))
+        made = self.run(*[leaf for leaf in leaves if isinstance(leaf, Tensor)], enable_io_processing=False)
+        return optree.tree_unflatten(self.outputs, made)
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Run a node as its author would have."""
+        self._enter(n)
+        try:
+            with n.meta["modes"].entered():
+                return super().run_node(n)
+        except PipelineError:
+            raise
+        except Exception as error:
+            self._refuse(error)
+
+    def _enter(self, node: torch.fx.Node) -> None:
+        """Tell the recorder which calls end and begin before `node`; that of torch's own module it sees itself."""
+        if node.op in ("placeholder", "get_attr"):
+            return
+        stack = dict(node.meta.get("nn_module_stack") or {})
+        if node.op == "call_module":
+            stack.popitem()
+        common = 0
+        for ours, theirs in zip(self.running, stack, strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        for _ in self.running[common:]:
+            self.recorder.end()
+        for path, kind in list(stack.values())[common:]:
+            self.recorder.begin(path.removeprefix("model").removeprefix("."), kind)
+        self.running = list(stack)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        raise CaptureError(
+            f"{self.recorder.where_now}: got {type(error).__name__}: {error}, expected a forward that runs on fake "
+            "tensors, which have shapes but no values. Take control flow and shapes that depend on data out of the "
+            "model."
+        ) from error
