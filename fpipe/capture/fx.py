@@ -6,8 +6,8 @@ nodes of the graph like tensors. And it does not see what is no call on a proxy:
 operators of Python (`x += 1` becomes `x = x + 1`), random numbers that no input leads to.
 
 Idea. The graph is run on fake tensors as `fpipe.capture.trace` runs a model. So sizes become numbers; what is left are
-torch calls, and calls of torch's own modules, which are called as themselves. Every node carries the modes that it was
-traced in, proxies of ours know the in-place operators, and the rest is refused by name.
+torch calls, and calls of torch's own modules, which are called as themselves. Every node knows whether gradients were
+recorded around it, proxies of ours know the in-place operators, and the rest is refused by name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.capture.contract import Captured
 from fpipe.capture.fake import on_meta, skeleton
-from fpipe.capture.guards import blame, here, places, plain_state, refuse_hooks, require_unchanged, watched
+from fpipe.capture.guards import (
+    blame,
+    here,
+    places,
+    plain_state,
+    refuse_hooks,
+    require_unchanged,
+    watched,
+    without_autocast,
+)
 from fpipe.capture.losses import Objective, call_model
 from fpipe.capture.recorder import Recorder
-from fpipe.capture.tape import Modes
 from fpipe.capture.trace import trace
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import Structure, flatten, taken_apart
@@ -74,6 +82,7 @@ def _symbolic(root: _Root) -> torch.fx.Graph:
     try:
         with ExitStack() as stack:
             stack.enter_context(watched(model))
+            stack.enter_context(without_autocast(model))
             stack.enter_context(_augmented())
             stack.enter_context(_NoChance(model))
             state, versions = plain_state(model), _versions(model)
@@ -118,7 +127,7 @@ for _function in IN_PLACE:
 
 
 class _Tracer(torch.fx.Tracer):
-    """Traces a `_Root` of `count` tensors; nodes carry the modes that they were traced in."""
+    """Traces a `_Root` of `count` tensors; nodes know whether gradients were recorded."""
 
     proxy_buffer_attributes = True
 
@@ -135,9 +144,9 @@ class _Tracer(torch.fx.Tracer):
         return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        """A node with the modes of the moment."""
+        """A node that knows whether gradients are recorded."""
         node = super().create_node(*args, **kwargs)
-        node.meta["modes"] = Modes.now()
+        node.meta["grad"] = torch.is_grad_enabled()
         return node
 
 
@@ -201,7 +210,7 @@ class _Replay(torch.fx.Interpreter):
         """Run a node as its author would have."""
         self._enter(n)
         try:
-            with n.meta["modes"].entered():
+            with torch.set_grad_enabled(n.meta["grad"]):
                 return super().run_node(n)
         except PipelineError:
             raise

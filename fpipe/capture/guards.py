@@ -108,7 +108,7 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
 
     def enter(_: object) -> NoReturn:
         raise CaptureError(
-            f"{here(modules)}: got autocast, expected none: this front end would lose its dtypes. Choose "
+            f"{here(modules)}: got autocast, expected none: this front end would lose it. Choose "
             'capture="trace", where modules run as they are.'
         )
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -248,7 +249,11 @@ def _under_modes(items: Sequence[tuple[Modes, Step]], outputs: tuple[Value, ...]
 
 def _within(modes: Modes, run: Callable[..., Tensors]) -> Callable[..., Tensors]:
     def call(key: int, *tensors: Tensor) -> Tensors:
-        with modes.entered():
+        with ExitStack() as stack:
+            if not modes.grad:
+                stack.enter_context(torch.no_grad())
+            for kind, dtype in modes.autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
             return run(key, *tensors)
 
     return call

@@ -174,7 +174,7 @@ class Recorder(TorchFunctionMode):
             does=f"{name}{[x for x in invocation.leaves if isinstance(x, bool | int | float | str)]}",
         )
         self.units.append(unit)
-        self.modes[unit], self.ticks[unit] = Modes.now(), (tick, self.tick)
+        self.modes[unit], self.ticks[unit] = _modes(), (tick, self.tick)
         self.written[unit] = frozenset(self.watch.written)
         if drawn:
             self.random[unit] = Labels(drawn[0].label, drawn[0].devices)
@@ -250,7 +250,7 @@ class Recorder(TorchFunctionMode):
     def _span(self, path: str, kind: type, function: Callable[..., Any], args: Any, kwargs: Any) -> Span:
         """A span that begins now."""
         invocation = Invocation(function, args, kwargs, self._read)
-        span = Span(path, kind, invocation, Modes.now(), start=len(self.units), first_tick=self.tick)
+        span = Span(path, kind, invocation, _modes(), start=len(self.units), first_tick=self.tick)
         (self.stack[-1].inner if self.stack else self.outermost).append(span)
         self.stack.append(span)
         return span
@@ -341,3 +341,9 @@ checkpointing = checkpoint._checkpoint_without_reentrant_generator
 def _hooks(module: nn.Module) -> bool:
     tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(tables)
+
+
+def _modes() -> Modes:
+    kinds = ("cpu", "cuda")
+    enabled = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+    return Modes(torch.is_grad_enabled(), enabled)

@@ -13,8 +13,7 @@ that cannot is opened, and what it consists of is played instead.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -35,22 +34,6 @@ class Modes(NamedTuple):
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
-
-    @classmethod
-    def now(cls) -> Modes:
-        """Those of the moment."""
-        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        return cls(torch.is_grad_enabled(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """These modes inside, where outside are the usual ones."""
-        with ExitStack() as stack:
-            if not self.grad:
-                stack.enter_context(torch.no_grad())
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            yield
 
 
 class Invocation:
