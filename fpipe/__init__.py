@@ -2,6 +2,7 @@
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
 from fpipe.api import Verification, evaluate, pipeline, reference, value_and_grad, verify
+from fpipe.checkpoint import safetensors
 from fpipe.errors import (
     CaptureError,
     CutError,
@@ -36,6 +37,7 @@ __all__ = [
     "evaluate",
     "pipeline",
     "reference",
+    "safetensors",
     "value_and_grad",
     "verify",
 ]

@@ -24,16 +24,16 @@ from fpipe.calls import Calls
 from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss, Objective
-from fpipe.capture.modules import as_module
 from fpipe.capture.validity import name_of, require_valid
 from fpipe.description import describe
 from fpipe.errors import CutError
 from fpipe.executor import Execution, Inputs, Linked, Outcome
+from fpipe.initialisation import Initialiser, initialised, reset_parameters
 from fpipe.linking import link
+from fpipe.loading import Source, loaded
 from fpipe.recording import spans_of
 from fpipe.spec import Spec
 from fpipe.stage import Stage
-from fpipe.state import require_state
 from fpipe.transport.contract import Ranks, Transport
 from schedules import Placement, Program, Schedule, Span, check, forwards, lower
 
@@ -85,6 +85,11 @@ class Plan:
     def buffers(self) -> Mapping[str, Spec]:
         """The buffers that this process holds."""
         return self._named(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
+
+    @property
+    def share(self) -> tuple[str, ...]:
+        """The names of the parameters and buffers that this process holds."""
+        return (*self.params, *self.buffers)
 
     def _named(self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
         held = {name for stage in self.held for name in names(stage)}
@@ -199,21 +204,62 @@ class Pipeline:
         inputs, targets = self.example
         return BatchSpec.of(inputs, targets if variant.loss else None, self.schedule.microbatches)
 
-    def init(self, model: nn.Module | Sequence[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters and buffers of this process's ranks, copied out of `model`: dicts keyed by the model's own names.
+    def init(
+        self, source: Source, *, fill: Initialiser | None = None, strict: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers of this process's ranks, copied out of `source`: dicts keyed by the model's own names.
 
-        A parameter with several names has the first. Parameters are leaves and require a gradient where the model's did
-        when the pipeline was built. Raises `InputError` for a model of other names or shapes, or on the meta device.
+        - `source`: a model, or a mapping from the model's names to tensors: a state dict, or `fpipe.safetensors(path)`,
+          of which only what this process holds is read. A parameter with several names may have any of them there;
+          here it has the first. Values go to the pipeline's device and are not cast.
+        - `fill(module)`: makes the buffers that are in no state dict since they are not persistent, where `source`
+          lacks them; it is called like the function of `initialise`, with seed 0.
+        - `strict`: whether names that the model does not have are refused, or ignored.
+
+        Parameters are leaves and require a gradient where the model's did when the pipeline was built. Raises
+        `InputError`, naming the leaf, for one without a value, on the meta device, or of another shape or dtype.
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean,
+        ...                       schedule=gpipe(ranks=2, microbatches=2), cuts=["1"])
+        >>> saved = {"0.weight": torch.ones(8, 4), "0.bias": torch.zeros(8),
+        ...          "1.weight": torch.ones(1, 8), "1.bias": torch.zeros(1)}
+        >>> params, buffers = pipe.init(saved)
+        >>> fpipe.value_and_grad(pipe)(params, buffers, (torch.ones(2, 4),))[0].loss
+        tensor(32.)
         """
-        module, plan = as_module(model), self.training
-        params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        require_state("model parameters", params, plan.assembly.parameters)
-        require_state("model buffers", buffers, plan.assembly.buffers)
-        trainable = plan.assembly.captured.trainable
-        return (
-            {name: params[name].detach().clone().requires_grad_(name in trainable) for name in plan.params},
-            {name: buffers[name].detach().clone() for name in plan.buffers},
-        )
+        return self._state(loaded(self.model, self.training.share, source, fill, strict))
+
+    def initialise(
+        self, function: Initialiser = reset_parameters, *, seed: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers of this process's ranks, as `function(module)` fills them; the model may be on meta.
+
+        It is called as by `model.apply`, children first, on a copy of the model: for each module that owns leaves of
+        this process, with these in place and all other tensors on meta, and for the modules around it. What it draws
+        depends on the seed and on names alone, on neither ranks nor cuts. By default it calls the `reset_parameters`
+        that torch's modules have; for a model of Hugging Face's, pass `model._init_weights`. Raises `InputError` for
+        leaves that it does not fill.
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean,
+        ...                       schedule=gpipe(ranks=2, microbatches=2), cuts=["1"])
+        >>> params, buffers = pipe.initialise(seed=0)
+        >>> [f"{name} {list(value.shape)}" for name, value in params.items()]
+        ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
+        """
+        return self._state(initialised(self.model, self.training.share, function, seed))
+
+    def _state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        plan, trainable = self.training, self.training.assembly.captured.trainable
+        params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
+        return params, {name: values[name] for name in plan.buffers}
 
     @property
     def owned(self) -> tuple[str, ...]:

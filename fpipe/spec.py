@@ -58,6 +58,11 @@ class Spec:
             return tensor
         return self._strided().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
 
+    def empty(self, device: torch.device | str | None = None) -> Tensor:
+        """An uninitialised tensor in this layout; without gaps and repetitions, so that it can be written."""
+        layout = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return torch.empty_like(layout, device=self.device if device is None else device)
+
     def buffer(self) -> Tensor:
         """Uninitialised bytes for what `pack` returns."""
         return as_bytes(torch.empty(self._packed, dtype=self.dtype, device=self.device))

@@ -35,18 +35,27 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
             "what pipe.init(model) returned, updated leaf by leaf."
         )
     for name, spec in expected.items():
-        leaf = got[name]
-        if not isinstance(leaf, Tensor):
+        require_leaf(what, name, got[name], spec)
+        if got[name].device != spec.device:
             raise InputError(
-                f"{what}[{name!r}]: got {type(leaf).__name__}, expected a tensor {spec}. Pass the tensor itself."
+                f"{what}[{name!r}]: got {spec} on {got[name].device}, expected it on {spec.device}. Move it, or build "
+                "the pipeline from the model as it is now."
             )
-        if leaf.device.type == "meta":
-            raise InputError(
-                f"{what}[{name!r}]: got a tensor on the meta device, expected values. Give the model its values first, "
-                "with model.to_empty(device=...) and its initialisation or load_state_dict."
-            )
-        if leaf.shape != spec.shape or leaf.dtype != spec.dtype or leaf.device != spec.device:
-            raise InputError(
-                f"{what}[{name!r}]: got {Spec.of(leaf)} on {leaf.device}, expected {spec} on {spec.device}. Convert "
-                "it, or build the pipeline from the model as it is now."
-            )
+
+
+def require_leaf(what: str, name: str, leaf: object, spec: Spec) -> None:
+    """Raise `InputError` unless `leaf` is a tensor with values, of the spec's shape and dtype, on whatever device."""
+    if isinstance(leaf, Tensor) and (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype) and not leaf.is_meta:
+        return
+    where = f"{what}[{name!r}]: got"
+    if not isinstance(leaf, Tensor):
+        raise InputError(f"{where} {type(leaf).__name__}, expected a tensor {spec}. Pass the tensor itself.")
+    if leaf.device.type == "meta":
+        raise InputError(
+            f"{where} a tensor on the meta device, expected values. Make this process's share with "
+            "pipe.init(state_dict), pipe.init(fpipe.safetensors(path)) or pipe.initialise(function, seed=0)."
+        )
+    raise InputError(
+        f"{where} {Spec.of(leaf)}, expected {spec}; values are never cast. Convert it, or build the pipeline from a "
+        "model of these shapes and dtypes."
+    )

@@ -484,7 +484,7 @@ STATE_CHANGES = {
         ["params['0.bias']", "float64[4]", "float32[4]"],
     ),
     "no tensor": (lambda p, b: ({**p, "0.bias": [0.0] * 4}, b), ["params['0.bias']", "list", "float32[4]"]),
-    "on meta": (lambda p, b: ({**p, "0.bias": p["0.bias"].to("meta")}, b), ["params['0.bias']", "meta", "to_empty"]),
+    "on meta": (lambda p, b: ({**p, "0.bias": p["0.bias"].to("meta")}, b), ["params['0.bias']", "meta", "initialise"]),
     "a missing buffer": (lambda p, b: (p, {}), ["buffers", "missing", "1.running_mean"]),
     "a buffer of another dtype": (
         lambda p, b: (p, {**b, "1.num_batches_tracked": torch.tensor(0.0)}),
@@ -577,10 +577,10 @@ def test_init_refuses_other_models():
     with torch.device("meta"):
         empty = linears(nn.ReLU, nn.Tanh, nn.GELU)
     for model, words in (
-        (empty, ["model parameters['0.weight']", "meta", "to_empty"]),
-        (linears(nn.ReLU), ["model parameters", "missing"]),
-        (nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)]), ["model parameters", "missing"]),
-        (copy.deepcopy(MODEL).double(), ["model parameters['0.weight']", "float64[4, 4]", "float32[4, 4]"]),
+        (empty, ["source['0.weight']", "meta", "initialise"]),
+        (linears(nn.ReLU), ["source: got no value for ['4.weight', '4.bias', '6.weight', '6.bias']"]),
+        (nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)]), ["source: got ['1.weight', "]),
+        (copy.deepcopy(MODEL).double(), ["source['0.weight']", "float64[4, 4]", "float32[4, 4]"]),
     ):
         with pytest.raises(fpipe.InputError) as caught:
             pipe.init(model)

@@ -11,7 +11,7 @@ import fpipe
 
 NAMES = """
 CaptureError CutError DeadlockError GraphError InputError MismatchError Pipeline PipelineError ScheduleError SizeError
-Step TransportError Verification VocabularyError evaluate pipeline reference value_and_grad verify
+Step TransportError Verification VocabularyError evaluate pipeline reference safetensors value_and_grad verify
 """
 
 SIGNATURES = {
@@ -22,6 +22,7 @@ SIGNATURES = {
     "value_and_grad": "pipe outputs=False record=None",
     "evaluate": "pipe",
     "reference": "pipe outputs=False",
+    "safetensors": "paths",
     "verify": "pipe model inputs targets=None *seed=None",
 }
 
@@ -79,7 +80,10 @@ def test_results():
 
 def test_what_a_pipeline_shows():
     pipe = pipeline()
-    assert {"init", "stages", "schedule", "program", "plan", "run"} <= set(dir(pipe))
+    assert text(pipe.init) == "source *fill=None *strict=True"
+    assert text(pipe.initialise).startswith("function=<function reset_parameters at ")
+    assert text(pipe.initialise).endswith("> *seed")
+    assert {"init", "initialise", "stages", "schedule", "program", "plan", "run"} <= set(dir(pipe))
 
 
 @pytest.mark.parametrize(
