@@ -43,6 +43,7 @@ def loop(model, loss, inputs, targets, microbatches, order=None) -> Result:
         part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
         out = model(**part) if isinstance(part, dict) else model(*part)
         values.append((loss(out) if targets is None else loss(out, wanted)) / microbatches)
+        out = dict(out) if isinstance(out, dict) else out  # transformers' outputs are dicts of their own kind
         outputs.append(optree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out))
         if order is None and values[-1].requires_grad:
             values[-1].backward()
