@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import (
     SCHEDULES,
     ZOO,
@@ -40,11 +41,13 @@ from models import (
     run_reference,
     vee_fill_drain,
 )
+from safetensors.torch import save_file
 from torch import nn
 
 import fpipe
+from fpipe.initialisation import initialised, leaves, reset_parameters
 from fpipe.tree import same_bits
-from schedules import Schedule, chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recompute
+from schedules import Schedule, chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recompute, split_backward
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
 CASES: dict[str, Callable[[int, int], None]] = {}
@@ -98,16 +101,18 @@ def require_whole(got: Result, want: Result, rank: int, size: int) -> None:
     assert {name for _, buffers in names for name in buffers} == set(want.buffers)
 
 
-def require_exact(name: str, how: Schedule, rank: int, size: int, capture: str = "export", order=None) -> Result:
+def require_exact(
+    name: str, how: Schedule, rank: int, size: int, capture: str = "export", order=None, tied: str = "exact"
+) -> Result:
     """One step of a case of the zoo over all ranks equals one device."""
     one = ZOO[name]
     seed = 5 if one.random else None
-    pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture)
+    pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture, tied=tied)
     got = run(pipe, model, inputs, targets, seed=seed)
     # Outputs are on the last rank; in a vee, on the first; where stages have replicas, on both.
     turned = size - 1 if rank in how.placement.replicas(how.stages - 1) else 0
     require_whole(got, run_reference(pipe, model, inputs, targets, seed=seed), turned, size)
-    if not one.random and not how.placement.mirrors:
+    if not one.random and not how.placement.mirrors and tied == "exact":
         require_whole(got, loop(model, one.loss, inputs, targets, how.microbatches, order), turned, size)
     return got
 
@@ -154,6 +159,55 @@ def stages_on_two_ranks(rank, size):
             first, second = (grads[rank] for rank in how.placement.replicas(stage))
             assert any(name in second for name in first)
             assert all(same_bits(first[name], second[name]) for name in first.keys() & second.keys())
+
+
+@case
+def gradients_summed_over_stages(rank, size):
+    """The reference has a copy per stage too; `test_ties` holds it against a plain loop."""
+    for how in (
+        one_f_one_b(ranks=size, microbatches=4),
+        split_backward(one_f_one_b(ranks=size, microbatches=1)),
+        looped_fill_drain(ranks=2, microbatches=3, chunks=2),
+        vee_fill_drain(ranks=2, microbatches=3, chunks=2),
+        dualpipe(ranks=size, microbatches=5),
+    ):
+        if how.ranks == size:
+            require_exact("chained", how, rank, size, tied="sum")
+            require_exact("one_weight", how, rank, size, capture="modules", tied="sum")
+
+
+@case
+def a_model_on_meta(rank, size):
+    """Each rank makes its share; together they are one model, which files carry to a pipeline that is cut elsewhere."""
+    one = ZOO["gpt"]
+    real, inputs, targets = one.make(4)
+    with torch.device("meta"):
+        model = one.build()
+    how = one_f_one_b(ranks=size, microbatches=2)
+    pipe, other = (
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, cuts=cuts)
+        for cuts in (one.at(size), ["blocks.0", "blocks.3", "head"][: size - 1])
+    )
+    params, buffers = pipe.initialise(seed=3)
+    whole = initialised(pipe.model, leaves(pipe.model), reset_parameters, seed=3)
+    assert set(params) < set(whole)
+    assert all(same_bits(params[name], whole[name]) for name in params)
+    assert set().union(*gathered(set(params))) == set(whole)
+
+    real.load_state_dict(whole, strict=False)
+    step, _ = fpipe.value_and_grad(pipe)(params, buffers, inputs, targets)
+    assert same_bits(step.loss, loop(real, one.loss, inputs, targets, 2).loss)
+
+    files, store = (Path(os.environ["REPORT"]) / f"{kind}-{size}" for kind in ("files", "store"))
+    files.mkdir(exist_ok=True)
+    save_file(params, files / f"{rank}.safetensors")
+    dcp.save(params, checkpoint_id=store)
+    from_files, _ = other.init(fpipe.safetensors(files))
+    from_store, _ = other.initialise(seed=4)
+    dcp.load(from_store, checkpoint_id=store)
+    for read in (from_files, from_store):
+        assert any(gathered(read.keys() != params.keys()))
+        assert all(same_bits(read[name], whole[name]) for name in read)
 
 
 @case
@@ -234,8 +288,13 @@ def every_rank_holds_its_own_leaves(rank, size):
 
 @case
 def tied_copies_do_not_drift(rank, size):
+    for tied in ("exact", "sum"):
+        _require_same_copies(tied, size)
+
+
+def _require_same_copies(tied, size):
     how = one_f_one_b(ranks=size, microbatches=4)
-    pipe, model, inputs, targets = build(ZOO["tied_sequence"], how, 8, capture="modules")
+    pipe, model, inputs, targets = build(ZOO["tied_sequence"], how, 8, capture="modules", tied=tied)
     params, buffers = pipe.init(model)
     step = fpipe.value_and_grad(pipe)
     for _ in range(3):
@@ -245,6 +304,19 @@ def tied_copies_do_not_drift(rank, size):
     copies = [copy for copy in gathered(params.get("0.weight")) if copy is not None]
     assert len(copies) == 2
     assert same_bits(*copies)
+
+
+@case
+def norms_count_every_parameter_once(rank, size):
+    for how in (one_f_one_b(ranks=size, microbatches=4), dualpipe(ranks=size, microbatches=4)):
+        pipe, model, inputs, targets = build(ZOO["chained"], how, 8)
+        got = run(pipe, model, inputs, targets)
+        owned = [name for names in gathered(pipe.owned) for name in names]
+        assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+        squares = sum((got.grads[name].square().sum() for name in pipe.owned if name in got.grads), torch.zeros(()))
+        dist.all_reduce(squares)
+        whole = run_reference(pipe, model, inputs, targets).grads
+        torch.testing.assert_close(squares, sum(grad.square().sum() for grad in whole.values()))
 
 
 @case
@@ -312,6 +384,12 @@ def other_cuts_on_one_rank(rank, size):
     cuts = ("1", "3", "6")[: size - 1] if rank else ("2", "4", "6")[: size - 1]
     with raises(fpipe.TransportError, "another pipeline"):
         build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8, cuts)
+
+
+@case
+def another_tie_on_one_rank(rank, size):
+    with raises(fpipe.TransportError, "another pipeline"):
+        build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8, tied="exact" if rank else "sum")
 
 
 @case
@@ -459,7 +537,7 @@ NEEDS_TWO = {
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),
     *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
 }
-NEEDS_FOUR = {"data_parallel_pipelines", "dies_in_the_middle"}
+NEEDS_FOUR = {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle"}
 ALONE = {"dies_in_the_middle"}
 
 
