@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe import random
-from fpipe.batch import BatchSpec
+from fpipe.batch import Batching
 from fpipe.calls import Selector
 from fpipe.capture.contract import FrontEnd
 from fpipe.capture.dynamo import dynamo
@@ -28,19 +28,21 @@ from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.modules import as_module, modules
 from fpipe.capture.trace import trace
+from fpipe.captures import Captures
 from fpipe.errors import InputError
 from fpipe.handlers import HANDLERS
 from fpipe.one_device import one_device, orders
 from fpipe.partition import Asked, Cuts, asked
-from fpipe.plan import TRAINING, Pipeline, Variant
+from fpipe.plan import Pipeline
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
 from fpipe.ties import Tied, summed
 from fpipe.transport.contract import Ranks
 from fpipe.transport.distributed import DistributedRanks
 from fpipe.transport.local import LocalRanks
-from fpipe.tree import flatten
+from fpipe.variant import TRAINING, Variant
 from fpipe.verification import Computed, eagerly, require_equal
+from fpipe.weights import Weight
 from schedules import KINDS, Schedule, Span
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
@@ -70,6 +72,9 @@ def pipeline(
     unsplittable: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd = "trace",
     tied: Tied = "exact",
+    batch_dims: Any = 0,
+    output_dims: Any = 0,
+    weight: Weight | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule; everything is checked, nothing runs.
@@ -77,9 +82,20 @@ def pipeline(
     - `model`: a module, which stays as it is; with `capture="modules"` a sequence of modules or functions, or an
       nn.Sequential, each called with what the one before returned. It may be on the meta device.
     - `example`, `targets`: one whole batch, for its shapes and dtypes only: a tuple of positional or a dict of keyword
-      arguments, and whatever tree `loss` wants. Tensors are cut into microbatches on dimension 0.
-    - `loss(outputs, targets)`, or `loss(outputs)` without targets, returns a scalar for one microbatch; the loss of a
-      step is the sum over microbatches of loss / M.
+      arguments, and whatever tree `loss` wants. Later batches may have other sizes, and other flags and numbers in the
+      place of those that are no tensors; the model is captured anew for each kind of batch, at its first step.
+    - `batch_dims`: how tensors are cut into microbatches: a dimension (the last microbatch may be smaller), `None` to
+      give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors; one for all, or a
+      tree of them that begins like `(example, targets)`, as `((0, None), 0)`.
+    - `output_dims`: how outputs of microbatches are joined: a dimension (tensors without one are stacked), `None` to
+      take the first microbatch's, or a function of the sequence of them; one for all, or a tree that begins like the
+      outputs.
+    - `loss(outputs, targets)` returns a scalar for one microbatch; without targets, `loss(outputs)` does, for a model
+      that computes its own, as in `loss=lambda outputs: outputs.loss`. The loss of a step is the sum over microbatches
+      of loss / M.
+    - `weight(inputs, targets)`: how much a microbatch counts, its number of tokens, say. The loss of a step is then the
+      sum of loss * (weight / total), so a mean per token is exact however the batch was cut; losses that the model adds
+      on its way are scaled the same.
     - `schedule`: one that is asynchronous, or sliced, can be checked and simulated but not run yet.
     - `cuts`: where new stages begin, in the order of execution: names of modules ("blocks.3.norm"; "norm@1" for the
       second call), or indices of the calls that the model itself makes, of the parts where it is a sequence. Or classes
@@ -112,7 +128,11 @@ def pipeline(
     _require_runnable(schedule)
     where = asked(cuts, stages, unsplittable, schedule)
     sums = summed(tied, module)
-    pipe = _bound(module, (example, targets), loss, schedule, where, _front_end(capture), sums, group)
+    batchings = {
+        True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
+        False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
+    }
+    pipe = _bound(module, batchings, output_dims, loss, schedule, where, _front_end(capture), sums, group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -120,28 +140,35 @@ def pipeline(
 def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span], None] | None = None) -> ValueAndGrad:
     """The function that computes loss and gradients of one step.
 
-    It takes parameters and buffers as `pipe.init` returns them, a whole batch like the example (a rank that reads none
-    of the inputs, or of the targets, may pass `None` for them), and a seed, new for each step, if the model draws
-    random numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for which a
-    plain backward would set `.grad`. Nothing that is passed in is modified.
+    It takes parameters and buffers as `pipe.init` returns them, a whole batch, and a seed, new for each step, if the
+    model draws random numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for
+    which a plain backward would set `.grad`. Nothing that is passed in is modified.
 
     Under torch.distributed every rank must call this, and then the function, in the same order. A rank that
     has called it less or more often than the rank with the loss, because an input was refused, say, raises
     `TransportError`; so does a step after one that broke off.
 
+    The batch may have other sizes than the example, on every rank at the same step; then the first step of its kind
+    captures the model again, before anything is sent. A rank that reads none of the inputs, or of the targets, may pass
+    `None` for them if they are as in the example, or tensors on the meta device, which tell it the shapes:
+    `x.to("meta")`.
+
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
     compute action of this process.
     """
     _require_backward(pipe)
-    plan = pipe.connected(Variant(training=True, loss=True, outputs=outputs))
+    variant = Variant(training=True, loss=True, outputs=outputs)
+    pipe.connected(variant)
 
     def step(
         params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> tuple[Step, State]:
         with pipe.ranks.guarded():
-            require_state("params", params, plan.params)
-            require_state("buffers", buffers, plan.buffers)
-            outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed), record)
+            require_state("params", params, pipe.training.params)
+            require_state("buffers", buffers, pipe.training.buffers)
+            batch = pipe.batch(inputs, targets)
+            plan = pipe.connected(variant, batch.signature)
+            outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed), record)
             grads = gradients(plan, outcomes)
             return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
 
@@ -151,17 +178,19 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
 def evaluate(pipe: Pipeline) -> Callable[..., Step]:
     """The function that computes outputs, and with targets the loss, in eval mode: forward only, no graph kept.
 
-    It takes what the function of `value_and_grad` takes. The outputs are joined along dimension 0 in microbatch order
-    and are on the rank of the last stage. Under torch.distributed every rank must call the function in the same order;
-    whether there are targets must be clear to at least one of them.
+    It takes what the function of `value_and_grad` takes. Where the model computes its own loss, there always is one.
+    The outputs are joined in microbatch order and are on the rank of the last stage. Under torch.distributed every rank
+    must call the function in the same order; whether there are targets must be clear to at least one of them.
     """
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with pipe.ranks.guarded():
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
-            plan = pipe.connected(Variant(training=False, loss=pipe.ranks.any(targets is not None), outputs=True))
-            outcomes = pipe.run(plan, scatter(plan, params, buffers, (inputs, targets), seed))
+            loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
+            batch = pipe.batch(inputs, targets, loss)
+            plan = pipe.connected(Variant(training=False, loss=loss, outputs=True), batch.signature)
+            outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed))
             return gather(plan, pipe.ranks, outcomes, buffers)
 
     return step
@@ -176,19 +205,20 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     `dict(model.named_buffers())`, on whichever rank it is called, and the whole batch.
     """
     _require_backward(pipe)
-    plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs))
+    variant = Variant(training=True, loss=True, outputs=outputs)
+    known = pipe.plan(variant).assembly
 
     def step(
         params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> tuple[Step, State]:
-        require_state("params", params, plan.assembly.parameters)
-        require_state("buffers", buffers, plan.assembly.buffers)
-        whole = plan.assembly.whole
-        batch = plan.batch.take(inputs, targets, whole.batch)
-        parts = [tuple(batch[leaf][i] for leaf in whole.batch) for i in range(pipe.schedule.microbatches)]
-        with random.preserved(plan.assembly.devices):
+        require_state("params", params, known.parameters)
+        require_state("buffers", buffers, known.buffers)
+        batch = pipe.batch(inputs, targets)
+        plan = pipe.plan(variant, batch.signature)
+        parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
+        with random.preserved(plan.devices):
             results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
-        new = {**buffers, **dict(zip(whole.buffers, state, strict=True))}
+        new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         return Step(*joined(plan, results), new), {name: grads[name] for name in params if name in grads}
 
     return step
@@ -228,19 +258,22 @@ def verify(
     step, grads = reference(pipe, outputs)(*whole, inputs, targets, seed=seed)
     wanted = Computed(step.loss, step.outputs, grads, step.buffers).held(params)
     compared = require_equal(got, wanted, "the reference")
-    plan = pipe.training
-    if plan.assembly.devices:
+    batch = pipe.batch(inputs, targets)
+    plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs), batch.signature)
+    if plan.devices:
         return Verification(compared, 0)
     stated = orders(plan)
     kept = [name for name in params if len(stated.get(name, ())) < 2]
     alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
-    eager = eagerly(module, pipe.loss, plan.batch, inputs, targets, alone).held(kept)
+    objective = pipe.captures.objective(TRAINING, batch.batching.split(batch.signature)[0])
+    eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
     return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly"))
 
 
 def _bound(
     module: nn.Module,
-    batch: tuple[Any, Any],
+    batchings: Mapping[bool, Batching],
+    output_dims: Any,
     loss: Loss,
     schedule: Schedule,
     cuts: Cuts,
@@ -249,19 +282,20 @@ def _bound(
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
     """The pipeline of these arguments, without a tensor of the user's; its ranks are known, nothing is planned yet."""
-    BatchSpec.of(*batch, schedule.microbatches)
-    leaves, structure = flatten(batch)
-    device, mode = leaves[0].device if leaves else torch.device("cpu"), fake_mode()
+    device, mode = batchings[True].home, fake_mode()
+    model = skeleton(module, lambda tensor: fake(mode, tensor, device))
     return Pipeline(
         schedule=schedule,
-        model=skeleton(module, lambda tensor: fake(mode, tensor, device)),
-        loss=loss,
-        example=structure.unflatten([fake(mode, leaf, device) for leaf in leaves]),
-        front_end=front_end,
-        cuts=cuts,
+        captures=Captures(model, loss, batchings, front_end, cuts, schedule.backward),
+        output_dims=output_dims,
         ranks=_ranks(schedule, group, device),
         summed=sums,
     )
+
+
+def _of_inputs(batch_dims: Any) -> Any:
+    """`batch_dims` without what it says of targets."""
+    return (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
 
 
 def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any, capture: str | FrontEnd) -> None:

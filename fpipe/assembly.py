@@ -22,7 +22,7 @@ from fpipe.uncut import uncut
 from schedules import Graph, Placement, linear
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Assembly:
     """A model cut into stages.
 

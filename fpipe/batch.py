@@ -1,89 +1,242 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: what the pipeline was built for, and how one is cut into microbatches.
+"""Batches: how one is cut into microbatches, and what may differ from step to step.
 
-A batch is (inputs, targets). Every tensor leaf is cut on dimension 0 into equal parts; everything else in the trees is
-part of the program and must be what it was at capture. A rank needs only the leaves that its stages read.
+Problem. Arguments are cut on different dimensions or not at all, the last microbatch may be smaller, and later batches
+may have other sizes. A program, though, is captured for shapes that are known before anything is sent.
+
+Idea. A batch is (inputs, targets). Its `Signature` is everything about it but the values of its tensors. A signature
+that is new makes a new plan, on every rank by itself, so no shape ever travels. `Batching` says how batches are cut;
+a `Batch` is one that was.
+
+Invariants. Batches differ from the example in sizes and in leaves that are no tensors, in nothing else. A leaf that a
+rank is not given is as in the example; one on the meta device tells its shape. Memory is laid out as in the example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.leaf import Leaf
 from fpipe.spec import Spec
-from fpipe.tree import Structure, flatten, require_same
+from fpipe.tree import Structure, broadcast, flatten, require_same_tree
+from fpipe.weights import Weight, scales
+
+Tensors = tuple[Tensor, ...]
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class BatchSpec:
-    """The batch that a pipeline takes.
+class Signature:
+    """Everything about a batch but the values of its tensors.
 
-    `structure` is the tree of (inputs, targets); `halves` are the trees of inputs and of targets alone; `specs` are
-    those of the whole batch's leaves.
+    - `leaves`: of each tensor leaf, the spec, or those of its microbatches where a function of the user's cuts it.
+    - `program`: what in the batch is no tensor, and so is part of the program; `halves`: the trees of inputs and of
+      targets, with it.
     """
 
-    structure: Structure
-    halves: tuple[Structure, Structure]
-    specs: tuple[Spec, ...]
+    leaves: tuple[tuple[Spec, ...], ...]
+    program: str
+    halves: tuple[Structure, Structure] = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{', '.join(' '.join(map(str, specs)) for specs in self.leaves)} and {self.program}"
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Everything about a microbatch but values: the specs of its leaves, its scale the last, and the rest.
+
+    `program` tells the tree's leaves that are no tensors; `structure` is the tree (inputs, targets, scale), where the
+    scale is `None` if losses are not weighted.
+    """
+
+    leaves: tuple[Spec, ...]
+    program: str
+    structure: Structure = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.leaves))} and {self.program}"
+
+
+@dataclass(frozen=True, eq=False)
+class Batching:
+    """How batches are cut.
+
+    - `leaves`: the tensor leaves of (inputs, targets).
+    - `example`: the signature of the example.
+    - `weight`: how much a microbatch counts, if not all count the same.
+    """
+
+    leaves: tuple[Leaf, ...]
+    example: Signature
     microbatches: int
+    weight: Weight | None
 
     @classmethod
-    def of(cls, inputs: Any, targets: Any, microbatches: int) -> BatchSpec:
-        """The batch of an example; raises `InputError` if it cannot be cut."""
-        leaves, structure = flatten((inputs, targets))
-        for path, leaf in zip(structure.names, leaves, strict=True):
-            if not leaf.dim() or leaf.shape[0] % microbatches or not leaf.shape[0]:
-                raise InputError(
-                    f"{_named(path)}: got shape {list(leaf.shape)}, expected dimension 0 to be divisible by "
-                    f"{microbatches}, the number of microbatches. Pad or cut the batch, or choose another number."
-                )
-        halves = (flatten(inputs)[1], flatten(targets)[1])
-        return cls(structure, halves, tuple(Spec.of(leaf) for leaf in leaves), microbatches)
+    def of(cls, inputs: Any, targets: Any, dims: Any, microbatches: int, weight: Weight | None = None) -> Batching:
+        """How batches like an example are cut; `dims` is a prefix of the tree (inputs, targets).
 
-    def microbatch(self, inputs: Any, targets: Any) -> list[Tensor]:
-        """The leaves of the first microbatch."""
-        leaves, _ = flatten((inputs, targets))
-        return [leaf.narrow(0, 0, len(leaf) // self.microbatches) for leaf in leaves]
-
-    def take(self, inputs: Any, targets: Any, needed: Iterable[int]) -> dict[int, Sequence[Tensor]]:
-        """The microbatches of the `needed` leaves.
-
-        Pass `None` for inputs or targets of which this rank needs nothing. A leaf with other strides than the example's
-        is copied into those. Raises `InputError`, naming the leaf, for
-        what is missing or not as in the example.
+        Raises `InputError` if the example cannot be cut.
         """
-        given: list[Tensor | None] = []
-        for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.halves, strict=True):
-            if tree is None:
-                given += [None] * len(expected.names)
-                continue
-            leaves, structure = flatten(tree)
-            require_same(what, structure, expected)
-            given += leaves
-        return {leaf: self._split(leaf, given[leaf]) for leaf in sorted(set(needed))}
-
-    def _split(self, leaf: int, tensor: Tensor | None) -> Sequence[Tensor]:
-        name, spec = _named(self.structure.names[leaf]), self.specs[leaf]
-        if tensor is None:
-            raise InputError(
-                f"{name}: got nothing, expected {spec}: a stage of this rank reads it. Pass the batch on this rank."
+        tensors, structure = flatten((inputs, targets))
+        home = next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
+        leaves = [
+            Leaf.of(_named(path), tensor, cut, home)
+            for path, tensor, cut in zip(
+                structure.names, tensors, broadcast("batch_dims", dims, structure), strict=True
             )
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype or tensor.device != spec.device:
+        ]
+        cut = [leaf.cut(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
+        halves = flatten(inputs)[1], flatten(targets)[1]
+        example = Signature(tuple(map(Leaf.specs, leaves, cut)), _program(halves), halves)
+        batching = cls(tuple(leaves), example, microbatches, weight)
+        batching._require_pieces(example)
+        return batching
+
+    @property
+    def home(self) -> torch.device:
+        """Where the first tensor is, and what was given on meta."""
+        return self.leaves[0].spec.device if self.leaves else torch.device("cpu")
+
+    @property
+    def scale(self) -> Spec | None:
+        """The spec of a microbatch's scale, if losses are weighted: one more leaf, after all others."""
+        return None if self.weight is None else Spec((), (), torch.float64, self.home)
+
+    @property
+    def without_targets(self) -> bool:
+        """Whether there are no targets, not even an empty tree of them."""
+        return self.example.halves[1].spec == flatten(None)[1].spec
+
+    def split(self, signature: Signature) -> list[Microbatch]:
+        """The microbatches of such batches."""
+        structure = self._structure(signature)
+        columns = [
+            leaf.part_specs(specs, self.microbatches) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)
+        ]
+        scale = () if self.scale is None else (self.scale,)
+        rows = [(*[column[i] for column in columns], *scale) for i in range(self.microbatches)]
+        return [Microbatch(row, signature.program, structure) for row in rows]
+
+    def _structure(self, signature: Signature) -> Structure:
+        trees = [half.unflatten([torch.empty(0, device=META)] * len(half.names)) for half in signature.halves]
+        return flatten((*trees, None if self.weight is None else torch.empty(0, device=META)))[1]
+
+    def cut(self, inputs: Any, targets: Any) -> Batch:
+        """A batch, cut.
+
+        Pass `None` for inputs or targets that are as in the example and of which this rank needs nothing; tensors on
+        meta for those that are not, and of which it needs nothing either. A leaf in another layout is copied. Raises
+        `InputError`, naming the leaf, for what cannot be cut or is not like the example.
+        """
+        halves, given = [], list[Tensor | None]()
+        for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
+            tensors, structure = (None, expected) if tree is None else flatten(tree)
+            require_same_tree(what, structure, expected)
+            halves.append(structure)
+            given += [None] * len(expected.names) if tensors is None else tensors
+        cut = [
+            None if tensor is None else leaf.cut(tensor, self.microbatches)
+            for leaf, tensor in zip(self.leaves, given, strict=True)
+        ]
+        specs = [
+            example if parts is None else leaf.specs(parts)
+            for leaf, parts, example in zip(self.leaves, cut, self.example.leaves, strict=True)
+        ]
+        both = (halves[0], halves[1])
+        signature = Signature(tuple(specs), _program(both), both)
+        self._require_pieces(signature)
+        return Batch(self, signature, tuple(cut))
+
+    def difference(self, signature: Signature) -> str:
+        """What is not as in the example."""
+        for leaf, specs, example in zip(self.leaves, signature.leaves, self.example.leaves, strict=True):
+            if specs != example:
+                got, had = (", ".join(map(str, some)) for some in (specs, example))
+                return f"{leaf.name}: got {got}, where the example has {had}"
+        return f"the batch: got {signature.program} besides tensors, where the example has {self.example.program}"
+
+    def _require_pieces(self, signature: Signature) -> None:
+        """Raise `InputError` unless there are as many pieces as microbatches, and pieces of leaves fit together."""
+        cut = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
+        for leaf, shape in cut:
+            leaf.require_pieces(shape, self.microbatches)
+        sizes = [(leaf, shape[leaf.dim]) for leaf, shape in cut if isinstance(leaf.dim, int)]
+        for leaf, size in sizes:
+            other, another = next(((o, n) for o, n in sizes if n != size), (leaf, size))
+            if size % self.microbatches and another != size:
+                raise InputError(
+                    f"{leaf.name}: got {size} in dimension {leaf.dim}, and {another} in dimension {other.dim} of "
+                    f"{other.name}, expected the same size, or sizes divisible by {self.microbatches}: rows that "
+                    "belong together would not meet. Pad or cut the batch; on a rank that is not given all of it, pass "
+                    "the rest on the meta device, for its shape."
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch that was cut: its signature, and what this process was given of each leaf."""
+
+    batching: Batching
+    signature: Signature
+    known: tuple[tuple[Tensor, ...] | None, ...]
+
+    def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
+        """The microbatches of the `needed` leaves, of all by default, the scale among them.
+
+        Raises `InputError` for what this process was not given.
+        """
+        count = len(self.known) + (self.batching.weight is not None)
+        wanted = sorted(set(range(count) if needed is None else needed))
+        taken = {number: self._parts(number) for number in wanted if number < len(self.known)}
+        if wanted and wanted[-1] == len(self.known):
+            taken[wanted[-1]] = self._scales()
+        return taken
+
+    def _parts(self, number: int) -> Sequence[Tensor]:
+        leaf, known = self.batching.leaves[number], self.known[number]
+        if known is None or any(tensor.device == META for tensor in known):
+            what = "nothing" if known is None else "a tensor on the meta device"
             raise InputError(
-                f"{name}: got {Spec.of(tensor)} on {tensor.device}, expected {spec} on {spec.device}, as in the "
-                "example that pipeline() was given. Convert it, or build another pipeline for this batch."
+                f"{leaf.name}: got {what}, expected {leaf.spec} with values: a stage of this rank reads it. Pass the "
+                "batch on this rank."
             )
-        return torch.split(spec.like(tensor.detach()), spec.shape[0] // self.microbatches)
+        return leaf.parts(known, self.batching.microbatches)
+
+    def _scales(self) -> list[Tensor]:
+        """A tensor for each microbatch, by which its loss is multiplied."""
+        weight, spec = self.batching.weight, self.batching.scale
+        assert weight is not None
+        assert spec is not None
+        return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in scales(weight, self._given())]
+
+    def _given(self) -> Iterable[tuple[Any, Any]]:
+        """Inputs and targets of each microbatch, as far as they were given."""
+        batching = self.batching
+        columns = [
+            None if known is None else leaf.parts(known, batching.microbatches)
+            for leaf, known in zip(batching.leaves, self.known, strict=True)
+        ]
+        first, second = self.signature.halves
+        split = len(first.names)
+        for i in range(batching.microbatches):
+            leaves = [None if column is None else column[i] for column in columns]
+            yield _tree(first, leaves[:split]), _tree(second, leaves[split:])
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """A leaf of all microbatches: joined along dimension 0, stacked if it has none."""
-    return torch.cat(tuple(parts)) if parts[0].dim() else torch.stack(tuple(parts))
+def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:
+    """Inputs or targets of a microbatch, or `None` if they were not given."""
+    return None if leaves and leaves[0] is None else half.unflatten(leaves)
+
+
+def _program(halves: tuple[Structure, Structure]) -> str:
+    return repr([[value for _, value in half.constants] for half in halves])
 
 
 def _named(path: str) -> str:

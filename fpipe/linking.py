@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from fpipe.executor import Instruction, Linked, StageLike, Transfer
@@ -21,16 +22,23 @@ from fpipe.transport.contract import Message, Route, message
 from schedules import KINDS, Action, Placement
 
 BEFORE, COMPUTE, AFTER = range(3)
+NONE: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})
 
 Group: TypeAlias = list[tuple[int, Action]]
 
 
-def link(actions: Iterable[Action], stages: Mapping[int, StageLike], placement: Placement) -> Linked:
+def link(
+    actions: Iterable[Action],
+    stages: Mapping[int, StageLike],
+    placement: Placement,
+    uneven: Mapping[int, Mapping[int, StageLike]] = NONE,
+) -> Linked:
     """One rank's program, linked to its stages; it depends on neither parameters nor data.
 
-    Gradients of shared parameters are taken at the end, since nobody on the rank waits for them.
+    `uneven` are the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken at
+    the end, since nobody on the rank waits for them.
     """
-    linker = _Linker(stages, placement)
+    linker = _Linker(stages, placement, uneven)
     program = [linker.instruction(group) for group in _groups(actions)]
     return Linked(tuple(stages), tuple(linker.channels), (*program, *linker.final))
 
@@ -75,14 +83,16 @@ def channel(placement: Placement, carried: Message) -> Route:
 class _Linker:
     """Numbers messages and channels, and says what each action takes, makes and posts.
 
+    - `uneven`: by microbatch, stages and specs where its shapes are not those of most.
     - `partials`: per stage, gradients of its other replica, for its `G`.
     - `final`: instructions that take what no action waits for.
     """
 
-    def __init__(self, stages: Mapping[int, StageLike], placement: Placement) -> None:
-        self.stages, self.placement = stages, placement
-        self.specs = {edge: specs for s, stage in stages.items() for edge, specs in _edges(s, stage)}
-        self.specs |= {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
+    def __init__(
+        self, stages: Mapping[int, StageLike], placement: Placement, uneven: Mapping[int, Mapping[int, StageLike]]
+    ) -> None:
+        self.usual, self.placement = (stages, _specs(stages)), placement
+        self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
         self.numbers = defaultdict[Message, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)
@@ -99,20 +109,25 @@ class _Linker:
             if other.kind == "RECV_G":
                 self._received(position, other)
         taken, made = self._carried(action)
-        stage, handler = self.stages[action.stage], HANDLERS[action.kind] if _phase(action) == COMPUTE else nothing
+        stage, handler = self._stage(action), HANDLERS[action.kind] if _phase(action) == COMPUTE else nothing
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
+    def _stage(self, action: Action) -> StageLike:
+        stages, _ = self.uneven.get(action.microbatch, self.usual)
+        return stages[action.stage]
+
     def _posted(self, action: Action) -> Transfer:
-        name = what, source, _, target = message(action)
+        name = what, source, i, target = message(action)
+        _, specs = self.uneven.get(i, self.usual)
         route = self.channels[channel(self.placement, name)]
-        return Transfer(self.numbers[name], route, name, self.specs[what, source, target])
+        return Transfer(self.numbers[name], route, name, specs[what, source, target])
 
     def _received(self, position: int, action: Action) -> None:
         number = self.numbers[message(action)]
         if action.peer == action.stage:
             self.partials[action.stage].append(number)
         else:
-            stage, handler = self.stages[action.stage], HANDLERS["RECV_G"]
+            stage, handler = self._stage(action), HANDLERS["RECV_G"]
             self.final.append(Instruction(position, action, stage, handler, (), (), (number,), (), ()))
 
     def _carried(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
@@ -122,7 +137,7 @@ class _Linker:
             return self.partials.pop(s, []), ()
         if kind == "SEND_G":
             return [], ((self.numbers[message(action)], slice(None)),)
-        what, stage = KINDS[kind].crosses if kind in KINDS else "", self.stages[s]
+        what, stage = KINDS[kind].crosses if kind in KINDS else "", self._stage(action)
         if not what:
             return [], ()
         sources, targets = (stage.gets, stage.gives) if what == "F" else (stage.pulled_by, stage.pulls)
@@ -131,6 +146,12 @@ class _Linker:
             made.append((self.numbers[what, s, i, peer], slice(start, start + len(specs))))
             start += len(specs)
         return [self.numbers[what, peer, i, s] for peer, _ in sources], tuple(made)
+
+
+def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int], tuple[Any, ...]]:
+    """Specs of what crosses edges, by what and the stages at both ends; replicas exchange all gradients of a stage."""
+    specs = {edge: carried for s, stage in stages.items() for edge, carried in _edges(s, stage)}
+    return specs | {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
 
 
 def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:

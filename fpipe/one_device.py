@@ -29,18 +29,22 @@ def one_device(
     plan: Plan,
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    batch: Sequence[Tensors],
+    batch: Mapping[int, Sequence[Tensor]],
     keys: Sequence[int],
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
-    """Run all microbatches one after the other: results of each, the final buffers, and gradients by name."""
+    """Run all microbatches one after the other: results of each, the final buffers, and gradients by name.
+
+    `batch` has the microbatches of each leaf.
+    """
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
     stated = {name: iter(by_stage) for name, by_stage in orders(plan).items()}
     sums = [ReplicaSum(next(stated[name])) for name in whole.grads]
     results = {}
-    for i, inputs in enumerate(batch):
-        results[i], state, residuals = whole.forward(leaves, state, inputs, keys[i])
-        _, grads = whole.backward(residuals, ())
+    for i, cut in enumerate(plan.assemblies):
+        inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
+        results[i], state, residuals = cut.whole.forward(leaves, state, inputs, keys[i])
+        _, grads = cut.whole.backward(residuals, ())
         for terms, grad in zip(sums, grads, strict=True):
             terms.add(i, grad)
     totals = defaultdict[str, list[Tensor]](list)

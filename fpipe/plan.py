@@ -2,69 +2,80 @@
 """The pipeline: a model, a loss, a schedule and a partition, bound together and checked; nothing runs yet.
 
 A `Pipeline` holds no parameters. From its model's skeleton it makes *plans*: the model captured in train or eval mode,
-with or without loss and outputs, cut into stages, and the program that drives them. A plan is made once and kept.
+with or without loss and outputs, for batches of one signature, cut into stages, and the program that drives them.
+
+A microbatch of other shapes is captured on its own: the last one of a batch that does not divide evenly, say. What was
+captured, and a plan, are made once and kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fpipe import partition, random
+from fpipe import random
+from fpipe.agreement import require_alike
 from fpipe.assembly import Assembly, assemble
+<<<<<<< /tmp/w/headf
 from fpipe.batch import BatchSpec
 from fpipe.calls import Calls
 from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import evaluation
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.validity import name_of, require_valid
+=======
+from fpipe.batch import Batch, Signature
+from fpipe.capture.contract import Captured
+from fpipe.capture.modules import as_module
+from fpipe.captures import Captures
+>>>>>>> fpipe/plan.py
 from fpipe.description import describe
-from fpipe.errors import CutError
+from fpipe.errors import CutError, InputError, PipelineError
 from fpipe.executor import Execution, Inputs, Linked, Outcome
+<<<<<<< /tmp/w/headf
 from fpipe.initialisation import Initialiser, initialised, reset_parameters
+=======
+from fpipe.joining import Joining
+>>>>>>> fpipe/plan.py
 from fpipe.linking import link
 from fpipe.loading import Source, loaded
 from fpipe.recording import spans_of
 from fpipe.spec import Spec
 from fpipe.stage import Stage
 from fpipe.transport.contract import Ranks, Transport
+from fpipe.variant import TRAINING, Variant
 from schedules import Placement, Program, Schedule, Span, check, forwards, lower
-
-Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a plan is for: training or evaluation, with the loss or not, with the outputs or not."""
-
-    training: bool
-    loss: bool
-    outputs: bool
-
-
-TRAINING = Variant(training=True, loss=True, outputs=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Stages, the program that drives them, and what this process must be given for it.
 
+    - `assemblies`: per microbatch, the model cut into stages; the same object where shapes are the same.
     - `ranks`: the ranks of this process.
-    - `batch`: the batch to be given; `outputs`: whether the model's outputs are asked for.
+    - `joining`: how the model's outputs are put together; `None` if they are not asked for.
     """
 
-    assembly: Assembly
+    assemblies: tuple[Assembly, ...]
     program: Program
     ranks: tuple[int, ...]
-    batch: BatchSpec
-    outputs: bool
+    joining: Joining | None
+
+    @property
+    def assembly(self) -> Assembly:
+        """That of the first microbatch."""
+        return self.assemblies[0]
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where random numbers are drawn."""
+        return tuple(dict.fromkeys(device for cut in dict.fromkeys(self.assemblies) for device in cut.devices))
 
     @cached_property
     def held(self) -> tuple[Stage, ...]:
@@ -95,36 +106,42 @@ class Plan:
         held = {name for stage in self.held for name in names(stage)}
         return {name: spec for name, spec in specs.items() if name in held}
 
-    def stages_on(self, rank: int) -> dict[int, Stage]:
-        """The stages of `rank`, by index."""
-        return {s: self.assembly.stages[s] for s in self.placement.stages_on(rank)}
-
     @cached_property
     def linked(self) -> Mapping[int, Linked]:
         """For each rank of this process, its lowered program linked to its stages."""
-        placement = self.placement
-        return {rank: link(self.program.actions(rank), self.stages_on(rank), placement) for rank in self.ranks}
+        return {rank: self._linked(rank) for rank in self.ranks}
+
+    def _linked(self, rank: int) -> Linked:
+        homes = self.placement.stages_on(rank)
+        uneven = {
+            i: {s: cut.stages[s] for s in homes} for i, cut in enumerate(self.assemblies) if cut is not self.assembly
+        }
+        usual = {s: self.assembly.stages[s] for s in homes}
+        return link(self.program.actions(rank), usual, self.placement, uneven)
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
 
-    `ranks` says which pipeline ranks this process runs: one of them under torch.distributed, else all. `summed` are the
-    parameters whose gradients are summed over stages.
+    - `captures`: the model, what is computed of it, and how batches and it are cut.
+    - `output_dims`: how outputs are joined.
+    - `ranks`: which pipeline ranks this process runs: one of them under torch.distributed, else all.
+    - `summed`: the parameters whose gradients are summed over stages.
     """
 
     schedule: Schedule
-    model: nn.Module
-    loss: Loss
-    example: tuple[Any, Any]
-    front_end: FrontEnd
-    cuts: partition.Cuts
+    captures: Captures
+    output_dims: Any
     ranks: Ranks
     summed: frozenset[str] = frozenset()
-    plans: dict[Variant, Plan] = field(default_factory=dict)
-    captures: dict[Variant, Cut] = field(default_factory=dict)
-    connections: dict[Variant, None] = field(default_factory=dict)
+    plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
+    connections: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without its tensors."""
+        return self.captures.model
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -138,71 +155,75 @@ class Pipeline:
 
     @property
     def training(self) -> Plan:
-        """The plan for loss and gradients."""
+        """The plan for loss and gradients of a batch like the example."""
         return self.plan(TRAINING)
 
-    def plan(self, variant: Variant) -> Plan:
-        """The plan for a variant, made at its first use."""
-        if variant not in self.plans:
-            with random.preserved([torch.device("cpu")]):  # a model may seed by itself
-                self.plans[variant] = self._plan(variant)
-        return self.plans[variant]
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the loss is a function of outputs alone."""
+        return self.captures.batchings[True].without_targets
 
-    def _plan(self, variant: Variant) -> Plan:
-        captured, positions = self._captured(replace(variant, outputs=True))
-        assembly = assemble(captured, positions, variant.outputs, self.schedule.placement, self.summed)
-        schedule = self.schedule
+    def batch(self, inputs: Any, targets: Any, loss: bool = True) -> Batch:
+        """A batch, cut for a plan with this loss or without one."""
+        return self.captures.batchings[loss].cut(inputs, targets)
+
+    def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
+        """The plan for a variant and batches of a signature, the example's by default; made at its first use.
+
+        Raises `InputError` if the model cannot take a batch that is not like the example.
+        """
+        batching = self.captures.batchings[variant.loss]
+        what = variant, batching.example if signature is None else signature
+        if what not in self.plans:
+            try:
+                with random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                    self.plans[what] = self._plan(*what)
+            except PipelineError as error:
+                if what[1] == batching.example:
+                    raise
+                raise InputError(
+                    f"{batching.difference(what[1])}, expected a batch that the model can take, cut as the example is. "
+                    f"The pipeline for this one fails: {error}"
+                ) from error
+        return self.plans[what]
+
+    def _plan(self, variant: Variant, signature: Signature) -> Plan:
+        microbatches = self.captures.batchings[variant.loss].split(signature)
+        made = {
+            one: assemble(*self.captures.of(variant, one), variant.outputs, self.schedule.placement, self.summed)
+            for one in dict.fromkeys(microbatches)
+        }
+        assemblies = tuple(made[one] for one in microbatches)
+        require_alike(assemblies)
+        schedule, graph = self.schedule, assemblies[0].graph
         if variant.training:
-            check(schedule, assembly.graph)
+            check(schedule, graph)
         else:
             schedule = forwards(schedule)
-        for stage in assembly.stages:
+        for stage in assemblies[0].stages:
             _require_one_state(stage, schedule.placement.replicas(stage.index))
-        return Plan(assembly, lower(schedule, assembly.graph), self.ranks.ranks, self.batch(variant), variant.outputs)
+        joining = _joining(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
+        return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining)
 
-    def connected(self, variant: Variant) -> Plan:
-        """The plan for a variant, its channels ready; every rank must ask for the same ones in the same order."""
-        plan = self.plan(variant)
-        if variant not in self.connections:
-            captured, positions = self._captured(replace(variant, outputs=True))
-            cut = f"model {_fingerprint(captured, plan)} cut before units {list(positions)} of {len(captured.units)}"
-            stages = "; ".join(map(str, plan.assembly.stages))
-            what = f"{variant} of {plan.program.schedule!r}, {cut}, with {stages}"
-            self.ranks.prepare(what, plan.program.channels)
-            self.connections[variant] = None
+    def connected(self, variant: Variant, signature: Signature | None = None) -> Plan:
+        """The plan, its channels ready; every rank must ask for the same ones in the same order."""
+        plan = self.plan(variant, signature)
+        what = variant, self.captures.batchings[variant.loss].example if signature is None else signature
+        if what not in self.connections:
+            self.ranks.prepare(self._description(plan, *what), plan.program.channels)
+            self.connections[what] = None
         return plan
 
-    def _captured(self, variant: Variant) -> Cut:
-        """The model as its front end sees it, and where it is cut; made once for with and without outputs."""
-        if variant not in self.captures:
-            self.captures[variant] = self._capture(variant)
-        return self.captures[variant]
-
-    def _capture(self, variant: Variant) -> Cut:
-        loss = self.loss if variant.loss else None
-        inputs, targets = self.example
-        parts = self.batch(variant).microbatch(inputs, targets if variant.loss else None)
-        with nullcontext() if variant.training else evaluation(self.model):
-            objective = Objective(loss, self.batch(variant).structure, self.schedule.microbatches)
-            captured = self.front_end(self.model, objective, parts)
-        require_valid(captured, name_of(self.front_end), self.model, objective, parts)
-        captured = captured if variant.training and self.schedule.backward else replace(captured, backward=False)
-        return captured, self._positions(variant, captured)
-
-    def _positions(self, variant: Variant, captured: Captured) -> tuple[int, ...]:
-        """Where to cut; in every variant at the same modules as in training, so that ranks hold the same."""
-        training = replace(TRAINING, outputs=True)
-        if variant == training:
-            return self.cuts.positions(captured, self.model)
-        known, positions = self._captured(training)
-        what = "in training" if variant.training else "in eval mode"
-        calls = Calls.of(known, self.model), Calls.of(captured, self.model)
-        return partition.followed(calls[0], positions, calls[1], what)
-
-    def batch(self, variant: Variant) -> BatchSpec:
-        """The batch that a plan for this variant takes."""
-        inputs, targets = self.example
-        return BatchSpec.of(inputs, targets if variant.loss else None, self.schedule.microbatches)
+    def _description(self, plan: Plan, variant: Variant, signature: Signature) -> str:
+        """What must be the same on every rank."""
+        microbatches = self.captures.batchings[variant.loss].split(signature)
+        cuts = []
+        for one, assembly in dict(zip(microbatches, plan.assemblies, strict=True)).items():
+            captured, positions = self.captures.of(variant, one)
+            cut = f"cut before units {list(positions)} of {len(captured.units)}"
+            stages = "; ".join(map(str, assembly.stages))
+            cuts.append(f"model {_fingerprint(captured, assembly)} {cut}, with {stages}")
+        return f"{variant} of {plan.program.schedule!r}, {'; '.join(cuts)}, for batches of {signature}"
 
     def init(
         self, source: Source, *, fill: Initialiser | None = None, strict: bool = True
@@ -294,7 +315,7 @@ class Pipeline:
             recorded = None if record is None else spans_of(rank, record)
             return Execution(plan.linked[rank], transport, inputs, recorded)
 
-        with random.preserved(plan.assembly.devices):
+        with random.preserved(plan.devices):
             return self.ranks.run(execution)
 
     def __str__(self) -> str:
@@ -312,12 +333,18 @@ def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
         )
 
 
-def _fingerprint(captured: Captured, plan: Plan) -> str:
+def _joining(assemblies: Sequence[Assembly], dims: Any, first: int) -> Joining:
+    """How the outputs are joined, which are the results from number `first` on."""
+    columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
+    return Joining.of(assemblies[0].captured.structure, dims, list(columns))
+
+
+def _fingerprint(captured: Captured, assembly: Assembly) -> str:
     """A digest of what a model does and of what crosses its cuts, whatever its values and devices; ranks compare it."""
     units = [(unit.path, unit.does, unit.reads, unit.makes) for unit in captured.units]
     specs = [
         (port.peer, spec.shape, spec.stride, str(spec.dtype))
-        for stage in plan.assembly.stages
+        for stage in assembly.stages
         for port in (*stage.gives, *stage.pulls, *stage.shares)
         for spec in port.specs
     ]

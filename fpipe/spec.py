@@ -12,7 +12,7 @@ Idea. Metadata are a frozen value, found once with fake tensors. `Spec.pack` lay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -42,6 +42,21 @@ class Spec:
     def of(cls, tensor: Tensor) -> Spec:
         """The metadata of `tensor`."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def sized(self, shape: tuple[int, ...]) -> Spec:
+        """Another shape, with the dimensions in the same order of memory, and without gaps.
+
+        >>> Spec.of(torch.zeros(2, 3).t()).sized((5, 4)).stride
+        (1, 5)
+        """
+        if shape == self.shape:
+            return self
+        rows = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+        order = range(len(shape)) if rows else self._order
+        stride, size = [0] * len(shape), 1
+        for dim in reversed(order):
+            stride[dim], size = size, size * max(1, shape[dim])
+        return replace(self, shape=shape, stride=tuple(stride))
 
     def like(self, tensor: Tensor) -> Tensor:
         """`tensor`, copied into this layout if it has another.

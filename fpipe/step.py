@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe import random
-from fpipe.batch import join
+from fpipe.batch import Batch
 from fpipe.capture.contract import Tensors
 from fpipe.errors import InputError
 from fpipe.executor import Inputs, Outcome
@@ -27,9 +27,10 @@ State: TypeAlias = dict[str, Tensor]
 class Step(NamedTuple):
     """What a step computed.
 
-    - `loss`: the sum over microbatches of loss / M, on every rank; `None` where no loss was asked for.
-    - `outputs`: what the model returned, joined along dimension 0 in microbatch order, on the ranks of the last stage
-      and if asked for; `None` elsewhere.
+    - `loss`: the sum over microbatches of loss / M, or of loss times its share of the weight, on every rank; `None`
+      where no loss was asked for.
+    - `outputs`: what the model returned, joined in microbatch order, on the ranks of the last stage and if asked for;
+      `None` elsewhere.
     - `buffers`: this process's buffers after the step.
     """
 
@@ -38,23 +39,24 @@ class Step(NamedTuple):
     buffers: State
 
 
-def scatter(plan: Plan, params: State, buffers: State, batch: tuple[Any, Any], seed: int | None) -> Inputs:
+def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int | None) -> Inputs:
     """What the executor takes, for the stages of this process; raises `InputError` for what is missing or wrong."""
     held = plan.held
     require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], {**params, **buffers})
-    leaves = plan.batch.take(*batch, needed=[leaf for stage in held for leaf in stage.batch])
-    parts = {stage.index: list(zip(*[leaves[leaf] for leaf in stage.batch], strict=True)) for stage in held}
+    read = {stage.index: [cut.stages[stage.index].batch for cut in plan.assemblies] for stage in held}
+    leaves = batch.take({leaf for rows in read.values() for row in rows for leaf in row})
+    parts = {s: [tuple([leaves[leaf][i] for leaf in row]) for i, row in enumerate(rows)] for s, rows in read.items()}
     return Inputs(
         params={stage.index: stage.leaves(params) for stage in held},
         buffers={stage.index: tuple(buffers[name] for name in stage.buffers) for stage in held},
-        batch=lambda stage, i: parts[stage][i] if parts[stage] else (),
+        batch=lambda stage, i: parts[stage][i],
         keys=keys(plan, seed),
     )
 
 
 def keys(plan: Plan, seed: int | None) -> list[int]:
     """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed."""
-    if seed is None and plan.assembly.devices:
+    if seed is None and plan.devices:
         raise InputError(
             "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
         )
@@ -79,13 +81,13 @@ def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: S
 
 def _exchanged(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict[int, Tensors]:
     """The results of every microbatch, where each replica of the last stage has some of them."""
-    last = plan.assembly.stages[-1]
+    lasts = [cut.stages[-1] for cut in plan.assemblies]
     return {
         i: tuple(
             ranks.share(results[i][k] if i in results else None, spec, plan.placement.home(last.index, i))
             for k, spec in enumerate(last.results)
         )
-        for i in range(plan.program.schedule.microbatches)
+        for i, last in enumerate(lasts)
     }
 
 
@@ -115,6 +117,6 @@ def joined(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, A
     if plan.assembly.captured.loss is not None:
         first, *rest = columns.pop(0)
         loss = sum(rest, start=first)
-    if not plan.outputs:
+    if plan.joining is None:
         return loss, None
-    return loss, plan.assembly.captured.structure.unflatten([join(column) for column in columns])
+    return loss, plan.joining.join(columns)

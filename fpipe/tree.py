@@ -135,8 +135,30 @@ def _torchs(flat: Any) -> Any:
     return flattened
 
 
-def require_same(what: str, got: Structure, expected: Structure) -> None:
-    """Raise `InputError`, naming the leaf, unless two trees differ in nothing but their tensors."""
+def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
+    """What `prefix` says of each tensor of a tree; in it, `None` is a leaf.
+
+    Raises `InputError` if it is no prefix of the tree. `what` says whose leaves they are.
+
+    >>> _, structure = flatten(({"x": torch.ones(1), "y": [torch.ones(2), None]}, torch.ones(3), 4))
+    >>> broadcast("dims", ({"x": 1, "y": None}, 0, 0), structure)
+    [1, None, 0]
+    """
+    tensor = object()
+    tree = structure.unflatten([tensor] * len(structure.names))
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    try:
+        said = optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=NAMESPACE)
+    except ValueError as error:
+        raise InputError(
+            f"{what}: got {prefix!r}, expected a value for all of {structure.spec}, or a tree of values that begins as "
+            f"this one does: {error} Give a value for each argument."
+        ) from error
+    return [value for leaf, value in zip(leaves, said, strict=True) if leaf is tensor]
+
+
+def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
+    """Raise `InputError` unless two trees differ in nothing but their leaves, with tensors at the same places."""
     if got.spec != expected.spec or [i for i, _ in got.constants] != [i for i, _ in expected.constants]:
         missing = [path for path in expected.names if path not in got.names]
         surplus = [path for path in got.names if path not in expected.names]
@@ -145,6 +167,11 @@ def require_same(what: str, got: Structure, expected: Structure) -> None:
             f"at {list(expected.names)} (missing {missing}, unexpected {surplus}). Pass the structure that "
             "pipeline() was given as its example."
         )
+
+
+def require_same(what: str, got: Structure, expected: Structure) -> None:
+    """Raise `InputError`, naming the leaf, unless two trees differ in nothing but their tensors."""
+    require_same_tree(what, got, expected)
     for (leaf, value), (_, wanted) in zip(got.constants, expected.constants, strict=True):
         if type(value) is not type(wanted) or (value != wanted and repr(value) != repr(wanted)):  # nan equals nan
             raise InputError(

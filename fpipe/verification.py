@@ -7,17 +7,18 @@ and with the user's own module run eagerly, forward and `.backward()`, in a plai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fpipe.batch import BatchSpec, join
-from fpipe.capture.losses import Loss, call_model, scaled_loss
+from fpipe.capture.losses import Objective
 from fpipe.errors import MismatchError
+from fpipe.joining import Joining
 from fpipe.one_device import Orders, ReplicaSum
+from fpipe.spec import Spec
 from fpipe.tree import flatten, same_bits
 
 
@@ -35,23 +36,24 @@ class Computed(NamedTuple):
 
 
 def eagerly(
-    model: nn.Module, loss: Loss, spec: BatchSpec, inputs: Any, targets: Any, orders: Mapping[str, Orders]
+    model: nn.Module,
+    objective: Objective,
+    batch: Mapping[int, Sequence[Tensor]],
+    orders: Mapping[str, Orders],
+    joining: Joining | None,
 ) -> Computed:
     """The user's module itself in a plain microbatch loop on one device; its gradients and buffers are put back.
 
-    Gradients are added in these orders, by parameter; of other parameters, as they come.
+    `batch` has the microbatches of each leaf. Gradients are added in these orders, by parameter; of others as they
+    come.
     """
-    tensors, structure = flatten((inputs, targets))
-    inputs, targets = structure.unflatten([tensor.detach().clone() for tensor in tensors])  # the model may modify them
-    parts = spec.take(inputs, targets, range(len(spec.specs)))
     losses, columns = [], []
     sums = {name: ReplicaSum(order) for name, order in orders.items()}
     reached = set[str]()
     with _put_back(model):
-        for i in range(spec.microbatches):
-            tree, wanted = spec.structure.unflatten([parts[leaf][i] for leaf in range(len(parts))])
-            outputs = call_model(model, tree)
-            value = scaled_loss(loss, outputs, wanted, spec.microbatches)
+        for i in range(objective.microbatches):
+            value, outputs = objective(model, [_copy(parts[i]) for _, parts in sorted(batch.items())])
+            assert value is not None, "there is a loss"
             if value.requires_grad:
                 torch.autograd.backward(value)
             for name, p in model.named_parameters():
@@ -59,15 +61,20 @@ def eagerly(
                     reached |= {name} if p.grad is not None else set()
                     sums[name].add(i, torch.zeros_like(p) if p.grad is None else p.grad)
                     p.grad = None
-            leaves, structure = flatten(outputs, opaque=True)
+            leaves, _ = flatten(outputs, opaque=True)
             losses.append(value.detach())
             columns.append([leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {name: sums[name].total() for name in reached}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    joined = structure.unflatten([join(column) for column in zip(*columns, strict=True)])
-    outputs = None if structure.opaque else joined
-    return Computed(sum(losses[1:], start=losses[0]), outputs, grads, buffers)
+    joined = None if joining is None else joining.join(list(zip(*columns, strict=True)))
+    return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The same in memory of its own, in the same layout: the model may modify it."""
+    spec = Spec.of(tensor)
+    return spec.unpack(spec.pack(tensor).clone())
 
 
 @contextmanager

@@ -17,7 +17,7 @@ Step TransportError Verification VocabularyError evaluate pipeline reference saf
 SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule *targets=None *cuts=None *stages=None *unsplittable=() *capture='trace' "
-        "*tied='exact' *group=None"
+        "*tied='exact' *batch_dims=0 *output_dims=0 *weight=None *group=None"
     ),
     "value_and_grad": "pipe outputs=False record=None",
     "evaluate": "pipe",

@@ -93,7 +93,7 @@ def test_the_first_forward_keeps_nothing():
     layers = [nn.Linear(WIDTH, WIDTH), watched, nn.Linear(WIDTH, WIDTH), watched, nn.Linear(WIDTH, WIDTH)]
     one = one_f_one_b(ranks=1, microbatches=1)
     pipe = fpipe.pipeline(layers, example=(x,), targets=y, loss=mse, schedule=one, capture="modules")
-    inputs = scatter(pipe.training, *pipe.init(layers), ((x,), y), None)
+    inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch((x,), y), None)
     stage, given = pipe.stages[0], (inputs.params[0], inputs.buffers[0], inputs.batch(0, 0), inputs.keys[0])
     made.clear()
     outputs, buffers, residuals = stage.forward(*given)

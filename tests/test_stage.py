@@ -25,7 +25,7 @@ def chain(name, capture="export"):
     """The stages of a case in order, each with what it is given for the first microbatch."""
     pipe, model, inputs, targets = build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
     params, buffers = pipe.init(model)
-    batch = pipe.training.batch.take(inputs, targets, range(len(pipe.training.batch.specs)))
+    batch = pipe.batch(inputs, targets).take()
     crossing = {}
     for stage in pipe.stages:
         given = tuple(batch[leaf][0] for leaf in stage.batch)

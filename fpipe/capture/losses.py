@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model and its loss as one function of flat tensors, so that the loss belongs to the last stage.
 
-The loss of a microbatch is divided by their number before anything else happens to it, inside the captured program;
-so the sum over microbatches is the loss of the step, and no stage is special to the executor.
+The loss of a microbatch is divided by their number, or multiplied by its share of what all microbatches count, before
+anything else happens to it, inside the captured program; so the sum over microbatches is the loss of the step, and no
+stage is special to the executor. The share is one more leaf of the batch.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     )
 
 
-def scaled_loss(loss: Loss, outputs: Any, targets: Any, microbatches: int) -> Tensor:
-    """`loss(outputs, targets) / microbatches`, or of outputs alone where targets are `None`; must be a scalar."""
+def scaled_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, microbatches: int) -> Tensor:
+    """`loss(outputs, targets)`, or of outputs alone where targets are `None`, as a part of the step's; a scalar."""
     value = loss(outputs) if targets is None else loss(outputs, targets)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         got = f"a tensor of shape {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)
@@ -40,7 +41,7 @@ def scaled_loss(loss: Loss, outputs: Any, targets: Any, microbatches: int) -> Te
             f"loss: got {got}, expected a floating-point scalar tensor. Reduce it, for example by .mean(), and return "
             "nothing else."
         )
-    return value / microbatches
+    return value / microbatches if scale is None else value * scale.to(value.dtype)
 
 
 def without_parameters(loss: Loss | None) -> None:
@@ -55,9 +56,10 @@ def without_parameters(loss: Loss | None) -> None:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is computed for one microbatch: the model, then its loss divided by the number of microbatches.
+    """What is computed for one microbatch: the model, then its loss as a part of the step's.
 
-    `batch` is the tree of (inputs, targets).
+    `batch` is the tree of (inputs, targets, scale); the loss is multiplied by the scale, or divided by the number of
+    microbatches if that is `None`.
     """
 
     loss: Loss | None
@@ -65,11 +67,13 @@ class Objective:
     microbatches: int
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
-        """`(loss / M, outputs)` of the tensor leaves of (inputs, targets); without a loss, `None` in its place."""
+        """`(scaled loss, outputs)` of the tensor leaves of `batch`; without a loss, `None` in its place."""
         return self.of(model, self.batch.unflatten(list(leaves)))
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
-        """The same of the tree (inputs, targets)."""
-        inputs, targets = batch
+        """The same of the tree (inputs, targets, scale)."""
+        inputs, targets, scale = batch
         outputs = call_model(model, inputs)
-        return None if self.loss is None else scaled_loss(self.loss, outputs, targets, self.microbatches), outputs
+        if self.loss is None:
+            return None, outputs
+        return scaled_loss(self.loss, outputs, targets, scale, self.microbatches), outputs

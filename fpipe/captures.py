@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model as its front end sees it, for train and eval mode and for the shapes of every kind of microbatch.
+
+A program is specialised to the shapes of one microbatch. So each kind is captured on its own, once: the example's, a
+smaller last one, those of later batches. All are cut at the same modules, so that ranks hold the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from fpipe import partition
+from fpipe.batch import Batching, Microbatch
+from fpipe.calls import Calls
+from fpipe.capture.contract import Captured, FrontEnd
+from fpipe.capture.fake import evaluation, fake_mode
+from fpipe.capture.losses import Loss, Objective
+from fpipe.capture.validity import name_of, require_valid
+from fpipe.variant import TRAINING, Variant
+
+Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
+"""A captured model, and the units before which a new stage begins."""
+
+
+@dataclass(frozen=True, eq=False)
+class Captures:
+    """A model's captures, made at their first use.
+
+    - `model`: its skeleton.
+    - `batchings`: how batches are cut, with the loss and without.
+    - `backward`: whether gradients are ever computed.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batchings: Mapping[bool, Batching]
+    front_end: FrontEnd
+    cuts: partition.Cuts
+    backward: bool
+    made: dict[tuple[Variant, Microbatch], Cut] = field(default_factory=dict)
+
+    def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
+        """The model captured for a microbatch, and where it is cut; the same with and without outputs."""
+        what = replace(variant, outputs=True), microbatch
+        if what not in self.made:
+            captured = self._capture(*what)
+            self.made[what] = captured, self._positions(captured, *what)
+        return self.made[what]
+
+    def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
+        """What is computed for such a microbatch."""
+        loss = self.loss if variant.loss else None
+        return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches)
+
+    def _capture(self, variant: Variant, microbatch: Microbatch) -> Captured:
+        with fake_mode():
+            leaves = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in microbatch.leaves]
+        objective = self.objective(variant, microbatch)
+        with nullcontext() if variant.training else evaluation(self.model):
+            captured = self.front_end(self.model, objective, leaves)
+        require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
+        return captured if variant.training and self.backward else replace(captured, backward=False)
+
+    def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
+        """Where to cut: at the same modules as for the example's first microbatch in training."""
+        batching, training = self.batchings[True], replace(TRAINING, outputs=True)
+        first = batching.split(batching.example)[0]
+        if (variant, microbatch) == (training, first):
+            return self.cuts.positions(captured, self.model)
+        known, positions = self.of(training, first)
+        what = f"{'in training' if variant.training else 'in eval mode'} with microbatches of {microbatch}"
+        return partition.followed(Calls.of(known, self.model), positions, Calls.of(captured, self.model), what)

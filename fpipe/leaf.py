@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor leaf of the batch, and how it is cut into microbatches.
+
+On a dimension: pieces of one size, the last one smaller where the number of microbatches does not divide the size, as
+`torch.chunk` cuts. Not at all: every microbatch gets the whole leaf. Or by a function of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.spec import Spec
+
+Dim: TypeAlias = int | Callable[[Tensor, int], Sequence[Tensor]] | None
+"""A dimension, `None` for the whole leaf, or a function of the leaf and the number of microbatches."""
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf as it is in the example: its name, its spec, and how it is cut.
+
+    What is known of a leaf in a batch is one tensor, or its microbatches where a function cuts it.
+    """
+
+    name: str
+    spec: Spec
+    dim: Dim
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, dim: object, home: torch.device) -> Leaf:
+        """The leaf of which `tensor` is an example; one on meta will be on `home`."""
+        spec = replace(Spec.of(tensor), device=home if tensor.device == META else tensor.device)
+        if dim is not None and not callable(dim):
+            rank = len(spec.shape)
+            if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
+                raise InputError(
+                    f"{name}: got shape {list(spec.shape)} to be cut on dimension {dim!r}, expected one of its "
+                    f"{rank} dimensions. Say in batch_dims which one, None to give every microbatch the whole leaf, or "
+                    "a function (leaf, microbatches) -> tensors."
+                )
+            dim %= rank
+        return cls(name, spec, dim)
+
+    def cut(self, tensor: Tensor, microbatches: int) -> tuple[Tensor, ...]:
+        """What is known of `tensor`, laid out as the example is; raises `InputError` if it is another kind of leaf."""
+        spec = self.spec
+        if tensor.dtype != spec.dtype or tensor.device not in (spec.device, META) or tensor.dim() != len(spec.shape):
+            raise InputError(
+                f"{self.name}: got {Spec.of(tensor)} on {tensor.device}, expected {spec} on {spec.device}, as in the "
+                "example that pipeline() was given; sizes may differ. Convert it, or build another pipeline for this "
+                "batch."
+            )
+        spec = replace(spec.sized(tuple(tensor.shape)), device=tensor.device)
+        whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=META)
+        whole = whole if tensor.device == META else spec.like(tensor.detach())
+        return self._called(self.dim(whole, microbatches), microbatches) if callable(self.dim) else (whole,)
+
+    def _called(self, parts: Sequence[Tensor], microbatches: int) -> tuple[Tensor, ...]:
+        found = tuple(parts)
+        if len(found) != microbatches or not all(isinstance(part, Tensor) for part in found):
+            kinds = [str(Spec.of(part)) if isinstance(part, Tensor) else repr(part) for part in found]
+            raise InputError(
+                f"{self.name}: got {kinds} from the function in batch_dims, expected {microbatches} tensors. Return "
+                "one for each microbatch."
+            )
+        return found
+
+    def specs(self, known: Sequence[Tensor]) -> tuple[Spec, ...]:
+        """The specs of what is known of a leaf."""
+        return tuple([replace(Spec.of(tensor), device=self.spec.device) for tensor in known])
+
+    def parts(self, known: Sequence[Tensor], microbatches: int) -> Sequence[Tensor]:
+        """One tensor for each microbatch."""
+        if callable(self.dim):
+            return known
+        (whole,) = known
+        if self.dim is None:
+            return (whole,) * microbatches
+        return torch.split(whole, -(-whole.shape[self.dim] // microbatches), self.dim)
+
+    def part_specs(self, known: Sequence[Spec], microbatches: int) -> Sequence[Spec]:
+        """The same for specs."""
+        if callable(self.dim):
+            return known
+        (whole,) = known
+        if self.dim is None:
+            return (whole,) * microbatches
+        before, after = whole.shape[: self.dim], whole.shape[self.dim + 1 :]
+        sizes = pieces(whole.shape[self.dim], microbatches)
+        return tuple([replace(whole, shape=(*before, size, *after)) for size in sizes])
+
+    def require_pieces(self, shape: tuple[int, ...], microbatches: int) -> None:
+        """Raise `InputError` if a leaf of this shape has too few pieces."""
+        if not isinstance(self.dim, int):
+            return
+        size = shape[self.dim]
+        found = pieces(size, microbatches)
+        if len(found) < microbatches:
+            more = next(n for n in count(size + 1) if len(pieces(n, microbatches)) == microbatches)
+            raise InputError(
+                f"{self.name}: got shape {list(shape)}, {size} in dimension {self.dim}, which makes pieces of {found}, "
+                f"expected {microbatches}, one for each microbatch, of one size but for a smaller last one. Pass "
+                f"{more}, or a multiple of {microbatches}, choose another number of microbatches, or say in batch_dims "
+                "how the leaf is cut."
+            )
+
+
+def pieces(size: int, microbatches: int) -> list[int]:
+    """The sizes of the pieces: all the same but for the last, none empty, so there may be too few.
+
+    >>> pieces(7, 3), pieces(6, 4)
+    ([3, 3, 1], [2, 2, 2])
+    """
+    most = -(-size // microbatches)
+    return [min(most, size - start) for start in range(0, size, most)] if size else []

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much each microbatch counts.
+
+The mean of means is not the mean where microbatches hold different numbers of rows or tokens. With a weight, the loss
+of a step is the sum of `loss_i * (weight_i / total)`, total being the sum over all microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fpipe.errors import InputError
+
+Weight: TypeAlias = Callable[[Any, Any], float | Tensor]
+"""A function of a microbatch's inputs and targets: a number, or a tensor with one element."""
+
+
+def scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> list[float]:
+    """`weight_i / total` for each microbatch; inputs or targets are `None` where this rank is not given them.
+
+    Raises `InputError` for what is no count, and if all are 0.
+
+    >>> scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
+    [0.75, 0.25]
+    """
+    counts = [_count(weight, i, *given) for i, given in enumerate(microbatches)]
+    total = sum(counts)
+    if not total:
+        raise InputError(
+            f"weight: got 0 for each of the {len(counts)} microbatches, expected one that counts. Skip this batch on "
+            "every rank."
+        )
+    return [count / total for count in counts]
+
+
+def _count(weight: Weight, i: int, inputs: Any, targets: Any) -> float:
+    missing = [what for what, tree in (("inputs", inputs), ("targets", targets)) if tree is None]
+    try:
+        count = weight(inputs, targets)
+        value = float(count.item() if isinstance(count, Tensor) else count)
+    except Exception as error:
+        raise InputError(
+            f"weight, microbatch {i}: got {type(error).__name__}: {error}, expected a number or a tensor with one "
+            f"element. On this rank {' and '.join(missing) or 'nothing'} is missing; pass what the weight reads, with "
+            "its values, on every rank that computes the loss."
+        ) from error
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(
+            f"weight, microbatch {i}: got {value}, expected a count, 0 or more. Return how much it counts."
+        )
+    return value
