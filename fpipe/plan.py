@@ -22,27 +22,14 @@ from torch import Tensor, nn
 from fpipe import random
 from fpipe.agreement import require_alike
 from fpipe.assembly import Assembly, assemble
-<<<<<<< /tmp/w/headf
-from fpipe.batch import BatchSpec
-from fpipe.calls import Calls
-from fpipe.capture.contract import Captured, FrontEnd
-from fpipe.capture.fake import evaluation
-from fpipe.capture.losses import Loss, Objective
-from fpipe.capture.validity import name_of, require_valid
-=======
 from fpipe.batch import Batch, Signature
 from fpipe.capture.contract import Captured
-from fpipe.capture.modules import as_module
 from fpipe.captures import Captures
->>>>>>> fpipe/plan.py
 from fpipe.description import describe
 from fpipe.errors import CutError, InputError, PipelineError
 from fpipe.executor import Execution, Inputs, Linked, Outcome
-<<<<<<< /tmp/w/headf
 from fpipe.initialisation import Initialiser, initialised, reset_parameters
-=======
 from fpipe.joining import Joining
->>>>>>> fpipe/plan.py
 from fpipe.linking import link
 from fpipe.loading import Source, loaded
 from fpipe.recording import spans_of
