@@ -5,7 +5,8 @@
   At the end the first user, who owns it, sends the gradient to all who hold a copy.
 - `sum`: each stage adds up a gradient of its own over the microbatches, as of any parameter. At the end the stages
   exchange these, and each adds all of them in stage order. Nothing travels within the step; the bits are those of a
-  model with a copy of the parameter in every stage, the gradients of which are added.
+  model with a copy of the parameter in every stage, the gradients of which are added. A rank then holds a gradient for
+  every stage that uses the parameter, so of one that very many use, `exact` takes less memory.
 
 Between stages on one rank nothing is sent, in either mode.
 """

@@ -31,6 +31,7 @@ from models import (
     vee_fill_drain,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.tree import same_bits
@@ -144,6 +145,34 @@ def test_other_models_equal_the_reference(name, capture):
     assert_same(got, run_reference(*built, seed=seed))
     if not case.random and name != "twice":
         assert_same(got, loop(model, case.loss, inputs, targets, 3))
+
+
+class Again(nn.Module):
+    """The same module in two stages, checkpointed; or, as a plain model, a second one in the second."""
+
+    def __init__(self, plain=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again = nn.Linear(WIDTH, WIDTH) if plain else self.a
+
+    def forward(self, x):
+        x = self.b(checkpoint(self.a, x, use_reentrant=False).tanh())
+        return checkpoint(self.again, x.tanh(), use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", ["one_f_one_b", "split_backward"])
+def test_a_module_called_in_two_stages(kind):
+    case = Case(Again, rows_of(), mse, ("", "", ""))
+    how = SCHEDULES[kind](2, 3)
+    built = _, model, inputs, targets = build(case, how, 6, ("b",), capture="trace", tied="sum")
+    got = run(*built)
+    assert_same(got, run_reference(*built))
+    plain = Again(plain=True)
+    plain.load_state_dict(model.state_dict() | {f"again.{n}": p for n, p in model.a.named_parameters()})
+    want = loop(plain, mse, inputs, targets, 3)
+    for name in ("a.weight", "a.bias"):
+        want.grads[name] = want.grads[name] + want.grads.pop(name.replace("a.", "again."))
+    assert_same(got, want)
 
 
 def layers(groups):
