@@ -16,6 +16,7 @@ from fpipe.errors import (
     TransportError,
     VocabularyError,
 )
+from fpipe.parts import ModuleGraph, Part
 from fpipe.plan import Pipeline
 from fpipe.step import Step
 
@@ -26,6 +27,8 @@ __all__ = [
     "GraphError",
     "InputError",
     "MismatchError",
+    "ModuleGraph",
+    "Part",
     "Pipeline",
     "PipelineError",
     "ScheduleError",

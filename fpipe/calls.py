@@ -23,6 +23,7 @@ from torch import nn
 from fpipe.capture.contract import Call, Captured, Unit
 from fpipe.capture.modules import Chain
 from fpipe.errors import CutError
+from fpipe.parts import ModuleGraph
 
 Selector: TypeAlias = str | type
 WILDCARDS = "*?["
@@ -204,7 +205,7 @@ def outermost(calls: Iterable[Call]) -> tuple[Call, ...]:
 def _parts(model: nn.Module, first: Mapping[str, str]) -> Mapping[str, str]:
     count: Counter[str] = Counter()
     found: dict[str, str] = {}
-    for name in model._modules if isinstance(model, Chain | nn.Sequential) else ():
+    for name in model._modules if isinstance(model, Chain | ModuleGraph | nn.Sequential) else ():
         found[name] = numbered(first[name], count[first[name]])
         count[first[name]] += 1
     return found

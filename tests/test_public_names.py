@@ -10,8 +10,9 @@ import pytest
 import fpipe
 
 NAMES = """
-CaptureError CutError DeadlockError GraphError InputError MismatchError Pipeline PipelineError ScheduleError SizeError
-Step TransportError Verification VocabularyError evaluate pipeline reference safetensors value_and_grad verify
+CaptureError CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline PipelineError
+ScheduleError SizeError Step TransportError Verification VocabularyError evaluate pipeline reference safetensors
+value_and_grad verify
 """
 
 SIGNATURES = {

@@ -104,6 +104,7 @@ def _read(error: Exception, model: nn.Module) -> str:
 
 
 def _refuse(where: str, what: str, error: Exception) -> NoReturn:
+    said = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].rstrip("\n.")
     raise CaptureError(
-        f"{where}: {what}: {error}. Expected control flow and shapes that do not depend on data. {REPAIR}"
+        f"{where}: {what}: {said}. Expected control flow and shapes that do not depend on data. {REPAIR}"
     ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: modules or functions in order. Each part is called as itself and never cut.
+"""Front end: modules or functions in order, or as a graph. Each part is called as itself and never cut.
 
 `[a, b, c]` means what `nn.Sequential(a, b, c)` means: each part is called with what the one before it returned, the
 first with the inputs, the loss with what the last returned. Whatever pytree a part returns is taken apart into tensors;
@@ -20,22 +20,7 @@ from fpipe.capture.contract import Captured
 from fpipe.capture.losses import Objective
 from fpipe.capture.trace import trace
 from fpipe.errors import CaptureError, InputError
-
-
-class Part(nn.Module):
-    """A function as a module without state."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        return self.function(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        """The function's name."""
-        return getattr(self.function, "__name__", repr(self.function))
+from fpipe.parts import ModuleGraph, as_part
 
 
 class Chain(nn.Module):
@@ -46,7 +31,7 @@ class Chain(nn.Module):
         # not named_children(), which lists a module that is used twice only once
         named = parts._modules.items() if isinstance(parts, nn.Sequential) else enumerate(parts)
         for name, part in named:
-            self.add_module(str(name), part if isinstance(part, nn.Module) else Part(part))
+            self.add_module(str(name), as_part(part))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call one part after the other."""
@@ -72,12 +57,12 @@ def as_module(model: nn.Module | Sequence[Callable[..., Any]]) -> nn.Module:
 
 
 def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
-    """Capture a `Chain` of parts for one microbatch; see `FrontEnd`."""
+    """Capture a `Chain` or `ModuleGraph` of parts for one microbatch; see `FrontEnd`."""
     if isinstance(model, nn.Sequential):
         model = Chain(model)
-    if not isinstance(model, Chain):
+    if not isinstance(model, Chain | ModuleGraph):
         raise CaptureError(
-            f"model: got {type(model).__name__}, expected a list of modules or functions, or an nn.Sequential. Hand "
-            'the parts in in order, or use capture="trace".'
+            f"model: got {type(model).__name__}, expected a list of modules or functions, an nn.Sequential, or a "
+            'ModuleGraph. Hand the parts in as one of these, or use capture="trace".'
         )
     return trace(model, objective, leaves, whole=tuple(model._modules))
