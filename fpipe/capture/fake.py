@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
@@ -25,7 +26,23 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which operations compute metadata only. Constants of the model are taken in as they appear."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return _Fakes(allow_non_fake_inputs=True)
+
+
+class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Torch's own mode; but where its fake kernel refuses what the real one takes, the fake is made here.
+
+    Grouped matrix multiplication, which mixtures of experts use, takes any floating-point dtype on a CPU.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What an operation returns, as fakes."""
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
+            return super().dispatch(func, types, args, kwargs)
+        known = dict(zip(("self", "mat2", "offs", "bias", "out_dtype"), args, strict=False)) | (kwargs or {})
+        shape = known["self"], known["mat2"], known.get("offs"), known.get("out_dtype")
+        with self:
+            return _create_grouped_mm_output_tensor(*shape)  # type: ignore[no-untyped-call]
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
