@@ -23,6 +23,7 @@ nightly: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py --end-to-end
 	$(BIN)/python benchmarks/schedules.py --incumbent
+	$(BIN)/python benchmarks/memory.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
