@@ -35,14 +35,22 @@ class Result(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def loop(model, loss, inputs, targets, microbatches, order=None) -> Result:
-    """One device: slices of the batch, loss / M, `.backward()`, `.grad`. Backwards run in `order`, or as they come."""
+def loop(model, loss, inputs, targets, microbatches, order=None, dims=(0, 0), weight=None, joined=0) -> Result:
+    """One device: slices of the batch, loss / M, `.backward()`, `.grad`. Backwards run in `order`, or as they come.
+
+    `dims` are a pair of prefixes: how inputs and targets are cut. With a weight, the loss is multiplied by its share.
+    """
     model, inputs, targets = copy.deepcopy((model, inputs, targets))
     values, outputs = [], []
-    for i in range(microbatches):
-        part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
+    parts = [
+        [piece(tree, i, microbatches, how) for tree, how in zip((inputs, targets), dims, strict=True)]
+        for i in range(microbatches)
+    ]
+    counts = None if weight is None else [float(weight(*part)) for part in parts]
+    for i, (part, wanted) in enumerate(parts):
         out = model(**part) if isinstance(part, dict) else model(*part)
-        values.append((loss(out) if targets is None else loss(out, wanted)) / microbatches)
+        value = loss(out) if targets is None else loss(out, wanted)
+        values.append(value / microbatches if counts is None else value * (counts[i] / sum(counts)))
         out = dict(out) if isinstance(out, dict) else out  # transformers' outputs are dicts of their own kind
         outputs.append(optree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out))
         if order is None and values[-1].requires_grad:
@@ -53,7 +61,7 @@ def loop(model, loss, inputs, targets, microbatches, order=None) -> Result:
     for value in values[1:]:
         total = total + value.detach()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Result(total, join(outputs), grads, dict(model.named_buffers()))
+    return Result(total, join(outputs, joined), grads, dict(model.named_buffers()))
 
 
 def loop_as_stated(pipe, model, loss, inputs, targets) -> Result:
@@ -112,30 +120,35 @@ def gradients_of(i: int, model, loss, inputs, targets, microbatches: int) -> dic
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def eval_loop(model, loss, inputs, targets, microbatches) -> Result:
+def eval_loop(model, loss, inputs, targets, microbatches, **changes) -> Result:
     """One device, eval mode, no gradients; `loss` may be `None`."""
-    model, inputs, targets = copy.deepcopy((model, inputs, targets))
-    model.eval()
-    total, outputs = None, []
     with torch.no_grad():
-        for i in range(microbatches):
-            part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
-            outputs.append(model(**part) if isinstance(part, dict) else model(*part))
-            if loss is not None:
-                value = (loss(outputs[-1]) if targets is None else loss(outputs[-1], wanted)) / microbatches
-                total = value if total is None else total + value
-    return Result(total, join(outputs), {}, dict(model.named_buffers()))
+        computed = loss or (lambda *_: torch.zeros(()))
+        found = loop(copy.deepcopy(model).eval(), computed, inputs, targets, microbatches, **changes)
+    return found._replace(loss=None if loss is None else found.loss, grads={})
 
 
-def piece(tree: Any, i: int, microbatches: int) -> Any:
-    return optree.tree_map(lambda leaf: leaf.chunk(microbatches)[i] if isinstance(leaf, Tensor) else leaf, tree)
+def piece(tree: Any, i: int, microbatches: int, dims: Any = 0) -> Any:
+    if isinstance(dims, tuple | list):
+        return type(tree)(piece(part, i, microbatches, dim) for part, dim in zip(tree, dims, strict=True))
+    if isinstance(dims, dict):
+        return {name: piece(tree[name], i, microbatches, dim) for name, dim in dims.items()}
+
+    def cut(leaf):
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if callable(dims):
+            return dims(leaf, microbatches)[i]
+        return leaf.clone() if dims is None else leaf.chunk(microbatches, dims)[i]
+
+    return optree.tree_map(cut, tree)
 
 
-def join(trees: list[Any]) -> Any:
+def join(trees: list[Any], dim: int = 0) -> Any:
     def joined(*leaves):
         if not isinstance(leaves[0], Tensor):
             return leaves[0]
-        return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+        return torch.cat(leaves, dim) if leaves[0].dim() else torch.stack(leaves)
 
     return optree.tree_map(joined, *trees)
 
