@@ -100,7 +100,8 @@ def pipeline(
     - `cuts`: where new stages begin, in the order of execution: names of modules ("blocks.3.norm"; "norm@1" for the
       second call), or indices of the calls that the model itself makes, of the parts where it is a sequence. Or classes
       or patterns: then the model is cut evenly by parameters where calls of such modules begin; in "blocks.*" the
-      wildcard stands for one name between dots. Without `cuts`, it is cut evenly between any modules.
+      wildcard stands for one name between dots. Without `cuts`, it is cut evenly between any modules, within a
+      tenth, where fewer values cross.
     - `stages`: how many, if there are no names or indices; the schedule's number, which may be left out.
     - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin.
     - `tied`: how gradients of parameters that several stages use are put together: `"exact"`, through cotangents that

@@ -2,8 +2,9 @@
 """Contiguous stages of nearly equal size, where not every place may be cut and not every stage is allowed.
 
 The chain partition problem with forbidden stages. With `n` places it is solved exactly in O(stages n^2) by dynamic
-programming; first for the least bottleneck, then, among those that have it, for the least sum of squares. The second
-matters: beside one huge embedding the bottleneck is the same wherever else the model is cut.
+programming. First for the least bottleneck; that is the same for many choices, beside one huge embedding say. So then,
+among those that exceed it by no more than a given slack, for the fewest values that cross cuts, and last for the least
+sum of squares.
 
 Which stages are forbidden is found out by asking (`Refusal`): choose, ask, exclude what was refused, choose again.
 """
@@ -35,36 +36,60 @@ class Refusal(NamedTuple):
 
 
 def balance(
-    places: Sequence[int], sizes: Sequence[int], stages: int, refusal: Callable[[Positions], Refusal | None]
+    places: Sequence[int],
+    sizes: Sequence[int],
+    stages: int,
+    refusal: Callable[[Positions], Refusal | None],
+    crossing: Sequence[int],
+    slack: float = 1.0,
 ) -> Positions | Refusal:
     """Choose `stages - 1` of `places`, ascending positions, so that the stages are as even as they can be.
 
-    `sizes` are those of the units. If nothing can be chosen, returns the last refusal.
+    `sizes` are those of the units; `crossing` says of each position how many values cross a cut there. The largest
+    stage has at most `slack` times the least size possible. If nothing can be chosen, returns the last refusal.
 
-    >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None)
+    >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None, [1, 1, 1, 1, 1, 1])
     (1, 3)
+    >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None, [1, 1, 1, 2, 1, 1])
+    (1, 4)
     """
     edges = [0, *places, len(sizes)]
     sums = list(accumulate(sizes, initial=0))
     start = torch.tensor([sums[edge] for edge in edges], dtype=torch.float64)
     cost = start[None, :] - start[:, None]
     cost[~torch.ones_like(cost, dtype=torch.bool).triu(1)] = torch.inf
+    crossed = torch.tensor([crossing[edge] if edge in places else 0 for edge in edges])[:, None]
+
+    def weights(cost: Tensor) -> Tensor:
+        """Of each stage: what crosses where it begins, and its square, all of which add up to less than one."""
+        least, _ = _best(cost, stages, torch.maximum)
+        return torch.where(cost <= slack * least, crossed + (cost / sums[-1]).square(), torch.inf)
+
+    return _search(cost, edges, stages, refusal, weights)
+
+
+def _search(
+    cost: Tensor,
+    edges: Sequence[int],
+    stages: int,
+    refusal: Callable[[Positions], Refusal | None],
+    weights: Callable[[Tensor], Tensor],
+) -> Positions | Refusal:
+    """The positions of the least sum of weights that are not refused; what is forbidden is excluded from `cost`."""
     last = Refusal("", ())
     while True:
-        least, chosen = _best(cost, stages, torch.maximum)
-        if least == torch.inf:
+        total, chosen = _best(weights(cost), stages, torch.add)
+        if total == torch.inf:
             return last
-        _, chosen = _best(torch.where(cost <= least, cost.square(), torch.inf), stages, torch.add)
         positions = tuple(edges[k] for k in chosen)
         refused = refusal(positions)
         if refused is None:
             return positions
         last = refused
-        for forbidden in (*refused.stages,):
+        for forbidden in refused.stages:
             _exclude(cost, edges, forbidden)
-        assert any(
-            cost[edges.index(a), edges.index(b)] == torch.inf for a, b in pairwise([0, *positions, len(sizes)])
-        ), "a refusal names a stage that was refused"
+        taken = pairwise([0, *chosen, len(edges) - 1])
+        assert any(cost[a, b] == torch.inf for a, b in taken), "a refusal forbids a stage that was refused"
 
 
 def _exclude(cost: Tensor, edges: Sequence[int], forbidden: Forbidden) -> None:

@@ -21,6 +21,7 @@ from fpipe.clashes import refusals
 from fpipe.errors import CutError
 from schedules import Schedule
 
+SLACK = 1.1
 Item: TypeAlias = str | int
 Asked: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Module]] | None
 
@@ -136,11 +137,12 @@ def even(
     barriers: Sequence[Barrier],
     refusing: Callable[[Captured], Callable[[Positions], Refusal | None]],
 ) -> Positions:
-    """Cut so that the largest stage has as few parameters as possible, then the sum of squares is least.
+    """Cut so that the largest stage has as few parameters as possible.
 
-    Cuts are made where calls of modules begin or end, and only where no more values cross than needed to have enough
-    places; or where the calls begin that `where` selects. The result is the best over the places that remain without
-    those inside `barriers`, and those that `refusing` refuses. Raises `CutError` if there are too few.
+    Cuts are made where calls of modules begin or end, or where the calls begin that `where` selects; but not inside
+    `barriers`, nor where `refusing` refuses. If nothing was selected, the largest stage may be a tenth larger, and of
+    what is left the cuts are taken that the fewest values cross. Then the sum of squares is least. Raises `CutError` if
+    there are too few places.
     """
     if where.stages == 1:
         return ()
@@ -149,16 +151,12 @@ def even(
     hit = [barrier for barrier in barriers if any(barrier.holds(k) for k in found)]
     if len(places) < where.stages - 1:
         raise CutError(_too_few(where, len(places), hit))
-    crossing = [0] * len(captured.units) if where.among else _crossing(captured)
-    needed = sorted(crossing[k] for k in places)[where.stages - 2]
     sizes = [size + 1 for size in _parameters(captured)]
-    refusal, refused = refusing(captured), ""
-    for most in sorted({crossing[k] for k in places if crossing[k] >= needed}):
-        chosen = balance([k for k in places if crossing[k] <= most], sizes, where.stages, refusal)
-        if not isinstance(chosen, Refusal):
-            return chosen
-        refused = chosen.reason or refused
-    raise CutError(_too_few(where, len(places), hit, refused))
+    crossing, slack = (_crossing(captured), SLACK) if not where.among else ([0] * len(sizes), 1.0)
+    chosen = balance(places, sizes, where.stages, refusing(captured), crossing, slack)
+    if isinstance(chosen, Refusal):
+        raise CutError(_too_few(where, len(places), hit, chosen.reason))
+    return chosen
 
 
 def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:

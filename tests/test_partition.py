@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import WIDTH, Block, Result, assert_same, eval_loop, loop, mse, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import CutError
@@ -178,9 +179,8 @@ def evenly(model, stages, among=(), barriers=(), refusal=lambda positions: None)
     return even(model, Calls.of(model, named(*[call.path for call in model.calls])), where, barriers, lambda _: refusal)
 
 
-def measure(sizes, cuts):
-    stages = [sum(size + 1 for size in sizes[a:b]) for a, b in pairwise([0, *cuts, len(sizes)])]
-    return max(stages), sum(size**2 for size in stages)
+def largest(sizes, cuts):
+    return max(sum(size + 1 for size in sizes[a:b]) for a, b in pairwise([0, *cuts, len(sizes)]))
 
 
 def intervals(units):
@@ -188,7 +188,7 @@ def intervals(units):
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
-def test_even_cuts_are_the_best_of_those_allowed(sizes, data):
+def test_even_cuts_are_within_a_tenth_of_the_best_of_those_allowed(sizes, data):
     """Of all choices outside barriers, none of whose stages is refused, against brute force."""
     count = len(sizes)
     stages = data.draw(st.integers(1, count))
@@ -209,13 +209,13 @@ def test_even_cuts_are_the_best_of_those_allowed(sizes, data):
         return
     found = evenly(captured(sizes), stages, barriers=barriers, refusal=refusal)
     assert found in allowed
-    assert measure(sizes, found) == min(measure(sizes, cuts) for cuts in allowed)
+    assert largest(sizes, found) <= 1.1 * min(largest(sizes, cuts) for cuts in allowed)
 
 
-def test_even_cuts_avoid_places_where_more_values_cross():
-    assert evenly(captured([1, 1, 1, 1, 1, 1]), 2) == (3,)
-    (cut,) = evenly(captured([1, 1, 1, 1, 1, 1], skips=[(1, 4)]), 2)
-    assert cut in (1, 5), "not inside the skip"
+def test_even_cuts_avoid_places_where_more_values_cross_unless_it_is_a_tenth_worse():
+    assert evenly(captured([10] * 40), 2) == (20,)
+    assert evenly(captured([10] * 40, skips=[(19, 21)]), 2) == (19,)
+    assert evenly(captured([10] * 40, skips=[(5, 35)]), 2) == (20,)
 
 
 def test_even_cuts_go_where_more_values_cross_if_all_else_is_refused():
@@ -318,6 +318,10 @@ def test_pipelines_cut_so(where, first):
             "the number of modules that run one after the other. Excluded",
         ),
         ({"unsplittable": Net}, "Excluded were cuts inside the model (Net): it is to stay whole, as unsplittable says"),
+        (
+            {"cuts": [1, 2, 5]},
+            "got 5, expected an index below 5, counted from zero: the model itself calls first",
+        ),
         ({"unsplittable": ["blocks.7"]}, "unsplittable: got 'blocks.7', expected the name of a module"),
         ({"unsplittable": ["x.*"]}, "unsplittable: got 'x.*', which no call of a module matches"),
     ],
@@ -348,11 +352,14 @@ class Running(nn.Module):
 
 def test_even_cuts_avoid_what_cannot_be_cut():
     model, x = Running(), torch.randn(4, WIDTH)
-    pipe = pipeline(model, x)
-    assert [name for name in begins(pipe) if "layers" in name] == ["layers.0.weight"]
-    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
+    for how in (gpipe(ranks=4, microbatches=2), gpipe(ranks=7, microbatches=2)):
+        pipe = pipeline(model, x, how)
+        assert len([name for name in begins(pipe) if "layers" in name]) < 3
+        assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
+    with pytest.raises(CutError, match=r"stage \d: got a value from outside that is modified in place"):
+        pipeline(model, x, cuts=["layers.1", "layers.2", "layers.3"])
     with pytest.raises(CutError, match=r"Refused was: stage \d: got a value from outside that is modified in place"):
-        pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts="layers.*")
+        pipeline(model, x, cuts="layers.*")
 
 
 def test_a_model_is_cut_at_the_same_modules_in_eval_mode():
@@ -361,6 +368,30 @@ def test_a_model_is_cut_at_the_same_modules_in_eval_mode():
     pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=[1, 3])
     got = fpipe.evaluate(pipe)(*pipe.init(model), (x,), x)
     assert_same(Result(got.loss, got.outputs, {}, got.buffers), eval_loop(model, mse, (x,), x, 2))
+
+
+class Checkpointed(nn.Module):
+    """A layer, and two that are computed again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.c(self.b(x).tanh()), self.a(x), use_reentrant=False)
+
+
+def test_no_stage_begins_inside_what_is_checkpointed():
+    model, x = nn.Sequential(*[Checkpointed() for _ in range(3)]), torch.randn(4, WIDTH)
+    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=Checkpointed)
+    assert begins(pipe) == ["1.a.weight", "2.a.weight"]
+    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
+    with pytest.raises(CutError, match="got 2 calls of the class Checkpointed at which a stage can begin"):
+        pipeline(model, x, cuts=Checkpointed)
+    with pytest.raises(CutError, match=r"cuts: got '0\.c', inside '0' \(Checkpointed\): "):
+        pipeline(model, x, gpipe(ranks=2, microbatches=2), cuts="0.c")
+    pipe = pipeline(model, x, gpipe(ranks=6, microbatches=2))
+    assert not [name for name in begins(pipe) if name.split(".")[1] == "c"]
 
 
 def test_positions_are_found_again_by_the_calls_around_them():
