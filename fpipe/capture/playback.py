@@ -12,13 +12,14 @@ it, since its second run starts from the generator's state before the first; wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe import random
@@ -29,7 +30,8 @@ from fpipe.errors import CutError
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
-PLAIN = Modes(grad=True, autocast=())
+Items: TypeAlias = Sequence[tuple[Modes, Step]]
+Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
 @contextmanager
@@ -98,6 +100,7 @@ class Playback:
             with placed(tensors):
                 return run(key, *tensors)
 
+        self._require_own_casts(start, stop)
         first, last = self.tape.ticks[units[0]][0], self.tape.ticks[units[-1]][1]
         return Function(played, placed if any(first <= tick <= last for tick in self.tape.hooked) else None)
 
@@ -155,7 +158,7 @@ class Playback:
         picks, where = tuple(new.values()), f"module {span.path or '(root)'}"
 
         def call(key: int, *tensors: Tensor) -> Tensors:
-            with _attributes_restored(span) if span.assigned else _nothing():
+            with attributes_restored(span.touched):
                 out = span.invocation(tensors)
                 require_constants(out, span.constants, where)
                 made = pick(out, picks, where)
@@ -166,6 +169,20 @@ class Playback:
         if span.checkpoint:
             return _seeded(step, next(iter(draws.values()), None))
         return _keyed(step, draws) if draws else step
+
+    def _require_own_casts(self, start: int, stop: int) -> None:
+        """Raise `CutError` if a weight is used here and elsewhere under one autocast, which would cast it once."""
+        regions: dict[tuple[Value, int], set[bool]] = {}
+        for k, unit in enumerate(self.tape.units):
+            for value in unit.reads if self.tape.modes[unit].region else ():
+                regions.setdefault((value, self.tape.modes[unit].region), set()).add(start <= k < stop)
+        for value, _ in (where for where, inside in regions.items() if len(inside) > 1):
+            if value in self.seats and self.tape.fakes[value].requires_grad:
+                raise CutError(
+                    f"module {self.tape.units[start].path or '(root)'}: got a {self.seats[value][0][1]!r} that is used "
+                    "on both sides of a cut under one autocast, expected both uses in one stage: autocast casts a "
+                    "weight once for all of its uses. Move the cut, or put autocast into the modules."
+                )
 
     def _with_ghosts(self, span: Span, step: Step) -> Step:
         """The step, taking only those arguments that are read; for the others stand fake tensors, as at capture.
@@ -212,15 +229,10 @@ def _seeded(step: Step, draw: Draw | None) -> Step:
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _attributes_restored(span: Span) -> Iterator[None]:
-    """Attributes that the forward assigns are as before: they would keep tensors alive."""
+def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Afterwards, these attributes of modules are as before: every call finds the same, and no tensor is kept alive."""
     missing = object()
-    before = [(vars(one.module), one.name, vars(one.module).get(one.name, missing)) for one in span.assigned]
+    before = [(vars(module), name, vars(module).get(name, missing)) for module, name in touched]
     try:
         yield
     finally:
@@ -231,29 +243,51 @@ def _attributes_restored(span: Span) -> Iterator[None]:
                 table[name] = old
 
 
-def _under_modes(items: Sequence[tuple[Modes, Step]], outputs: tuple[Value, ...]) -> list[Step]:
-    """The steps; those that ran under other modes than usual, one after the other, become one step."""
-    groups = [(modes, [step for _, step in group]) for modes, group in groupby(items, key=lambda item: item[0])]
+def _under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
+    """The steps; those that ran under other modes than usual become one step in the context that they need.
+
+    An autocast region is entered once, since it casts a weight once for all of its uses.
+    """
     steps: list[Step] = []
-    for k, (modes, group) in enumerate(groups):
-        if modes == PLAIN:
-            steps += group
-        else:
-            later = {value for _, rest in groups[k + 1 :] for step in rest for value in step.reads} | {*outputs}
-            made = tuple(value for step in group for value in step.makes)
-            reads = tuple(dict.fromkeys(value for step in group for value in step.reads if value not in made))
-            makes = tuple(value for value in made if value in later)
-            steps.append(Step(reads, makes, _within(modes, sequence(group, reads, makes))))
+    for region, later in _grouped(items, lambda modes: modes.region, outputs):
+        inner: list[Step] = []
+        for group, needed in _grouped(region, lambda modes: modes, later):
+            inner += _joined(_contexts(group[0][0]), [step for _, step in group], needed)
+        modes = region[0][0]
+        steps += _joined(_contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
     return steps
 
 
-def _within(modes: Modes, run: Callable[..., Tensors]) -> Callable[..., Tensors]:
+def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
+    """Steps with equal keys, one after the other, and the values that are needed behind them."""
+    groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
+    later = {*outputs}
+    found: list[tuple[Items, set[Value]]] = []
+    for group in reversed(groups):
+        found.append((group, set(later)))
+        later |= {value for _, step in group for value in step.reads}
+    return found[::-1]
+
+
+def _contexts(modes: Modes) -> Contexts:
+    casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
+    off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
+    return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
+
+
+def _joined(contexts: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
+    """The steps, as one in these contexts if there are any."""
+    if not contexts:
+        return steps
+    made = tuple(value for step in steps for value in step.makes)
+    reads = tuple(dict.fromkeys(value for step in steps for value in step.reads if value not in made))
+    makes = tuple(value for value in made if value in needed)
+    run = sequence(steps, reads, makes)
+
     def call(key: int, *tensors: Tensor) -> Tensors:
         with ExitStack() as stack:
-            if not modes.grad:
-                stack.enter_context(torch.no_grad())
-            for kind, dtype in modes.autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
+            for context in contexts:
+                stack.enter_context(context())
             return run(key, *tensors)
 
-    return call
+    return [Step(reads, makes, call)]

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import apis, eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -41,14 +42,18 @@ class Recorder(TorchFunctionMode):
     """Records while it is entered, inside a fake mode.
 
     `sources` are tensors whose value is known beforehand; constants that the run meets join them. The modules `whole`
-    are sealed.
+    are sealed. `kept` are the identities of tensors that an earlier run has left behind, and that may be read.
     """
 
     def __init__(
-        self, model: nn.Module, sources: Mapping[Value, tuple[Source, Tensor]], whole: Collection[str] = ()
+        self,
+        model: nn.Module,
+        sources: Mapping[Value, tuple[Source, Tensor]],
+        whole: Collection[str] = (),
+        kept: Collection[int] = (),
     ) -> None:
         super().__init__()
-        self.whole = whole
+        self.whole, self.kept = whole, kept
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.where = {id(m): f"module {path or '(root)'} ({type(m).__name__})" for path, m in model.named_modules()}
         self.sources = {value: source for value, (source, _) in sources.items()}
@@ -67,6 +72,8 @@ class Recorder(TorchFunctionMode):
         self.hooked: list[int] = []
         self.tick = 0
         self.inside = False
+        self.captured: dict[Value, None] = {}
+        self.depth = self.regions = 0
 
     # ------------------------------------------------------------------------------------------------ what is recorded
 
@@ -100,6 +107,21 @@ class Recorder(TorchFunctionMode):
             self.seal("sdpa_kernel, which chooses attention kernels for what it calls")
             return choose(*args, **kwargs)
 
+        def transformed(function: Any) -> Any:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs) if self.inside else self._call(function, args, kwargs)
+
+            return recorded
+
+        def entered(context: Any) -> Any:
+            self.regions += not self.depth
+            self.depth += 1
+            return begin(context)
+
+        def left(context: Any, *error: Any) -> Any:
+            self.depth -= 1
+            return end(context, *error)
+
         def seeded(*_: object) -> None:
             raise CaptureError(
                 f"{self.here()}: got a forward that seeds the generator itself, expected random numbers that follow "
@@ -107,6 +129,8 @@ class Recorder(TorchFunctionMode):
             )
 
         call: Any = nn.Module.__call__
+        begin: Any = torch.autocast.__enter__
+        end: Any = torch.autocast.__exit__
         enter = torch.autograd.graph.saved_tensors_hooks.__enter__
         choose: Any = torch.nn.attention._sdpa_kernel
         self.active = True
@@ -116,6 +140,10 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(patch.object(nn.Module, "__call__", called))
             stack.enter_context(patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved))
             stack.enter_context(patch.object(torch.nn.attention, "_sdpa_kernel", kernels))
+            for module, name in TRANSFORMS:
+                stack.enter_context(patch.object(module, name, transformed(getattr(module, name))))
+            stack.enter_context(patch.object(torch.autocast, "__enter__", entered))
+            stack.enter_context(patch.object(torch.autocast, "__exit__", left))
             stack.enter_context(patch.object(torch, "manual_seed", seeded))
             stack.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed))
             stack.enter_context(self)
@@ -132,11 +160,13 @@ class Recorder(TorchFunctionMode):
         tick, self.tick = self.tick, self.tick + 1
         self.calls[function].append(tick)
         if self.inside:
+            self.captured.update(dict.fromkeys(self._known(args, kwargs)))
             return self._drawing(function, tick, lambda: function(*args, **kwargs))
         if function in BACKWARDS:
             self.seal("a backward inside its forward")
         invocation = Invocation(function, args, kwargs, self._read)
         self.watch.written.clear()
+        self.captured.clear()
         self.inside = True
         try:
             out = self._drawing(function, tick, lambda: function(*args, **kwargs))
@@ -165,19 +195,26 @@ class Recorder(TorchFunctionMode):
         drawn = [draw for draw in self.draws[-1:] if draw.tick >= tick]
         if not (makes or self.watch.written or drawn or function in EFFECTS):
             return
+        captured = [value for value in self.captured if value not in invocation.reads]
+        if captured:
+            self.seal("a function of functions, such as vmap, over one that uses tensors from outside")
         where, name = self.where_now, getattr(function, "__name__", str(function))
         unit = Unit(
             self.path,
-            invocation.reads,
+            (*invocation.reads, *captured),
             makes,
             lambda *tensors: pick(invocation(tensors), picks, f"{where}, {name}"),
             does=f"{name}{[x for x in invocation.leaves if isinstance(x, bool | int | float | str)]}",
         )
         self.units.append(unit)
-        self.modes[unit], self.ticks[unit] = _modes(), (tick, self.tick)
+        self.modes[unit], self.ticks[unit] = self._modes(), (tick, self.tick)
         self.written[unit] = frozenset(self.watch.written)
         if drawn:
             self.random[unit] = Labels(drawn[0].label, drawn[0].devices)
+
+    def _known(self, args: Any, kwargs: Any) -> list[Value]:
+        """The values, as far as they are known, of tensors that a call inside another one gets."""
+        return [self.known[id(t)] for t in tensors_at((args, kwargs)).values() if id(t) in self.known]
 
     def _require_allowed(self) -> None:
         if self.watch.unregistered:
@@ -201,6 +238,8 @@ class Recorder(TorchFunctionMode):
         """The value of a tensor among the arguments of a call."""
         if id(tensor) in self.known:
             return self.known[id(tensor)]
+        if id(tensor) in self.kept:
+            return self._met(tensor)
         if tensor.requires_grad or tensor.device.type == "meta":
             raise CaptureError(
                 f"{self.here()}: got a tensor of shape {list(tensor.shape)} that requires a gradient and is no "
@@ -213,8 +252,12 @@ class Recorder(TorchFunctionMode):
                 "attribute or a cache), expected a forward without state of its own but buffers. Make it a buffer, or "
                 "fill the cache before the pipeline is built, by calling the model once."
             )
+        return self._met(tensor)
+
+    def _met(self, tensor: Tensor) -> Value:
+        """The value of a constant, which wants no gradient."""
         value = self._made(tensor)
-        self.sources[value] = Constant(tensor)  # it wants no gradient
+        self.sources[value] = Constant(tensor)
         return value
 
     # ----------------------------------------------------------------------------------------------------------- spans
@@ -250,7 +293,7 @@ class Recorder(TorchFunctionMode):
     def _span(self, path: str, kind: type, function: Callable[..., Any], args: Any, kwargs: Any) -> Span:
         """A span that begins now."""
         invocation = Invocation(function, args, kwargs, self._read)
-        span = Span(path, kind, invocation, _modes(), start=len(self.units), first_tick=self.tick)
+        span = Span(path, kind, invocation, self._modes(), start=len(self.units), first_tick=self.tick)
         (self.stack[-1].inner if self.stack else self.outermost).append(span)
         self.stack.append(span)
         return span
@@ -290,11 +333,26 @@ class Recorder(TorchFunctionMode):
                 span.sealed = reason
                 return
 
-    def assigned(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        """Note that a tensor was assigned to an attribute."""
-        if self.active and id(tensor) in self.known:
-            for span in self.stack:
-                span.assigned.append(Attribute(module, name, self.known[id(tensor)]))
+    def assigned(self, module: nn.Module, name: str, value: object) -> None:
+        """Note that an attribute was assigned to."""
+        for span in self.stack:
+            if (module, name) not in span.touched:
+                span.touched.append((module, name))
+            if isinstance(value, Tensor) and id(value) in self.known:
+                span.assigned.append(Attribute(module, name, self.known[id(value)]))
+
+    def constants(self) -> set[Value]:
+        """The values that depend on neither parameters, buffers nor the batch, and are not random."""
+        found = {value for value, source in self.sources.items() if isinstance(source, Constant)}
+        for unit in self.units:
+            if unit not in self.random and found.issuperset(unit.reads):
+                found.update(unit.makes)
+        return found
+
+    def varying(self) -> list[tuple[str, str]]:
+        """What was called, but for what is the same in every run."""
+        constants = self.constants()
+        return [(u.path, u.does) for u in self.units if not u.makes or not constants.issuperset(u.makes)]
 
     # ----------------------------------------------------------------------------------------------------------- where
 
@@ -302,6 +360,11 @@ class Recorder(TorchFunctionMode):
     def path(self) -> str:
         """The innermost module that runs."""
         return self.stack[-1].path if self.stack else ""
+
+    def _modes(self) -> Modes:
+        kinds = ("cpu", "cuda")
+        enabled = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+        return Modes(torch.is_grad_enabled(), enabled, self.regions if self.depth else 0)
 
     @property
     def where_now(self) -> str:
@@ -334,6 +397,11 @@ class Recorder(TorchFunctionMode):
         return {value: memory(tensor) for value, tensor in self.tensors.items()}
 
 
+TRANSFORMS = (
+    *((apis, name) for name in ("vmap_impl", "chunked_vmap_impl") if hasattr(apis, name)),
+    *((eager_transforms, name) for name in ("grad_impl", "grad_and_value_impl") if hasattr(eager_transforms, name)),
+    *((torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
+)
 SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 checkpointing = checkpoint._checkpoint_without_reentrant_generator
 
@@ -341,9 +409,3 @@ checkpointing = checkpoint._checkpoint_without_reentrant_generator
 def _hooks(module: nn.Module) -> bool:
     tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(tables)
-
-
-def _modes() -> Modes:
-    kinds = ("cpu", "cuda")
-    enabled = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
-    return Modes(torch.is_grad_enabled(), enabled)

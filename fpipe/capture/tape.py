@@ -30,10 +30,14 @@ HARMLESS = (*PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, Metho
 
 
 class Modes(NamedTuple):
-    """What else a torch call depends on: whether gradients are recorded, and autocast by kind of device."""
+    """What else a torch call depends on: whether gradients are recorded, and autocast by kind of device.
+
+    `region` tells apart the outermost autocast contexts, which keep what they cast; it is 0 outside of any.
+    """
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
+    region: int
 
 
 class Invocation:
@@ -111,7 +115,8 @@ class Span:
     """A call whose torch calls are the units `start` to `stop`, the latter excluded.
 
     - `path`, `kind`: the module's first name and its class; of a checkpointed function, those of the module around it.
-    - `returned`: the values of the returned tensors, by leaf; `constants`: what else was returned; `assigned`: what was assigned to attributes meanwhile.
+    - `returned`: the values of the returned tensors, by leaf; `constants`: what else was returned.
+    - `assigned`: tensors that were assigned to attributes meanwhile; `touched`: all attributes that were.
     - `ticks`: from which torch call to which, those that left no unit included.
     - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function.
     """
@@ -129,6 +134,7 @@ class Span:
     returned: Mapping[int, Value] = field(default_factory=dict)
     constants: Mapping[int, Any] = field(default_factory=dict)
     assigned: list[Attribute] = field(default_factory=list)
+    touched: list[tuple[nn.Module, str]] = field(default_factory=list)
     inner: list[Span] = field(default_factory=list)
 
 

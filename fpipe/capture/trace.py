@@ -5,8 +5,8 @@ Every module that lies wholly inside one stage is called as itself, with the ste
 autograd functions, checkpointing, hooks, autocast and whatever else its author did keep working. Only what lies between
 such modules is played torch call by torch call. Uncut, the whole model is called as itself.
 
-The model runs on a skeleton without tensors of its own, twice: what the first run leaves behind, the second must not
-read, or microbatches would depend on each other.
+The model runs on a skeleton without tensors of its own, twice, since microbatches must not depend on each other: of
+what the first run leaves behind in attributes, the second may read constants only, and must do the same.
 """
 
 from __future__ import annotations
@@ -74,12 +74,19 @@ class _Tracer:
         return dict(enumerate(made))
 
     def captured(self) -> Captured:
-        """Run the model twice, the second time recorded."""
-        self._run(Recorder(self.skeleton, self.sources(), self.whole))
-        held = plain_state(self.skeleton)
-        recorder = Recorder(self.skeleton, self.sources(), self.whole)
-        loss, outputs = self._run(recorder)
-        require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
+        """Run the model, recorded, and see whether it would do the same again."""
+        with _put_back(self.skeleton):
+            recorder = Recorder(self.skeleton, self.sources(), self.whole)
+            loss, outputs = self._run(recorder)
+            held = plain_state(self.skeleton)
+            again = Recorder(self.skeleton, self.sources(), self.whole, _constants(self.skeleton, recorder))
+            self._run(again)
+            require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
+        if recorder.varying() != again.varying():
+            raise CaptureError(
+                "model: got a forward that does something else when it is called again, expected one that keeps "
+                "nothing from one call to the next but buffers. Take what it does the first time out of it."
+            )
         tensors, structure = flatten(outputs, opaque=True)
         results = tuple(recorder.known[id(tensor)] for tensor in tensors)
         made = None if loss is None else recorder.known[id(loss)]
@@ -143,15 +150,33 @@ def _calls(spans: Sequence[Span]) -> Iterator[Call]:
         yield from _calls(span.inner)
 
 
+def _constants(model: nn.Module, recorder: Recorder) -> set[int]:
+    """The identities of tensors in attributes that the recorded run has left there, and that do not depend on it."""
+    held = [leaf for module in model.modules() for leaf in flatten(vars(module), opaque=True)[0]]
+    constants = recorder.constants()
+    return {id(tensor) for tensor in held if recorder.known.get(id(tensor)) in constants}
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards, the attributes of all modules are as before."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for table, old in before:
+            table.clear()
+            table.update(old)
+
+
 @contextmanager
 def _assignments(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Report tensors that a forward assigns to attributes of modules; afterwards, all attributes are as before."""
+    """Report what a forward assigns to attributes of modules; refuse a new tensor in the place of a buffer."""
     assign: Callable[..., None] = nn.Module.__setattr__
     ours = {id(module) for module in model.modules() if not torchs(module)}
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
 
     def watching(module: nn.Module, name: str, value: object) -> None:
-        if id(module) in ours and isinstance(value, Tensor):
+        if id(module) in ours:
             if name in {**module._buffers, **module._parameters} and value is not getattr(module, name):
                 raise CaptureError(
                     f"{recorder.here()}: got an assignment of a tensor to {name!r}, expected buffers that are changed "
@@ -160,10 +185,5 @@ def _assignments(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             recorder.assigned(module, name, value)
         assign(module, name, value)
 
-    try:
-        with patch.object(nn.Module, "__setattr__", watching):
-            yield
-    finally:
-        for table, old in before:
-            table.clear()
-            table.update(old)
+    with patch.object(nn.Module, "__setattr__", watching):
+        yield

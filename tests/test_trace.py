@@ -1,0 +1,479 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording front end: modules run as their author wrote them, wherever the cuts are; what cannot is refused.
+
+Each model here does something that a graph of operators would lose. It is cut at modules and inside them, and must
+equal a plain loop over the user's own module.
+"""
+
+import threading
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import WIDTH, Case, assert_same, build, few, loop, mse, rows_of, run, run_reference
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe.capture.contract import Call
+from schedules import gpipe, one_f_one_b, split_backward
+
+
+class Tripled(torch.autograd.Function):
+    """A backward that no derivative formula gives."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 + x
+
+
+class Block(nn.Module):
+    """Two linears, with something in between."""
+
+    def __init__(self, middle=None):
+        super().__init__()
+        self.a, self.b, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
+
+    def forward(self, x):
+        h = self.a(x)
+        h = torch.tanh(h) if self.middle is None else self.middle(self, h)
+        return x + self.b(h)
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other; `around` is how each is called."""
+
+    def __init__(self, middle=None, around=None, depth=4):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(middle) for _ in range(depth)])
+        self.around = around
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.around is None else self.around(self, block, x)
+        return x
+
+
+def mixed(module, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return module.a(x).float().sin()
+
+
+def stopped(module, x):
+    with torch.no_grad():
+        scale = module.a(x).abs().mean()
+    return x * scale
+
+
+def hooked(module, x):
+    h = torch.sin(x)
+    h.register_hook(lambda grad: grad * 0.5)
+    return h * 1.5
+
+
+def packed(module, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: (t * 2).float()):
+        return torch.sin(x) * x
+
+
+def vmapped(module, x):
+    return torch.func.vmap(lambda row: row * row.sum())(x)
+
+
+def differentiated(module, x):
+    y = x.detach().requires_grad_()
+    return x + torch.autograd.grad((module.a(y) ** 2).sum(), y, create_graph=True)[0]
+
+
+class Noted:
+    """Keeps what was noted in an attribute, for others to read."""
+
+    def __call__(self, module, x):
+        module.note = x.mean()
+        return torch.sin(x)
+
+
+class WithNotes(Stack):
+    """The root adds what its blocks have left in attributes."""
+
+    def __init__(self):
+        super().__init__(Noted())
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(block.note for block in self.blocks)
+
+
+class Autocast(nn.Module):
+    """Autocast around everything: no module boundary is outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.stack(x).float()
+
+
+@dataclass
+class State:
+    """What travels between blocks."""
+
+    h: Tensor
+    mask: Tensor
+    count: int = 0
+    extra: Tensor | None = None
+
+
+class Keeping(Block):
+    """Fills a cache at its first call."""
+
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = torch.arange(WIDTH) / WIDTH
+        return super().forward(x * self.kept)
+
+
+def caches():
+    model = Stack()
+    model.blocks = nn.ModuleList([Keeping() for _ in range(4)])
+    return model
+
+
+class Travelling(nn.Module):
+    """A dataclass with a mask, an integer and nothing in it; one block's output is used far behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def step(self, block, state):
+        h = block(state.h).masked_fill(state.mask, 0.5)
+        return State(h, state.mask, state.count + 1, h if state.count == 0 else state.extra)
+
+    def forward(self, x):
+        state = State(x, x > 0.3)
+        for block in self.blocks:
+            state = self.step(block, state)
+        return state.h * state.count + state.extra
+
+
+class Remembering:
+    """An object that blocks write into and read from, as caches do."""
+
+    def __init__(self):
+        self.seen = []
+
+
+class Cached(nn.Module):
+    """Blocks that get an object; what is in it is used behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Noting() for _ in range(4)])
+
+    def forward(self, x):
+        memory = Remembering()
+        for block in self.blocks:
+            x = block(x, memory)
+        return x + memory.seen[0] * memory.seen[-1]
+
+
+class Noting(Block):
+    """Writes into the object that it gets."""
+
+    def forward(self, x, memory):
+        h = super().forward(x)
+        memory.seen.append(h.sin())
+        return h
+
+
+class Indirect(nn.Module):
+    """Methods other than forward, and a module called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.blocks = Block(), nn.ModuleList([Block(), Block(), Block()])
+
+    def encode(self, x):
+        return self.encoder.forward(x) * 2
+
+    def forward(self, x):
+        h = self.encode(x)
+        for block in (*self.blocks, self.blocks[0]):
+            h = block(x=h)
+        return h
+
+
+def hooks():
+    """Forward hooks that change what comes out, and one on the way back."""
+    model = Stack()
+    model.blocks[1].register_forward_hook(lambda module, args, out: out * 1.25)
+    model.blocks[2].a.register_forward_pre_hook(lambda module, args: (args[0] - 0.5,))
+    model.blocks[3].b.register_full_backward_hook(lambda module, gins, gouts: (gins[0] * 0.5,))
+    return model
+
+
+def dropping():
+    def middle(module, x):
+        return functional.dropout(x, 0.3, module.training)
+
+    model = Stack(middle)
+    model.blocks[2].middle = None
+    model.blocks[2].b = nn.Sequential(nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4))
+    return model
+
+
+AT_BLOCKS = ("blocks.1", "blocks.2", "blocks.3")
+INSIDE = ("blocks.0.b", "blocks.1.b", "blocks.2.b")
+
+
+def checkpointed(root, block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def enclosed(root, block, x):
+    return checkpoint(lambda: block(x) * x, use_reentrant=False)
+
+
+MODELS = {
+    "custom function in a block": (lambda: Stack(lambda m, x: Tripled.apply(x)), AT_BLOCKS, INSIDE),
+    "custom function around": (lambda: Stack(around=lambda m, b, x: Tripled.apply(b(x))), AT_BLOCKS, INSIDE),
+    "checkpoint": (lambda: Stack(around=checkpointed), AT_BLOCKS),
+    "checkpoint inside": (lambda: Stack(lambda m, x: checkpoint(torch.sin, x, use_reentrant=False)), AT_BLOCKS, INSIDE),
+    "saved-tensor hooks": (lambda: Stack(packed), AT_BLOCKS),
+    "tensor hook": (lambda: Stack(hooked), AT_BLOCKS, INSIDE),
+    "module hooks": (hooks, AT_BLOCKS, ("blocks.0.b", "blocks.1", "blocks.3")),
+    "autocast in a block": (lambda: Stack(mixed), AT_BLOCKS, INSIDE),
+    "autocast around all": (Autocast, tuple(f"stack.{c}" for c in AT_BLOCKS), tuple(f"stack.{c}" for c in INSIDE)),
+    "no_grad": (lambda: Stack(stopped), AT_BLOCKS, INSIDE),
+    "vmap": (lambda: Stack(vmapped), AT_BLOCKS, INSIDE),
+    "gradients in the forward": (lambda: Stack(differentiated), AT_BLOCKS),
+    "attributes": (WithNotes, AT_BLOCKS, INSIDE),
+    "caches": (caches, AT_BLOCKS, INSIDE),
+    "vmap with a weight": (lambda: Stack(lambda m, x: torch.vmap(m.a)(x)), AT_BLOCKS),
+    "dataclass": (Travelling, AT_BLOCKS, INSIDE),
+    "object": (Cached, AT_BLOCKS, INSIDE),
+    "methods": (Indirect, ("blocks.0", "blocks.1", "blocks.2"), ("blocks.0.b", "blocks.1.b", "blocks.2.b")),
+}
+CUT = [(name, cuts) for name, (_, *ways) in MODELS.items() for cuts in ways]
+HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gpipe(ranks=4, microbatches=3))}
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize(("name", "cuts"), CUT, ids=[f"{name}, {cuts[0]}" for name, cuts in CUT])
+def test_modules_run_as_they_are(name, cuts, how):
+    case = Case(MODELS[name][0], rows_of(), mse, cuts)
+    built = build(case, how, 6, capture="trace")
+    got = run(*built)
+    assert_same(got, run_reference(*built))
+    assert_same(got, loop(built[1], mse, *built[2:], how.microbatches))
+
+
+@settings(max_examples=few(12))
+@given(st.sets(st.sampled_from([*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b"]), max_size=4), st.booleans())
+def test_random_numbers_depend_on_no_cut(cuts, checkpoints):
+    def results(cuts):
+        def make():
+            model = dropping()
+            model.around = checkpointed if checkpoints else None
+            return model
+
+        where = tuple(c for c in (*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b") if c in cuts)
+        where = tuple(sorted(where, key=lambda name: (name[:8], name)))
+        where = tuple(c for c in where if not checkpoints or c.count(".") == 1)
+        how = one_f_one_b(ranks=len(where) + 1, microbatches=2)
+        return run(*build(Case(make, rows_of(), mse, where), how, 4, where, "trace"), seed=3)
+
+    assert_same(results(cuts), results(()))
+
+
+def pipeline(model, cuts, **kwargs):
+    x = torch.randn(4, WIDTH)
+    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=2)
+    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=cuts, **kwargs)
+
+
+REFUSED = {
+    "a cut inside a checkpointed function": (Stack(around=checkpointed), ["blocks.1.b"], ["blocks.1", "checkpoint"]),
+    "a checkpointed closure over a tensor": (Stack(around=enclosed), ["blocks.2"], ["argument", "checkpoint"]),
+    "a cut inside a module with hooks": (hooks(), ["blocks.1.b"], ["blocks.1", "hooks"]),
+    "a cut inside saved-tensor hooks": (Stack(packed), ["blocks.1.b"], ["blocks.1", "saved-tensor hooks"]),
+    "a cut inside a forward that differentiates": (Stack(differentiated), ["blocks.1.b"], ["blocks.1", "backward"]),
+    "a cut inside a module with a vmap over its weights": (
+        Stack(lambda m, x: torch.vmap(m.a)(x)),
+        ["blocks.1.b"],
+        ["blocks.1", "vmap"],
+    ),
+    "reentrant checkpoint": (
+        Stack(around=lambda m, b, x: checkpoint(b, x, use_reentrant=True)),
+        ["blocks.2"],
+        ["reentrant", "use_reentrant=False"],
+    ),
+    "seeding": (Stack(lambda m, x: (torch.manual_seed(1), x)[1]), ["blocks.2"], ["blocks.0", "seed"]),
+    "data-dependent control flow": (Stack(lambda m, x: x if x.sum() > 0 else -x), ["blocks.2"], ["blocks.0"]),
+    "data-dependent shapes": (Stack(lambda m, x: x[x > 0].sum() + x), ["blocks.2"], ["blocks.0"]),
+    "a generator of its own": (
+        Stack(lambda m, x: x + torch.rand(4, generator=torch.Generator())),
+        ["blocks.2"],
+        ["blocks.0", "generator"],
+    ),
+}
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x) * self.count
+
+
+class Carrying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x):
+        h = self.linear(x) if self.last is None else self.linear(x) + self.last
+        self.last = h.detach()
+        return h
+
+
+class Once(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.first = nn.Linear(WIDTH, WIDTH), True
+
+    def forward(self, x):
+        h = self.linear(x) * 2 if self.first else self.linear(x)
+        self.first = False
+        return h
+
+
+class Reassigned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return self.linear(x) + self.mean
+
+
+class Foreign(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(WIDTH, WIDTH), [nn.Parameter(torch.ones(WIDTH))]
+
+    def forward(self, x):
+        return self.linear(x) * self.hidden[0]
+
+
+for what, part, words in (
+    ("a counter", Counting(), ["1", "'count'"]),
+    ("state of the last call", Carrying(), ["1", "made and kept", "buffer"]),
+    ("another way the first time", Once(), ["again", "first time"]),
+    ("a reassigned buffer", Reassigned(), ["1", "'mean'", "copy_"]),
+    ("a parameter that is none", Foreign(), ["1", "requires a gradient", "Register"]),
+):
+    REFUSED[what] = (nn.Sequential(nn.Linear(WIDTH, WIDTH), part), ["1"], words)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(what):
+    model, cuts, words = REFUSED[what]
+    with pytest.raises((fpipe.CaptureError, fpipe.CutError)) as caught:
+        pipeline(model, cuts)
+    message = str(caught.value)
+    assert "got" in message
+    assert "expected" in message
+    assert not [word for word in words if word not in message], message
+
+
+def test_what_is_no_tensor_may_be_handed_on():
+    """A lock is not sent; what a later stage does with it is not part of what it computes."""
+
+    class Locking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Block(), Taking()
+
+        def forward(self, x):
+            lock = threading.Lock()
+            return self.b(self.a(x), lock)
+
+    class Taking(Block):
+        def forward(self, x, lock):
+            with lock:
+                return super().forward(x)
+
+    case = Case(Locking, rows_of(), mse, ("b", "", ""))
+    how = one_f_one_b(ranks=2, microbatches=2)
+    built = build(case, how, 4, ("b",), "trace")
+    assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
+
+
+def test_a_weight_is_cast_once_in_an_autocast_region():
+    """It would be cast once in each stage: other bits."""
+    model = Autocast()
+    model.stack.blocks[3].a.weight = model.stack.blocks[0].a.weight
+    with pytest.raises(fpipe.CutError, match="autocast"):
+        pipeline(model, ["stack.blocks.2"])
+    case = Case(lambda: model, rows_of(), mse, ())
+    built = build(case, gpipe(ranks=1, microbatches=2), 4, (), "trace")
+    assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
+
+
+def test_modules_are_called_as_themselves():
+    """Those that lie in one stage; a cut block is opened, and its children are called."""
+    called = []
+
+    class Spy(nn.Linear):
+        def forward(self, x):
+            called.append(not isinstance(x, torch._subclasses.FakeTensor))
+            return super().forward(x)
+
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    for block in model:
+        block.a = Spy(WIDTH, WIDTH)
+    pipe = pipeline(model, ["1.b"])
+    called.clear()
+    x = torch.randn(4, WIDTH)
+    fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
+    assert called == [True] * 4
+
+
+def test_nothing_is_left_behind():
+    """After a step the modules hold no tensors of the user's, and no attribute that a forward has set."""
+    model = WithNotes()
+    pipe = pipeline(model, ["blocks.2"])
+    x = torch.randn(4, WIDTH)
+    fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
+    held = [t for module in pipe.training.assembly.stages for t in module.constants]
+    assert not held
+    assert not hasattr(model.blocks[0], "note")
+
+
+def test_calls_are_nested_ranges_of_units():
+    calls = pipeline(Stack(), ["blocks.2"]).training.assembly.captured.calls
+    assert calls[0] == Call("", Stack, 0, calls[0].stop)
+    assert [c.path for c in calls[1:4]] == ["blocks.0", "blocks.0.a", "blocks.0.b"]
+    for outer, inner in pairwise(calls):
+        assert inner.start >= outer.stop or (outer.start <= inner.start and inner.stop <= outer.stop)
