@@ -233,7 +233,7 @@ class Case:
     batch: Callable[[int], tuple[Any, Any]]
     loss: Callable[..., Tensor]
     cuts: tuple[str, str, str]
-    fronts: tuple[str, ...] = ("export",)
+    fronts: tuple[str, ...] = ("trace", "export", "fx", "dynamo")
     random: bool = False
 
     def at(self, stages: int) -> tuple[str, ...]:
@@ -248,7 +248,7 @@ class Case:
             return model, *self.batch(rows)
 
 
-BOTH = ("export", "modules")
+PARTS = ("modules", "trace", "export", "fx", "dynamo")
 WIDTH, WORDS, LENGTH = 4, 11, 3
 
 
@@ -689,27 +689,27 @@ def mixed_precision() -> nn.Sequential:
 
 
 ZOO: dict[str, Case] = {
-    "mlp": Case(lambda: linears(nn.ReLU, nn.Tanh, nn.GELU), rows_of(), mse, ("1", "3", "6"), BOTH),
+    "mlp": Case(lambda: linears(nn.ReLU, nn.Tanh, nn.GELU), rows_of(), mse, ("1", "3", "6"), PARTS),
     "gpt": Case(GPT, words, cross_entropy, ("blocks.1", "blocks.2", "head")),
-    "tied_sequence": Case(tied_sequence, words, cross_entropy, ("1", "2", "3"), BOTH),
+    "tied_sequence": Case(tied_sequence, words, cross_entropy, ("1", "2", "3"), PARTS),
     "chained": Case(Chained, rows_of(), mse, ("b", "c", "d")),
-    "one_weight": Case(one_weight, rows_of(), mse, ("2", "4", "6"), BOTH),
+    "one_weight": Case(one_weight, rows_of(), mse, ("2", "4", "6"), PARTS),
     "skips": Case(Skips, rows_of(), mse, ("b", "c", "d")),
     "unet": Case(
         UNet, lambda rows: ((torch.randn(rows, 1, 4, 4),), torch.randn(rows, 1, 4, 4)), mse, ("deep", "up", "last")
     ),
-    "normalised": Case(normalised, rows_of(), mse, ("1", "3", "5"), BOTH),
+    "normalised": Case(normalised, rows_of(), mse, ("1", "3", "5"), PARTS),
     "later": Case(Later, words, cross_entropy, ("a", "pick", "again")),
-    "dicts": Case(lambda: nn.Sequential(Split(), Middle(), Middle(), Merge()), rows_of(), mse, ("1", "2", "3"), BOTH),
-    "frozen_below": Case(frozen_below, rows_of(), mse, ("2", "4", "6"), BOTH),
-    "all_frozen": Case(all_frozen, rows_of(), mse, ("2", "4", "6"), BOTH),
+    "dicts": Case(lambda: nn.Sequential(Split(), Middle(), Middle(), Merge()), rows_of(), mse, ("1", "2", "3"), PARTS),
+    "frozen_below": Case(frozen_below, rows_of(), mse, ("2", "4", "6"), PARTS),
+    "all_frozen": Case(all_frozen, rows_of(), mse, ("2", "4", "6"), PARTS),
     "unused": Case(Unused, rows_of(), lambda outputs, targets: mse(outputs[0], targets), ("b", "c", "d")),
     "several": Case(Several, several_batch, several_loss, ("right", "both", "last")),
     "own_loss": Case(OwnLoss, own_loss_batch, lambda outputs: outputs["loss"], ("b", "c", "d")),
     "in_place": Case(InPlace, rows_of(), mse, ("b", "c", "d")),
     "strides": Case(Strides, strides_batch, mse, ("scaled", "b", "c")),
     "twice": Case(Twice, rows_of(), mse, ("a", "b", "c")),
-    "contexts": Case(Contexts, rows_of(), mse, ("b", "c", "d")),
+    "contexts": Case(Contexts, rows_of(), mse, ("b", "c", "d"), ("trace", "export")),
     "fourier": Case(Fourier, rows_of(), mse, ("b", "c", "d")),
     "constants": Case(Constants, rows_of(), mse, ("squash", "act", "d")),
     "recurrent": Case(Recurrent, words, cross_entropy, ("gru", "lstm", "head")),
@@ -718,11 +718,16 @@ ZOO: dict[str, Case] = {
         lambda rows: ((torch.randn(rows, WIDTH, dtype=torch.float64),), torch.randn(rows, WIDTH)),
         mse,
         ("1", "2", "3"),
-        BOTH,
+        PARTS,
     ),
-    "dropping": Case(dropping, rows_of(), mse, ("2", "4", "5"), BOTH, random=True),
+    "dropping": Case(dropping, rows_of(), mse, ("2", "4", "5"), PARTS, random=True),
     "gpt_dropout": Case(lambda: GPT(dropout=0.25), words, cross_entropy, ("blocks.1", "blocks.2", "head"), random=True),
 }
+
+
+def captured_by(*fronts: str) -> list[tuple[str, str]]:
+    """The cases of the zoo that these front ends can capture, with each of them."""
+    return [(name, front) for name, case in ZOO.items() for front in case.fronts if front in fronts]
 
 
 # ----------------------------------------------------------------------------------------------------------- pipelines

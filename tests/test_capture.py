@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both front ends: what they take, what they deliver, and what they say of models that they cannot take."""
+"""The front ends: what they take, what they deliver, and what they say of models that they cannot take."""
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from fpipe.capture.observation import observe
 from schedules import gpipe, one_f_one_b
 
 CASES = [(name, front) for name, case in ZOO.items() for front in case.fronts if name != "recurrent"]
+GRAPHS = ["export", "fx", "dynamo"]
+FRONTS = ["trace", "modules", *GRAPHS]
 
 
 def captured(name, capture="export"):
@@ -37,7 +39,7 @@ def test_units_are_in_order_and_sources_are_the_model_s(name, capture):
     assert any(kind is Batch for kind, _ in kinds)
 
 
-@pytest.mark.parametrize("capture", ["export", "modules"])
+@pytest.mark.parametrize("capture", FRONTS)
 def test_what_is_written_and_drawn_is_seen(capture):
     found, _ = captured("normalised", capture)
     seen = observe(found)
@@ -109,7 +111,7 @@ def test_several_arguments_go_to_the_first_part():
     assert torch.allclose(step.loss, eager)
 
 
-@pytest.mark.parametrize("capture", ["export", "modules"])
+@pytest.mark.parametrize("capture", FRONTS)
 def test_one_module_in_two_places(capture):
     """As two parts of a sequence: one set of parameters, called twice."""
     shared = nn.Linear(WIDTH, WIDTH)
@@ -123,7 +125,7 @@ def test_one_module_in_two_places(capture):
         targets=targets,
         loss=mse,
         schedule=one_f_one_b(ranks=2, microbatches=3),
-        cuts=["3" if capture == "export" else "2"],
+        cuts=["3" if capture in GRAPHS else "2"],
         capture=capture,
     )
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
@@ -154,7 +156,7 @@ def test_autocast_around_the_step_is_refused_rather_than_lost():
         step(*pipe.init(model), inputs, targets)
 
 
-@pytest.mark.parametrize("capture", ["export", "modules"])
+@pytest.mark.parametrize("capture", FRONTS)
 def test_a_generator_of_its_own_is_refused(capture):
     """The key reaches the default generators only; numbers from another would depend on the order of execution."""
     generator = torch.Generator()
@@ -170,7 +172,7 @@ def test_a_generator_of_its_own_is_refused(capture):
         build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture=capture)
 
 
-@pytest.mark.parametrize("capture", ["export", "modules"])
+@pytest.mark.parametrize("capture", FRONTS)
 def test_seeding_inside_the_model(capture):
     """A model that seeds by itself draws what it did, or is refused; and the user's state survives."""
 

@@ -15,6 +15,7 @@ from models import (
     Case,
     assert_same,
     build,
+    captured_by,
     descending,
     differences,
     eval_loop,
@@ -36,7 +37,7 @@ from schedules import gpipe, one_f_one_b
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 
-CASES = [(name, front) for name, case in ZOO.items() for front in case.fronts]
+CASES = captured_by("trace", "export", "fx", "modules")
 SEED = 5
 
 
@@ -51,9 +52,14 @@ def require_exact(case, how, rows, cuts=None, capture="export", order=None):
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("one_f_one_b", 4), ("split_backward", 4), ("gpipe", 2)])
-@pytest.mark.parametrize(("name", "capture"), CASES)
+@pytest.mark.parametrize(("name", "capture"), captured_by("trace", "modules"))
 def test_the_zoo(name, capture, kind, ranks):
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=3), 6, capture=capture)
+
+
+@pytest.mark.parametrize(("name", "capture"), captured_by("export", "fx", "dynamo"))
+def test_the_zoo_through_a_graph(name, capture):
+    require_exact(ZOO[name], SCHEDULES["split_backward"](ranks=4, microbatches=3), 6, capture=capture)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -140,6 +140,11 @@ class _Graph:
                 f"module {_path(node) or '(root)'}: got a torch.func transform such as vmap, expected plain operators: "
                 'it cannot be read back from the graph. Choose capture="trace", where modules run as they are.'
             )
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                f"module {_path(node) or '(root)'}: got a size or a number ({node.name}) that depends on the values of "
+                "its input, expected shapes and control flow that do not. Rewrite that part."
+            )
         reads = tuple(dict.fromkeys(self.value[arg] for arg in node.all_input_nodes if arg.op != "get_attr"))
         picks = [user for user in node.users if _picks(user)] if _is_tuple(node) else []
         makes = tuple(self.value[pick] for pick in picks) if _is_tuple(node) else (self.value[node],)

@@ -104,16 +104,15 @@ def _symbolic(root: _Root) -> torch.fx.Graph:
 
 
 class _Proxy(torch.fx.Proxy):
-    """A proxy that knows in-place operators and assignments."""
+    """A proxy that knows in-place operators, and that tensors have attributes that can be assigned to."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(getattr(Tensor, name, None), property) or hasattr(getattr(Tensor, name, None), "__set__"):
-            self.tracer.create_proxy("call_function", setattr, (self, name, value), {})
-        else:
-            super().__setattr__(name, value)
+        if hasattr(Tensor, name):
+            raise TypeError(f"an assignment to the attribute {name!r} of a tensor cannot be traced")
+        super().__setattr__(name, value)
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
