@@ -8,6 +8,7 @@ too: their types are registered with optree, in a namespace of fpipe's own, when
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeAlias
@@ -112,8 +113,12 @@ def _registered(types: set[Any]) -> bool:
 
 
 def _fields(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
-    names = tuple(one.name for one in fields(value) if hasattr(value, one.name))
-    return tuple(getattr(value, name) for name in names), names, names
+    """The fields as they are stored, whatever the class makes of reading one."""
+    held = {}
+    for one in fields(value):
+        with suppress(AttributeError):
+            held[one.name] = object.__getattribute__(value, one.name)
+    return tuple(held.values()), tuple(held), tuple(held)
 
 
 def _made(kind: type, names: tuple[str, ...], values: Any) -> Any:

@@ -2,6 +2,7 @@
 """Trees come apart and together; what differs is named by its path; bits are compared as bits."""
 
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -57,6 +58,26 @@ def test_trees_that_differ_are_refused(one, other):
     else:
         with pytest.raises(InputError, match=r"^x"):
             require_same("x", mine, theirs)
+
+
+@dataclass
+class Reserved:
+    """A dataclass whose field cannot be asked for, as configurations that differ from layer to layer have some."""
+
+    x: torch.Tensor
+    heads: int = 2
+
+    def __getattribute__(self, name):
+        if name == "heads":
+            raise ValueError("ask for the heads of a layer")
+        return super().__getattribute__(name)
+
+
+def test_fields_of_a_dataclass_are_read_as_they_are_stored():
+    tensors, structure = flatten(Reserved(torch.ones(2)))
+    again = structure.unflatten(tensors)
+    assert again.x is tensors[0]
+    assert object.__getattribute__(again, "heads") == 2
 
 
 def test_the_message_names_the_leaf():
