@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for any architecture: keyword arguments, by the names in the signature of `forward`.
+
+`candidates` goes from the richest batch to the plainest; the first that the model takes, eagerly, is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS, LENGTH, FRAMES, SAMPLES, SIDE = 4, 8, 2, 4000, 64
+
+Batch = dict[str, Any]
+
+
+def config_of(config: Any, *names: str, default: int) -> int:
+    """The first of these fields that the configuration, or one nested in it, has."""
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for name in names:
+        for place in [config, *inner]:
+            found = getattr(place, name, None) if place is not None else None
+            if isinstance(found, list | tuple) and found:
+                found = found[0]
+            if isinstance(found, int) and not isinstance(found, bool):
+                return found
+    return default
+
+
+def vocabulary(config: Any) -> int:
+    """Ids below this are words, and not the special tokens of the configuration."""
+    return min(
+        config_of(config, "vocab_size", "text_vocab_size", "src_vocab_size", "decoder_vocab_size", default=64), 96
+    )
+
+
+def ids(config: Any, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, max(vocabulary(config), 4), (ROWS, length))
+
+
+def mask(length: int = LENGTH) -> Tensor:
+    """Ones, and some padding at the end of some rows."""
+    found = torch.ones(ROWS, length, dtype=torch.long)
+    found[1::2, -2:] = 0
+    return found
+
+
+def pixels(config: Any) -> Tensor:
+    side = config_of(config, "image_size", "img_size", "resolution", "input_size", default=SIDE)
+    return torch.randn(ROWS, config_of(config, "num_channels", "in_channels", "in_chans", default=3), side, side)
+
+
+def video(config: Any) -> Tensor:
+    frames = config_of(config, "num_frames", "frames_per_clip", default=FRAMES)
+    return pixels(config)[:, None].repeat(1, frames, 1, 1, 1)
+
+
+def features(config: Any) -> Tensor:
+    """Mel bins by time or, where positions are counted, as whisper wants them."""
+    bins = config_of(
+        config, "num_mel_bins", "input_feat_per_channel", "mel_dim", "feature_size", "input_dim", default=16
+    )
+    positions = config_of(config, "max_source_positions", default=0)
+    if positions:
+        return torch.randn(ROWS, bins, 2 * positions)
+    return torch.randn(ROWS, 64, bins)
+
+
+def series(config: Any, name: str) -> Tensor:
+    """Past and future of a time series, as long as the configuration says."""
+    past = config_of(config, "context_length", default=8)
+    past += max(getattr(config, "lags_sequence", None) or [0])
+    length = past if name.startswith("past") else config_of(config, "prediction_length", default=4)
+    inputs = config_of(config, "num_input_channels", default=0)
+    wide = inputs if name.endswith("values") else config_of(config, "num_time_features", default=1)
+    found = torch.rand(ROWS, length, wide) if wide else torch.rand(ROWS, length)
+    return torch.ones(found.shape) if name.endswith("mask") else found
+
+
+ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "input_ids": ids,
+    "attention_mask": lambda config: mask(),
+    "token_type_ids": lambda config: torch.zeros(ROWS, LENGTH, dtype=torch.long),
+    "decoder_input_ids": ids,
+    "pixel_values": pixels,
+    "pixel_values_videos": video,
+    "input_features": features,
+    "input_values": lambda config: torch.randn(ROWS, SAMPLES),
+    "bbox": lambda config: torch.tensor([1, 2, 3, 4]).repeat(ROWS, LENGTH, 1),
+    "qformer_input_ids": ids,
+    "image_embeds_position_mask": lambda config: torch.arange(LENGTH).repeat(ROWS, 1) < 4,
+    "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=64)),
+    "visual_pos": lambda config: torch.rand(ROWS, 3, config_of(config, "visual_pos_dim", default=4)),
+    "states": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "state_dim", default=8)),
+    "actions": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "act_dim", default=8)),
+    "rewards": lambda config: torch.randn(ROWS, LENGTH, 1),
+    "returns_to_go": lambda config: torch.randn(ROWS, LENGTH, 1),
+    "timesteps": lambda config: torch.arange(LENGTH).repeat(ROWS, 1),
+    "query_embeds": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "hidden_size", default=64)),
+    **{
+        name: functools.partial(series, name=name)
+        for name in ("past_values", "past_time_features", "future_values", "future_time_features")
+    },
+}
+SHAPES: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+    "pixel_values": (lambda x: x[:, None].repeat(1, FRAMES, 1, 1, 1),),
+    "input_values": (
+        lambda x: x[:, None],
+        lambda x: x[:, :1024].unflatten(1, (64, 16)),
+        lambda x: x[:, :3840],
+    ),
+    "input_features": (lambda x: x.transpose(1, 2), lambda x: x[:, None]),
+}
+
+
+def candidates(model: nn.Module) -> Iterator[Batch]:
+    """Batches that the model may take, the richest first."""
+    config, names = model.config, list(inspect.signature(model.forward).parameters)
+    plain = {name: ARGUMENTS[name](config) for name in names if name in ARGUMENTS}
+    if "past_values" in plain and "past_observed_mask" in names:
+        plain["past_observed_mask"] = torch.ones_like(plain["past_values"])
+    fixed = {"use_cache": False} if "use_cache" in names else {}
+    fixed |= {"return_dict": True} if "return_dict" in names else {}
+    if "pixel_values" in plain and "input_ids" in plain:
+        yield from ({**batch, **fixed} for batch in with_images(model, plain, names))
+    tails = [*labels(model, plain, names), {}]
+    for kept in _subsets(plain, model):
+        for tail in tails:
+            yield {**kept, **fixed, **tail}
+
+
+def _subsets(plain: Batch, model: nn.Module) -> Iterator[Batch]:
+    """All arguments; then without those that often do not go together with the main one; then of other shapes."""
+    main = getattr(model, "main_input_name", "input_ids")
+    yield plain
+    for without in LEFT_OUT:
+        yield {name: value for name, value in plain.items() if name not in without}
+    for name in SHAPES.keys() & plain.keys():
+        for change in SHAPES[name]:
+            other = {**plain, name: change(plain[name])}
+            yield other
+            yield {key: value for key, value in other.items() if key != "attention_mask"}
+    if main in plain:
+        yield {main: plain[main]}
+
+
+LEFT_OUT = (
+    ("pixel_values_videos",),
+    ("pixel_values_videos", "attention_mask"),
+    ("pixel_values_videos", "attention_mask", "decoder_input_ids"),
+    ("pixel_values", "pixel_values_videos"),
+    ("pixel_values", "pixel_values_videos", "input_features", "input_values"),
+    ("token_type_ids", "attention_mask"),
+)
+
+
+def with_images(model: nn.Module, plain: Batch, names: list[str]) -> Iterator[Batch]:
+    """Text after as many image tokens as the model makes of an image, where it says which token that is."""
+    config = model.config
+    token = next((getattr(config, n) for n in ("image_token_id", "image_token_index") if hasattr(config, n)), None)
+    if token is None or not hasattr(model, "get_image_features"):
+        return
+    try:
+        with torch.no_grad():
+            made = model.get_image_features(pixel_values=plain["pixel_values"])
+    except Exception:  # it wants more than pixels; without images, the text model remains
+        return
+    tokens = _rows(made, config_of(config.get_text_config(), "hidden_size", "d_model", default=64)) // ROWS
+    words = torch.cat([torch.full((ROWS, tokens), token), plain["input_ids"]], 1)
+    batch = {"input_ids": words, "attention_mask": mask(words.shape[1]), "pixel_values": plain["pixel_values"]}
+    batch |= {"labels": words} if "labels" in names else {}
+    yield batch
+    if "token_type_ids" in names:
+        yield batch | {"token_type_ids": (words == token).long()}
+
+
+def _rows(made: Any, width: int) -> int:
+    """How many vectors of this width the features of the images are."""
+    made = getattr(made, "pooler_output", made)
+    parts = made if isinstance(made, list | tuple) else [made]
+    return sum(part.numel() for part in parts if isinstance(part, Tensor)) // width
+
+
+def labels(model: nn.Module, plain: Batch, names: list[str]) -> Iterator[Batch]:
+    """Labels by what the class is for."""
+    if "start_positions" in names:
+        yield {"start_positions": torch.randint(LENGTH, (ROWS,)), "end_positions": torch.randint(LENGTH, (ROWS,))}
+    if "labels" not in names:
+        return
+    words, classes = vocabulary(model.config), getattr(model.config, "num_labels", 2) or 2
+    if "decoder_input_ids" in names or "LM" in type(model).__name__ or "ConditionalGeneration" in type(model).__name__:
+        yield {
+            "labels": plain["input_ids"].clone() if "input_ids" in plain else torch.randint(3, words, (ROWS, LENGTH))
+        }
+        return
+    if "CTC" in type(model).__name__:
+        yield {"labels": torch.randint(3, words, (ROWS, 3))}
+    elif "Segmentation" in type(model).__name__:
+        yield {"labels": torch.randint(classes, (ROWS, *plain["pixel_values"].shape[-2:]))}
+    elif "Token" in type(model).__name__:
+        yield {"labels": torch.randint(classes, (ROWS, LENGTH))}
+    elif "Classification" in type(model).__name__:
+        yield {"labels": torch.randint(classes, (ROWS,))}

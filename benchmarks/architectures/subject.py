@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A subject of the experiment: a tiny random model of an architecture, a batch that it takes, and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from batches import Batch, candidates
+from configurations import WAYS, Way, tiny
+from optree import tree_leaves
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+MOST = 60_000_000
+
+
+class UntriedError(Exception):
+    """Not even a plain eager step works; the message says why."""
+
+
+class Subject(NamedTuple):
+    """A model in train mode, and keyword arguments for it."""
+
+    model: nn.Module
+    batch: Batch
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss that the model computed itself; if none, a sum of mean squares of all floating-point outputs."""
+    own = outputs.get("loss") if isinstance(outputs, dict) else None
+    if own is not None:
+        return own.sum()
+    return sum((leaf.square().mean() for leaf in leaves(outputs)), start=torch.zeros(()))
+
+
+def leaves(outputs: Any) -> list[Tensor]:
+    """The floating-point tensors of a tree of outputs that depend on parameters."""
+    if isinstance(outputs, dict):
+        outputs = dict(outputs)
+    found = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in found if leaf.is_floating_point() and leaf.requires_grad]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in _leaves(value)]
+    if isinstance(tree, list | tuple):
+        return [leaf for value in tree for leaf in _leaves(value)]
+    return tree_leaves(tree)
+
+
+def subject(kind: str, names: Sequence[str], dropout: float = 0.0) -> Subject:
+    """The model of this type, made small in the first way that works; raises `UntriedError`."""
+    errors = []
+    for way in WAYS:
+        torch.manual_seed(0)
+        try:
+            return _fed(_model(kind, names, dropout, way))
+        except Exception as error:
+            errors.append(error)
+    raise UntriedError(" || ".join(dict.fromkeys(map(said, errors)))) from errors[0]
+
+
+def _model(kind: str, names: Sequence[str], dropout: float, way: Way) -> nn.Module:
+    config = tiny(CONFIG_MAPPING[kind], dropout, way)
+    made = class_of(config, names)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in made(config).parameters())
+    if size > MOST:
+        raise UntriedError(f"{size / 1e6:.0f} million parameters: it could not be made smaller")
+    return made(config).train()
+
+
+def _fed(model: nn.Module) -> Subject:
+    """The model with the first batch that it takes."""
+    tried: list[Exception] = []
+    for batch in candidates(model):
+        try:
+            _step(model, batch)
+        except Exception as error:
+            tried.append(error)
+        else:
+            return Subject(model, batch)
+    if not tried:
+        raise UntriedError(f"no batch is known for {type(model).__name__}.forward")
+    first = dict.fromkeys(said(error) for error in tried)
+    raise UntriedError(f"no batch fits: {' | '.join(list(first)[:4])}") from tried[0]
+
+
+def class_of(config: Any, names: Sequence[str]) -> type[nn.Module]:
+    """The first of these classes that is made from such a configuration."""
+    kinds = [getattr(transformers, name) for name in names]
+    return next((kind for kind in kinds if kind.config_class is type(config)), kinds[0])
+
+
+def _step(model: nn.Module, batch: Batch) -> None:
+    """One eager step; raises if it fails, or trains nothing."""
+    half = {key: value.chunk(2)[0] if isinstance(value, Tensor) else value for key, value in batch.items()}
+    value = loss_of(model(**half))
+    if not torch.isfinite(value):
+        raise ValueError(f"the loss is {value.item()}")
+    value.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def said(error: BaseException) -> str:
+    """The message in a line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text}"[:300]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page that says what was tried, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import transformers
+from trial import Trial
+
+import fpipe
+
+HEAD = """# Models
+
+Every architecture of [transformers](https://github.com/huggingface/transformers) {version} as a tiny random model, cut
+evenly in 2 and in 4 stages, under 1F1B, interleaved 1F1B and a V schedule, in two microbatches. Loss, outputs, all
+gradients and all buffers are compared, bit for bit, with the model's own eager loop on one device and with
+`fpipe.reference`; and once more with dropout, with the reference. Models are used as they are, with the attention that
+they choose by default and without caches (`use_cache=False`); front end `trace`. Made by
+
+    python benchmarks/architectures
+
+which anyone can run again. Where a model computes a loss, that is the loss; else it is a sum of mean squares of the
+outputs. A model is tried if a plain eager step of it runs on a batch that the script can make up.
+"""
+
+
+def page(trials: Sequence[Trial]) -> str:
+    """The page, as Markdown."""
+    last = {found.kind: found for found in trials}
+    tried = [found for found in last.values() if not found.untried]
+    equal, wrong = [t for t in tried if not t.wrong], [t for t in tried if t.wrong]
+    untried = [found for found in last.values() if found.untried]
+    return "\n".join(
+        [
+            HEAD.format(version=transformers.__version__, torch=fpipe.__name__),
+            *_table(("", "architectures"), _counts(equal, wrong, untried)),
+            "\n## Where not\n",
+            *_table(
+                ("model type", "class", "why"), ((t.kind, t.name, _short(next(iter(t.wrong.values())))) for t in wrong)
+            ),
+            "\n## Equal\n",
+            "Where stages begin: at the first operation of these modules.\n",
+            *_table(("model type", "class", "parameters", "batch", "4 stages begin at", "schedules"), map(_row, equal)),
+            "\n## Not tried\n",
+            *_table(("model type", "class", "why"), ((t.kind, t.name, _short(t.untried)) for t in untried)),
+            "",
+        ]
+    )
+
+
+def _counts(equal: Sequence[Trial], wrong: Sequence[Trial], untried: Sequence[Trial]) -> Iterator[tuple[str, str]]:
+    yield "bitwise equal", str(len(equal))
+    yield "of these, with dropout too", str(sum("dropout" in " ".join(found.results) for found in equal))
+    yield "refused when built, or otherwise not equal", str(len(wrong))
+    yield "not tried", str(len(untried))
+
+
+def _row(found: Trial) -> tuple[str, ...]:
+    cuts = found.cuts.get("4") or next(iter(found.cuts.values()), [])
+    batch = [name for name in found.batch if name not in ("use_cache", "return_dict", "attention_mask")]
+    count = f"{found.parameters / 1e6:.1f} M" if found.parameters >= 1e6 else f"{found.parameters / 1e3:.0f} k"
+    return (
+        found.kind,
+        found.name,
+        count,
+        ", ".join(batch),
+        ", ".join(f"`{cut}`" for cut in cuts),
+        str(len(found.results)),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'|'.join('---' for _ in head)}|"
+    yield from (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in sorted(rows))
+
+
+def _short(why: str) -> str:
+    """A reason in a line."""
+    line = re.search(r" At (\S+?): (.*)$", why)
+    code = f": `{line[2]}` ({line[1]})" if line else ""
+    if "DataDependentOutputException" in why or "DynamicOutputShapeException" in why:
+        return f"shapes or control flow depend on data{code}"
+    what = re.sub(r" At \S+?: .*$", "", why.split(" || ", maxsplit=1)[0])
+    return f"{what[:160]}{'...' * (len(what) > 160)}{code}"
