@@ -73,13 +73,28 @@ def test_a_rank_gets_its_leaves_only():
     assert shares == [{f"{k}.weight", f"{k}.bias"} for k in (0, 2, 4, 6)]
 
 
-def test_draws_differ_between_seeds_modules_and_ordinals():
-    draws = [WHOLE[f"{k}.{name}"] for k in (0, 2) for name in ("a.weight", "b.0.weight", "gain")]
-    draws += [
-        value for name, value in initialised(PARENT, LEAVES, reset_parameters, seed=4).items() if name == "2.gain"
-    ]
-    rows = {tuple(value.flatten()[:4].tolist()) for value in draws}
-    assert len(rows) == len(draws)
+def drawing(module):
+    """Draws for what a module owns, and once more for what its children own."""
+    for leaf in module.parameters(recurse=False):
+        leaf.normal_()
+    for child in module.children():
+        for leaf in child.parameters(recurse=False):
+            leaf.sub_(torch.randn(leaf.shape))
+
+
+def test_draws_differ_between_seeds_leaves_and_calls():
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    made = [initialised(model, leaves(model), drawing, seed) for seed in (0, 1, 2**40)]
+    rows = [tuple(row) for one in made for value in one.values() for row in value.view(-1, 3).tolist()]
+    assert len(set(rows)) == len(rows) == 36
+    assert all(len(set(row)) == 3 for row in rows)
+    assert min(abs(number) for row in rows for number in row) > 0, "the second draw is the first"
+
+
+def test_a_parent_draws_others_for_each_child():
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
+    made = initialised(model, leaves(model), lambda module: [p.normal_() for p in module.parameters()], seed=0)
+    assert len({tuple(row) for value in made.values() for row in value.view(-1, 3).tolist()}) == 12
 
 
 def test_the_user_s_generator_stays():
