@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import transformers
 from trial import Trial
 
-import fpipe
-
 HEAD = """# Models
 
 Every architecture of [transformers](https://github.com/huggingface/transformers) {version} as a tiny random model, cut
@@ -28,23 +26,23 @@ outputs. A model is tried if a plain eager step of it runs on a batch that the s
 
 def page(trials: Sequence[Trial]) -> str:
     """The page, as Markdown."""
-    last = {found.kind: found for found in trials}
+    last = {found.kind: found for found in sorted(trials, key=lambda found: found.kind)}
     tried = [found for found in last.values() if not found.untried]
     equal, wrong = [t for t in tried if not t.wrong], [t for t in tried if t.wrong]
     untried = [found for found in last.values() if found.untried]
+    refused = ((found.kind, found.name, _short(next(iter(found.wrong.values())))) for found in wrong)
+    left = ((found.kind, found.name, _short(found.untried)) for found in untried)
     return "\n".join(
         [
-            HEAD.format(version=transformers.__version__, torch=fpipe.__name__),
+            HEAD.format(version=transformers.__version__),
             *_table(("", "architectures"), _counts(equal, wrong, untried)),
             "\n## Where not\n",
-            *_table(
-                ("model type", "class", "why"), ((t.kind, t.name, _short(next(iter(t.wrong.values())))) for t in wrong)
-            ),
+            *_table(("model type", "class", "why"), refused),
             "\n## Equal\n",
             "Where stages begin: at the first operation of these modules.\n",
             *_table(("model type", "class", "parameters", "batch", "4 stages begin at", "schedules"), map(_row, equal)),
             "\n## Not tried\n",
-            *_table(("model type", "class", "why"), ((t.kind, t.name, _short(t.untried)) for t in untried)),
+            *_table(("model type", "class", "why"), left),
             "",
         ]
     )
@@ -61,20 +59,14 @@ def _row(found: Trial) -> tuple[str, ...]:
     cuts = found.cuts.get("4") or next(iter(found.cuts.values()), [])
     batch = [name for name in found.batch if name not in ("use_cache", "return_dict", "attention_mask")]
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters >= 1e6 else f"{found.parameters / 1e3:.0f} k"
-    return (
-        found.kind,
-        found.name,
-        count,
-        ", ".join(batch),
-        ", ".join(f"`{cut}`" for cut in cuts),
-        str(len(found.results)),
-    )
+    begins = ", ".join(f"`{cut}`" for cut in cuts)
+    return found.kind, found.name, count, ", ".join(batch), begins, str(len(found.results))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'|'.join('---' for _ in head)}|"
-    yield from (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in sorted(rows))
+    yield from (f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
 def _short(why: str) -> str:
