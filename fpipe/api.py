@@ -22,7 +22,7 @@ from fpipe.calls import Selector
 from fpipe.capture.contract import FrontEnd
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.export import export
-from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, skeleton
+from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, require_registered, skeleton
 from fpipe.capture.fx import fx
 from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
@@ -320,6 +320,7 @@ def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any
             )
     without_parameters(loss)
     require_plain_tensors(model)
+    require_registered(model)
     refuse_gradient_hooks(model)
 
 

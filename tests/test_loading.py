@@ -233,3 +233,15 @@ def test_only_what_is_never_saved_is_filled():
     del saved["0.seen"]
     with pytest.raises(fpipe.InputError, match=r"source: got no value for \['0.seen'\], expected one for every leaf"):
         pipe.init(saved, fill=lambda module: [buffer.zero_() for buffer in module.buffers()])
+
+
+def test_tensors_that_nobody_can_fill_are_refused_when_the_pipeline_is_built():
+    with pytest.raises(fpipe.CaptureError, match=r"model: got the attribute weights, a tensor on the meta.*register_b"):
+        on_meta(ZOO["constants"], 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
+def test_tensors_that_hooks_compute_need_no_values():
+    normed = Case(lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))), rows_of(), mse, ("",) * 3)
+    pipe, (model, inputs, targets) = on_meta(normed), normed.make(4)
+    assert_same(run(pipe, model.state_dict(), inputs, targets), loop(model, mse, inputs, targets, 2))

@@ -96,6 +96,24 @@ def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def require_registered(model: nn.Module) -> None:
+    """Raise `CaptureError` for a tensor on meta that is neither parameter nor buffer: nobody can give it a value.
+
+    But for modules with hooks before their forward, which compute such tensors anew (`torch.nn.utils.spectral_norm`).
+    """
+    known = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    for path, module in model.named_modules():
+        if module._forward_pre_hooks:
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta and id(value) not in known:
+                raise CaptureError(
+                    f"{path or 'model'}: got the attribute {name}, a tensor on the meta device that is neither "
+                    "parameter nor buffer, expected values: it has lost what the constructor computed. Use "
+                    "register_buffer, with persistent=False if it need not be saved, so that it can be filled."
+                )
+
+
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """All submodules in eval mode inside; as they were outside."""
