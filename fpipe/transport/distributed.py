@@ -147,7 +147,14 @@ class DistributedRanks:
         digest = int.from_bytes(blake2b(description.encode(), digest_size=8).digest(), signed=True)
         mine = torch.tensor([digest], device=self.device)
         found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(found, mine, group=self.group)
+        try:
+            dist.all_gather(found, mine, group=self.group)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.ranks[0]}: got no answer from the other ranks ({error}), expected all of them to make "
+                f"ready for {description}. Call the same functions on every rank; pass a batch of other shapes than "
+                "the example's on all of them, on the meta device where its values are not read."
+            ) from error
         different = [rank for rank, other in enumerate(found) if other.item() != digest]
         if different:
             raise TransportError(

@@ -121,6 +121,15 @@ def test_dropout_is_the_same_on_one_process_two_and_four(two, four):
         assert all(same_bits(found[name], alone.grads[name]) for name in found)
 
 
+def test_shapes_that_some_ranks_do_not_know(tmp_path):
+    """Ranks that know the new shapes wait for the others as long as the group's timeout, and say what is wrong."""
+    codes, printed = finish(ranks(4, tmp_path, "told_no_shapes"), tmp_path, 60)
+    assert codes == [1, 1, 1, 1], "\n".join(printed)
+    for rank in (0, 3):
+        assert "TransportError" in printed[rank], printed[rank]
+        assert "on the meta device" in printed[rank], printed[rank]
+
+
 def test_a_killed_peer_makes_the_others_fail(tmp_path):
     """One rank ends in the middle of a step: nobody hangs, everybody else ends with an error."""
     codes, printed = finish(ranks(4, tmp_path, "dies_in_the_middle"), tmp_path, 60)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import (
     SCHEDULES,
+    WORDS,
     ZOO,
     Result,
     assert_same,
@@ -509,6 +510,109 @@ def data_parallel_pipelines(rank, size):
         assert torch.allclose(sum(both) / 2, whole, atol=1e-6)
 
 
+def words_like(rows: int, length: int):
+    """A batch of the transformer's; the same on every rank."""
+    torch.manual_seed(rows * length)
+    return (torch.randint(WORDS, (rows, length)),), torch.randint(WORDS, (rows, length))
+
+
+def as_needed(inputs, targets, rank: int, size: int):
+    """Inputs on the first rank and targets on the last; elsewhere their shapes."""
+    return (inputs if rank == 0 else (inputs[0].to("meta"),)), (targets if rank == size - 1 else targets.to("meta"))
+
+
+@case
+def batches_of_other_shapes(rank, size):
+    """Rows and lengths change from step to step, and the last microbatch is smaller."""
+    one = ZOO["gpt"]
+    pipe, model, *_ = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe, outputs=True)
+    for rows, length in ((7, 3), (11, 2), (7, 3)):
+        inputs, targets = words_like(rows, length)
+        want = loop(model, one.loss, inputs, targets, 4)
+        for mine in ((inputs, targets), as_needed(inputs, targets, rank, size)):
+            out, grads = step(*state, *mine)
+            require_whole(Result(out.loss, out.outputs, grads, out.buffers), want, rank, size)
+        out = fpipe.evaluate(pipe)(*state, *as_needed(inputs, targets, rank, size))
+        want = eval_loop(model, one.loss, inputs, targets, 4)
+        require_whole(Result(out.loss, out.outputs, {}, out.buffers), want, rank, size)
+
+
+@case
+def uneven_microbatches_on_two_ranks_each(rank, size):
+    one = ZOO["tied_sequence"]
+    pipe, model, inputs, targets = build(one, dualpipe(ranks=size, microbatches=4), 7)
+    got = run(pipe, model, inputs, targets)
+    want = run_reference(pipe, model, inputs, targets)
+    require_whole(got, want, size - 1 if rank in (0, size - 1) else 0, size)
+
+
+@case
+def weights_where_the_loss_is(rank, size):
+    """Only the last rank weighs, and needs only what the weight reads."""
+    model, *_ = ZOO["gpt"].make(8)
+    inputs, targets = words_like(7, 3)
+    targets[:, 1:] = -100
+    targets[0] = inputs[0][0]
+
+    def count(_, wanted):
+        return (wanted != -100).sum()
+
+    pipe = fpipe.pipeline(
+        model,
+        example=inputs,
+        targets=targets,
+        loss=ZOO["gpt"].loss,
+        schedule=one_f_one_b(ranks=size, microbatches=4),
+        cuts=ZOO["gpt"].at(size),
+        weight=count,
+    )
+    mine = (inputs if rank == 0 else None), (targets if rank == size - 1 else None)
+    out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), *mine)
+    want = loop(model, ZOO["gpt"].loss, inputs, targets, 4, weight=count)
+    require_whole(Result(out.loss, out.outputs, grads, out.buffers), want, rank, size)
+
+
+@case
+def a_batch_that_the_model_cannot_take(rank, size):
+    """Every rank says so, before anything is sent; then a good step works."""
+    pipe, model, inputs, targets = build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    with raises(fpipe.InputError, "targets: got 7 in dimension 0", "8 in dimension 0 of inputs[0]"):
+        step(*state, *as_needed(inputs, targets[:7], rank, size))
+    with raises(fpipe.InputError, "inputs[0]: got int64[4, 3], where the example has int64[8, 3]"):
+        step(*state, *as_needed((inputs[0][:4],), targets, rank, size))
+    out, _ = step(*state, inputs, targets)
+    assert same_bits(out.loss, loop(model, ZOO["gpt"].loss, inputs, targets, 4).loss)
+
+
+@case
+def other_shapes_on_one_rank(rank, size):
+    pipe, model, *_ = build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8)
+    inputs, targets = words_like(7 if rank else 11, 3)
+    with raises(fpipe.TransportError, "another pipeline", f"int64[{7 if rank else 11}, 3]"):
+        fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+
+
+@case
+def told_no_shapes(rank, size):
+    """The ranks in the middle do not know that the batch has other shapes: the others do not wait for ever."""
+    one = ZOO["gpt"]
+    model, inputs, targets = one.make(8)
+    pipe = fpipe.pipeline(
+        model,
+        example=inputs,
+        targets=targets,
+        loss=one.loss,
+        schedule=one_f_one_b(ranks=size, microbatches=4),
+        cuts=one.at(size),
+        group=dist.new_group(list(range(size)), timeout=timedelta(seconds=3)),
+    )
+    inputs, targets = words_like(7, 3)
+    mine = as_needed(inputs, targets, rank, size) if rank in (0, size - 1) else (None, None)
+    fpipe.value_and_grad(pipe)(*pipe.init(model), *mine)
+
+
 @case
 def dies_in_the_middle(rank, size):
     """Rank 2 ends without a word while the others work; they fail well before the group's timeout."""
@@ -538,7 +642,7 @@ NEEDS_TWO = {
     *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
 }
 NEEDS_FOUR = {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle"}
-ALONE = {"dies_in_the_middle"}
+ALONE = {"dies_in_the_middle", "told_no_shapes"}
 
 
 def names(size: int) -> list[str]:
