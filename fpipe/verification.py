@@ -21,6 +21,8 @@ from fpipe.one_device import Orders, ReplicaSum
 from fpipe.spec import Spec
 from fpipe.tree import flatten, same_bits
 
+ALIGNMENT = 64  # bytes; where a matrix begins decides how it is summed
+
 
 class Computed(NamedTuple):
     """What two computations are compared by; what a side does not have is `None`."""
@@ -72,9 +74,12 @@ def eagerly(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The same in memory of its own, in the same layout: the model may modify it."""
+    """The same in memory of its own, since the model may modify it; kernels see the same layout and alignment."""
     spec = Spec.of(tensor)
-    return spec.unpack(spec.pack(tensor).clone())
+    packed = spec.pack(tensor)
+    memory = packed.new_empty(packed.numel() + ALIGNMENT)
+    start = (tensor.data_ptr() - memory.data_ptr()) % ALIGNMENT
+    return spec.unpack(memory[start : start + packed.numel()].copy_(packed))
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README tells the truth: its Python runs, and its picture is what the command draws."""
+"""The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws."""
 
 import re
 import subprocess
@@ -10,19 +10,27 @@ import pytest
 
 from schedules import families
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+HOME = Path(__file__).parent.parent
+README = (HOME / "README.md").read_text()
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_python_block_runs(number, capsys):
-    namespace = {"__name__": f"readme_{number}"}
-    exec(compile(BLOCKS[number], f"README block {number}", "exec"), namespace)
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+BLOCKS = blocks(README)
+PAGES = {path.name: blocks(path.read_text()) for path in [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]}
+
+
+@pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
+def test_python_block_runs(page, number, capsys):
+    block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}
+    exec(compile(block, f"{page} block {number}", "exec"), namespace)
     for name, value in namespace.items():
         if name.startswith("test_"):
             value()
     printed = capsys.readouterr().out
-    for expected in re.findall(r"print\(.*\)\s+# ([0-9.]+)$", BLOCKS[number], re.MULTILINE):
+    for expected in re.findall(r"print\(.*\)\s+# ([0-9.]+|\[.*\])$", block, re.MULTILINE):
         assert expected in printed
 
 
