@@ -43,10 +43,10 @@ def ids(config: Any, length: int = LENGTH) -> Tensor:
     return torch.randint(3, max(vocabulary(config), 4), (ROWS, length))
 
 
-def mask(length: int = LENGTH) -> Tensor:
+def mask(length: int = LENGTH, padding: int = 2) -> Tensor:
     """Ones, and some padding at the end of some rows."""
     found = torch.ones(ROWS, length, dtype=torch.long)
-    found[1::2, -2:] = 0
+    found[1::2, -min(padding, length // 4) :] = 0
     return found
 
 
@@ -124,6 +124,9 @@ def candidates(model: nn.Module) -> Iterator[Batch]:
     plain = {name: ARGUMENTS[name](config) for name in names if name in ARGUMENTS}
     if "past_values" in plain and "past_observed_mask" in names:
         plain["past_observed_mask"] = torch.ones_like(plain["past_values"])
+    if "attention_mask" in plain and "input_ids" not in plain:
+        heard = plain.get("input_values", plain.get("input_features"))
+        plain["attention_mask"] = mask() if heard is None else mask(max(heard.shape[1:3]), SAMPLES // 8)
     fixed = {"use_cache": False} if "use_cache" in names else {}
     fixed |= {"return_dict": True} if "return_dict" in names else {}
     if "pixel_values" in plain and "input_ids" in plain:

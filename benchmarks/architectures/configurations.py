@@ -118,26 +118,34 @@ def _nested(kind: type, name: str, value: Any) -> bool:
 
 def _values(base: Any, dropout: float, small: _Small) -> Iterator[tuple[str, Any]]:
     """Every field that is to be another than it is by default."""
-    deep = max(getattr(base, "out_indices", None) or [0]) > LAYERS  # a backbone that returns what its layers made
+    returned = getattr(base, "out_indices", None) or [0]  # a backbone that returns what its layers made
+    if len(returned) > 1:
+        yield "out_indices", list(returned)
     for field in dataclasses.fields(base):
-        if field.name == "num_hidden_layers" and deep:
+        if field.name == "num_hidden_layers" and max(returned) > LAYERS:
             continue
-        try:
-            old = getattr(base, field.name)
-        except Exception:  # some differ from layer to layer, and may not be asked for
-            old = field.default
+        old = _stored(base, field.name)
         if not isinstance(old, PreTrainedConfig):
             new = _smaller(field.name, old, dropout, small)
             if new != old:
                 yield field.name, new
-    if getattr(base, "kv_lora_rank", None) and hasattr(base, "num_key_value_heads"):
-        yield "num_key_value_heads", HEADS  # keys and values are made from one latent, for every head
+    heads = _stored(base, "num_attention_heads"), _stored(base, "num_key_value_heads")
+    if heads[1] and (heads[0] == heads[1] or _stored(base, "kv_lora_rank")):
+        yield "num_key_value_heads", HEADS  # as many as there are heads, or made for each from one latent
+
+
+def _stored(base: Any, name: str) -> Any:
+    """A field as it is stored; some differ from layer to layer, and may not be asked for."""
+    try:
+        return object.__getattribute__(base, name)
+    except AttributeError:
+        return None
 
 
 def _smaller(name: str, value: Any, dropout: float, small: _Small) -> Any:
     if isinstance(value, bool) or value is None:
         return False if name in SWITCHED_OFF else value
-    if isinstance(value, int | float) and re.search("layerdrop", name):
+    if isinstance(value, int | float) and re.search("layerdrop|mask_(time|feature)_prob", name):
         return 0.0
     if isinstance(value, int | float) and re.search(DROPS, name):
         return float(dropout)

@@ -32,6 +32,10 @@ class Subject(NamedTuple):
         """How many numbers are trained."""
         return sum(p.numel() for p in self.model.parameters())
 
+    def without(self, name: str) -> Subject:
+        """The same without an argument."""
+        return self._replace(batch={key: value for key, value in self.batch.items() if key != name})
+
 
 def loss_of(outputs: Any) -> Tensor:
     """The loss that the model computed itself; if none, a sum of mean squares of all floating-point outputs."""

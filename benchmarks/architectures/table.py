@@ -40,7 +40,7 @@ def page(trials: Sequence[Trial]) -> str:
             *_table(("model type", "class", "why"), refused),
             "\n## Equal\n",
             "Where stages begin: at the first operation of these modules.\n",
-            *_table(("model type", "class", "parameters", "batch", "4 stages begin at", "schedules"), map(_row, equal)),
+            *_table(("model type", "class", "parameters", "batch", "4 stages begin at", ""), map(_row, equal)),
             "\n## Not tried\n",
             *_table(("model type", "class", "why"), left),
             "",
@@ -60,7 +60,8 @@ def _row(found: Trial) -> tuple[str, ...]:
     batch = [name for name in found.batch if name not in ("use_cache", "return_dict", "attention_mask")]
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters >= 1e6 else f"{found.parameters / 1e3:.0f} k"
     begins = ", ".join(f"`{cut}`" for cut in cuts)
-    return found.kind, found.name, count, ", ".join(batch), begins, str(len(found.results))
+    note = f"without labels, for {_short(found.note)}" if found.note else ""
+    return found.kind, found.name, count, ", ".join(batch), begins, note
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -19,15 +19,14 @@ from subject import Subject, UntriedError, loss_of, said, subject
 import fpipe
 from schedules import Schedule, interleaved_1f1b, one_f_one_b, v_1f1b
 
-MICROBATCHES = 2
+MICROBATCHES, DROPOUT, DROPPING = 2, 0.1, ", dropout"
 SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
     "V, 4 stages": lambda: v_1f1b(ranks=2, microbatches=MICROBATCHES),
-    "V, 4 stages, dropout": lambda: v_1f1b(ranks=2, microbatches=MICROBATCHES),
+    f"V, 4 stages{DROPPING}": lambda: v_1f1b(ranks=2, microbatches=MICROBATCHES),
     "1F1B, 2 stages": lambda: one_f_one_b(ranks=2, microbatches=MICROBATCHES),
     "1F1B, 4 stages": lambda: one_f_one_b(ranks=4, microbatches=MICROBATCHES),
     "interleaved, 4 stages": lambda: interleaved_1f1b(ranks=2, microbatches=MICROBATCHES, chunks=2),
 }
-DROPOUT = 0.1
 MODELS = f"transformers{os.sep}"
 
 
@@ -36,6 +35,7 @@ class Trial:
     """What came out for one architecture.
 
     - `untried`: why not even a plain eager step works; empty if it does.
+    - `note`: why the loss that the model computes from labels could not be captured; then it went without.
     - `cuts`: per number of stages, the modules at which the second and later begin.
     - `results`: per schedule, how many leaves were compared and found equal; or, as text, what went wrong.
     """
@@ -45,6 +45,7 @@ class Trial:
     parameters: int = 0
     batch: tuple[str, ...] = ()
     untried: str = ""
+    note: str = ""
     cuts: dict[str, list[str]] = field(default_factory=dict)
     results: dict[str, int | str] = field(default_factory=dict)
 
@@ -66,13 +67,24 @@ def trial(kind: str, names: Sequence[str], among: Sequence[str], capture: str) -
     except UntriedError as error:
         found.untried = str(error)
         return found
-    found.name, found.parameters, found.batch = type(plain.model).__name__, plain.parameters, tuple(plain.batch)
-    for name in among:
-        if not name.endswith("dropout"):
-            found.results[name] = _compared(plain, SCHEDULES[name](), capture, found)
-        elif not found.wrong and any("drop" in field for field in plain.model.config.to_dict()):
-            found.results[name] = _dropped(kind, names, SCHEDULES[name](), capture, found)
+    found.name, found.parameters = type(plain.model).__name__, plain.parameters
+    _try(plain, among, capture, found)
+    if found.wrong and "labels" in plain.batch:
+        found.note, found.results = next(iter(found.wrong.values())), {}
+        _try(plain.without("labels"), among, capture, found)
+    if not found.wrong and any("drop" in name for name in plain.model.config.to_dict()):
+        for name in among:
+            if name.endswith(DROPPING):
+                found.results[name] = _dropped(kind, names, SCHEDULES[name](), capture, found)
     return found
+
+
+def _try(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> None:
+    """Without dropout, under each schedule."""
+    found.batch = tuple(plain.batch)
+    for name in among:
+        if not name.endswith(DROPPING):
+            found.results[name] = _compared(plain, SCHEDULES[name](), capture, found)
 
 
 def _compared(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> int | str:
@@ -92,6 +104,8 @@ def _dropped(kind: str, names: Sequence[str], schedule: Schedule, capture: str, 
         dropping = subject(kind, names, DROPOUT)
     except UntriedError as error:
         return str(error)
+    if "labels" not in found.batch:
+        dropping = dropping.without("labels")
     return _compared(dropping, schedule, capture, found)
 
 
