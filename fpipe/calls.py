@@ -64,12 +64,14 @@ def matches(path: str, pattern: str) -> bool:
 class Calls:
     """The calls of modules that run at least one operation, each before those inside it.
 
+    - `idle`: those that run none; a stage may begin there too, if that is asked for.
     - `sealed`: the calls inside which no stage may begin, other functions than modules among them.
     - `known`: the class of every module, by all its names; `first`: the first of its names.
     - `parts`: for a sequence, which call is that of each part: one that was there before is called once more.
     """
 
     listed: tuple[Call, ...]
+    idle: tuple[Call, ...]
     sealed: tuple[Call, ...]
     units: tuple[Unit, ...]
     known: Mapping[str, type]
@@ -86,11 +88,13 @@ class Calls:
         first = {name: names[id(module)] for name, module in modules.items()}
         listed = tuple(captured.calls) or tuple(_by_paths(units, known))
         sealed = tuple(call for call in listed if call.sealed)
-        return cls(tuple(_of_modules(listed)), sealed, units, known, first, _parts(model, first))
+        idle = tuple(call for call in listed if call.start == call.stop)
+        return cls(tuple(_of_modules(listed)), idle, sealed, units, known, first, _parts(model, first))
 
     def named(self, name: str) -> tuple[Call, ...]:
         """The calls of the module `name`; one that holds modules and is not called itself runs from first to last."""
         found = tuple(call for call in self.listed if call.path == name)
+        found = found or tuple(call for call in self.idle if call.path == name)
         if found:
             return found
         path = name.split("@", maxsplit=1)[0]

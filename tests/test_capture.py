@@ -137,12 +137,12 @@ def test_a_part_s_constants_may_not_depend_on_the_microbatch():
 
     def fickle(x):
         calls.append(1)
-        return {"x": x, "count": len(calls)}
+        return {"x": x * 2, "count": len(calls)}
 
     parts = [nn.Linear(WIDTH, WIDTH), fickle, lambda tree: tree["x"]]
     x = torch.randn(4, WIDTH)
     how = gpipe(ranks=2, microbatches=2)
-    with pytest.raises(fpipe.InputError, match=r"module 1: got \[3\] among what it returned, expected \[2\]"):
+    with pytest.raises(fpipe.InputError, match=r"module 1: got \[3\] among what it returned, expected \[1\]"):
         fpipe.pipeline(parts, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"], capture="modules")
 
 

@@ -12,26 +12,22 @@ it, since its second run starts from the generator's state before the first; wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe import random
 from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
-from fpipe.capture.tape import Draw, Modes, Span, Tape, pick, require_constants
+from fpipe.capture.modes import Modes, under_modes
+from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
 from fpipe.errors import CutError
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
-Items: TypeAlias = Sequence[tuple[Modes, Step]]
-Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
 @contextmanager
@@ -89,7 +85,7 @@ class Playback:
         if not units:
             return Function(sequence([], inputs, outputs))
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
-        steps = _under_modes([*self._steps(self.tape.spans, start, stop)], outputs)
+        steps = under_modes([*self._steps(self.tape.spans, start, stop)], outputs)
         run = sequence(steps, inputs, outputs)
         seats = [(k, seat) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
@@ -241,53 +237,3 @@ def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[No
                 table.pop(name, None)
             else:
                 table[name] = old
-
-
-def _under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
-    """The steps; those that ran under other modes than usual become one step in the context that they need.
-
-    An autocast region is entered once, since it casts a weight once for all of its uses.
-    """
-    steps: list[Step] = []
-    for region, later in _grouped(items, lambda modes: modes.region, outputs):
-        inner: list[Step] = []
-        for group, needed in _grouped(region, lambda modes: modes, later):
-            inner += _joined(_contexts(group[0][0]), [step for _, step in group], needed)
-        modes = region[0][0]
-        steps += _joined(_contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
-    return steps
-
-
-def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
-    """Steps with equal keys, one after the other, and the values that are needed behind them."""
-    groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
-    later = {*outputs}
-    found: list[tuple[Items, set[Value]]] = []
-    for group in reversed(groups):
-        found.append((group, set(later)))
-        later |= {value for _, step in group for value in step.reads}
-    return found[::-1]
-
-
-def _contexts(modes: Modes) -> Contexts:
-    casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
-    off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
-    return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
-
-
-def _joined(contexts: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
-    """The steps, as one in these contexts if there are any."""
-    if not contexts:
-        return steps
-    made = tuple(value for step in steps for value in step.makes)
-    reads = tuple(dict.fromkeys(value for step in steps for value in step.reads if value not in made))
-    makes = tuple(value for value in made if value in needed)
-    run = sequence(steps, reads, makes)
-
-    def call(key: int, *tensors: Tensor) -> Tensors:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
-            return run(key, *tensors)
-
-    return [Step(reads, makes, call)]

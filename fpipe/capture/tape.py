@@ -23,21 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.capture.contract import Tensors, Unit, Value
+from fpipe.capture.modes import Modes
 from fpipe.errors import InputError
 from fpipe.tree import NAMESPACE, PLAIN, taken_apart
 
 HARMLESS = (*PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
-
-
-class Modes(NamedTuple):
-    """What else a torch call depends on: whether gradients are recorded, and autocast by kind of device.
-
-    `region` tells apart the outermost autocast contexts, which keep what they cast; it is 0 outside of any.
-    """
-
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    region: int
 
 
 class Invocation:

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
-from unittest.mock import patch
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Observed, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode, on_meta, skeleton
-from fpipe.capture.guards import blame, plain_state, require_unchanged, torchs
-from fpipe.capture.losses import Objective
+from fpipe.capture.guards import blame, plain_state, require_unchanged
+from fpipe.capture.interception import intercepted
+from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.playback import Playback, Seat, seated
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.tape import Span
@@ -76,10 +76,10 @@ class _Tracer:
     def captured(self) -> Captured:
         """Run the model, recorded, and see whether it would do the same again."""
         with _put_back(self.skeleton):
-            recorder = Recorder(self.skeleton, self.sources(), self.whole)
+            recorder = Recorder(self.skeleton, self.sources())
             loss, outputs = self._run(recorder)
             held = plain_state(self.skeleton)
-            again = Recorder(self.skeleton, self.sources(), self.whole, _constants(self.skeleton, recorder))
+            again = Recorder(self.skeleton, self.sources(), _constants(self.skeleton, recorder))
             self._run(again)
             require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
         if recorder.varying() != again.varying():
@@ -88,37 +88,35 @@ class _Tracer:
                 "nothing from one call to the next but buffers. Take what it does the first time out of it."
             )
         tensors, structure = flatten(outputs, opaque=True)
-        results = tuple(recorder.known[id(tensor)] for tensor in tensors)
-        made = None if loss is None else recorder.known[id(loss)]
-        tape, storage = recorder.tape(), recorder.storage()
-        playback = Playback(
-            tape, self._seats_by_value(), set(recorder.sources), (*results, *(() if made is None else (made,)))
-        )
+        values, tape = recorder.values, recorder.tape()
+        results, made = tuple(map(values.read, tensors)), None if loss is None else values.read(loss)
+        needed = results if made is None else (*results, made)
+        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed)
         return Captured(
             units=tape.units,
-            sources=recorder.sources,
+            sources=values.sources,
             loss=made,
             outputs=results,
             structure=structure,
-            fakes={value: fake(self.mode, recorder.tensors[value], self.device) for value in recorder.sources},
+            fakes={value: fake(self.mode, values.tensors[value], self.device) for value in values.sources},
             mode=self.mode,
             trainable=self.trainable,
             calls=tuple(_calls(tape.spans)),
-            observed=Observed(storage, recorder.written, recorder.random, recorder.views()),
+            observed=Observed(values.storage, recorder.written, recorder.random, values.views()),
             fuse=playback.fuse,
         )
 
     def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
         """The loss and the outputs of one run."""
-        fakes = recorder.tensors
-        leaves = tuple(fakes[v] for v, source in recorder.sources.items() if isinstance(source, Batch))
+        fakes = recorder.values.tensors
+        leaves = tuple(fakes[v] for v, source in recorder.values.sources.items() if isinstance(source, Batch))
         seats = [(seat, fakes[value]) for value, seats in self._seats_by_value().items() for seat in seats]
         objective, loss = self.objective, self.objective.loss
         if loss is not None:
-            objective = replace(objective, loss=lambda *args: recorder.span("loss", type(loss), loss, args, {}))
+            objective = replace(objective, loss=_recorded(loss, recorder))
         called = self.via(self.skeleton, recorder)
         try:
-            with seated(seats), self.mode, recorder.recording(), _assignments(self.skeleton, recorder):
+            with seated(seats), self.mode, intercepted(recorder, self.skeleton, self.whole):
                 return objective(called, leaves)
         except PipelineError:
             raise
@@ -150,11 +148,21 @@ def _calls(spans: Sequence[Span]) -> Iterator[Call]:
         yield from _calls(span.inner)
 
 
+def _recorded(loss: Loss, recorder: Recorder) -> Loss:
+    """A loss whose call is recorded as that of a module is."""
+
+    def recorded(*args: Any) -> Tensor:
+        span = recorder.span("loss", type(loss), loss, args, {})
+        return cast("Tensor", recorder.called(span, lambda: loss(*args)))
+
+    return recorded
+
+
 def _constants(model: nn.Module, recorder: Recorder) -> set[int]:
     """The identities of tensors in attributes that the recorded run has left there, and that do not depend on it."""
     held = [leaf for module in model.modules() for leaf in flatten(vars(module), opaque=True)[0]]
     constants = recorder.constants()
-    return {id(tensor) for tensor in held if recorder.known.get(id(tensor)) in constants}
+    return {id(tensor) for tensor in held if recorder.values.known.get(id(tensor)) in constants}
 
 
 @contextmanager
@@ -167,23 +175,3 @@ def _put_back(model: nn.Module) -> Iterator[None]:
         for table, old in before:
             table.clear()
             table.update(old)
-
-
-@contextmanager
-def _assignments(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Report what a forward assigns to attributes of modules; refuse a new tensor in the place of a buffer."""
-    assign: Callable[..., None] = nn.Module.__setattr__
-    ours = {id(module) for module in model.modules() if not torchs(module)}
-
-    def watching(module: nn.Module, name: str, value: object) -> None:
-        if id(module) in ours:
-            if name in {**module._buffers, **module._parameters} and value is not getattr(module, name):
-                raise CaptureError(
-                    f"{recorder.here()}: got an assignment of a tensor to {name!r}, expected buffers that are changed "
-                    f"in place; the new value would be lost. Write self.{name}.copy_(...) instead."
-                )
-            recorder.assigned(module, name, value)
-        assign(module, name, value)
-
-    with patch.object(nn.Module, "__setattr__", watching):
-        yield

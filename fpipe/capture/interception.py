@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings to a recorder what a `TorchFunctionMode` does not see.
+
+Calls of modules, custom autograd functions, checkpointed functions, functions of functions, assignments to attributes,
+and contexts that change how calls inside them run: autocast, saved-tensor hooks, the choice of attention kernels. Each
+is watched in its one place in torch while the recording lasts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._functorch import apis, eager_transforms
+from torch.utils import checkpoint
+
+from fpipe.capture.guards import torchs
+from fpipe.capture.recorder import Recorder
+from fpipe.errors import CaptureError
+
+TRANSFORMS = (
+    (apis, "vmap_impl"),
+    (eager_transforms, "grad_impl"),
+    (eager_transforms, "grad_and_value_impl"),
+    *((torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
+)
+SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+@contextmanager
+def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) -> Iterator[None]:
+    """Everything that happens inside is brought to `recorder`. The modules `whole` of `model` are sealed."""
+    patched = _Patched.now()
+    watching = _Watching(recorder, model, whole, patched)
+    with ExitStack() as stack:
+        stack.enter_context(recorder.watch)
+        for owner, name, function in watching.replacements():
+            stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(recorder)
+        try:
+            yield
+        finally:
+            watching.active = False
+
+
+class _Patched(NamedTuple):
+    """torch's own functions, as they are before."""
+
+    call: Any
+    apply: Any
+    assign: Any
+    saved: Any
+    entered: Any
+    left: Any
+    checkpointed: Any
+    kernels: Any
+
+    @classmethod
+    def now(cls) -> _Patched:
+        return cls(
+            nn.Module.__call__,
+            torch.autograd.Function.apply,
+            nn.Module.__setattr__,
+            torch.autograd.graph.saved_tensors_hooks.__enter__,
+            torch.autocast.__enter__,
+            torch.autocast.__exit__,
+            checkpoint._checkpoint_without_reentrant_generator,
+            torch.nn.attention._sdpa_kernel,
+        )
+
+
+class _Watching:
+    """What stands in the place of torch's functions: the same, and a word to the recorder.
+
+    It may be called after the recording too, by who has kept a bound method; then `active` is off.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module, whole: Collection[str], patched: _Patched) -> None:
+        self.recorder, self.spans, self.whole, self.torch = recorder, recorder.spans, whole, patched
+        self.ours = {id(module) for module in model.modules() if not torchs(module)}
+        self.active = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether what happens is none of the recorder's business."""
+        return self.recorder.inside or not self.active
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What stands where in torch."""
+        yield nn.Module, "__call__", _function(self._called)
+        yield nn.Module, "__setattr__", _function(self._assigned)
+        yield torch.autograd.Function, "apply", classmethod(_function(self._applied))
+        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _function(self._saved)
+        yield torch.autocast, "__enter__", _function(self._entered)
+        yield torch.autocast, "__exit__", _function(self._left)
+        yield torch.nn.attention, "_sdpa_kernel", self._kernels
+        yield torch, "manual_seed", self._seeded
+        yield checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed
+        for owner, name in TRANSFORMS:
+            yield owner, name, self._transform(getattr(owner, name))
+
+    def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        path = self.spans.paths.get(id(module))
+        if path is None or self.idle:
+            return self.torch.call(module, *args, **kwargs)
+        sealed = "parts, which are never cut," if path in self.whole else "hooks" if _hooks(module) else ""
+        span = self.recorder.span(path, type(module), module, args, kwargs, sealed)
+        return self.recorder.called(span, lambda: self.torch.call(module, *args, **kwargs))
+
+    def _assigned(self, module: nn.Module, name: str, value: object) -> None:
+        if id(module) in self.ours and self.active:
+            state = {**module._buffers, **module._parameters}
+            if name in state and value is not state[name]:
+                raise CaptureError(
+                    f"{self.spans.here()}: got an assignment of a tensor to {name!r}, expected buffers that are "
+                    f"changed in place; the new value would be lost. Write self.{name}.copy_(...) instead."
+                )
+            self.spans.assigned(module, name, value, self.recorder.values)
+        self.torch.assign(module, name, value)
+
+    def _applied(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction:
+            raise CaptureError(
+                f"{self.spans.here()}: got a reentrant checkpoint, expected a non-reentrant one: it does not work with "
+                "autograd.grad. Pass use_reentrant=False to checkpoint()."
+            )
+        function = self.torch.apply.__func__.__get__(cls)
+        return function(*args, **kwargs) if self.idle else self.recorder.call(function, args, kwargs)
+
+    def _transform(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.idle else self.recorder.call(function, args, kwargs)
+
+        return recorded
+
+    def _saved(self, hooks: Any) -> None:
+        self.recorder.hooked.append(self.recorder.tick)
+        if not isinstance(hooks, checkpoint._checkpoint_hook):
+            self.spans.seal("saved-tensor hooks around what it calls")
+        self.torch.saved(hooks)
+
+    def _entered(self, context: Any) -> Any:
+        self.recorder.regions += not self.recorder.depth
+        self.recorder.depth += 1
+        return self.torch.entered(context)
+
+    def _left(self, context: Any, *error: Any) -> Any:
+        self.recorder.depth -= 1
+        return self.torch.left(context, *error)
+
+    def _kernels(self, *args: Any, **kwargs: Any) -> Any:
+        self.spans.seal("sdpa_kernel, which chooses attention kernels for what it calls")
+        return self.torch.kernels(*args, **kwargs)
+
+    def _seeded(self, *_: object) -> None:
+        raise CaptureError(
+            f"{self.spans.here()}: got a forward that seeds the generator itself, expected random numbers that follow "
+            "from the step's seed. Drop torch.manual_seed."
+        )
+
+    def _checkpointed(self, function: Any, *settings: Any, **kwargs: Any) -> Iterator[None]:
+        """In the place of torch's generator around a checkpointed function: the same, and a span.
+
+        What the function returned is a local variable of `checkpoint`, which drives the generator.
+        """
+        generator = self.torch.checkpointed(function, *settings, **kwargs)
+        if self.idle:
+            yield from generator
+            return
+        how, args = dict(zip(SETTINGS, settings, strict=False)), settings[len(SETTINGS) :]
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
+
+        outer = self.spans.stack[-1]
+        next(generator)
+        span = self.recorder.span(outer.path, outer.kind, again, args, kwargs, "activation checkpointing")
+        span.checkpoint = True
+        with self.spans.running(span):
+            yield
+        self.recorder.ended(span, sys._getframe(1).f_locals["ret"])
+        yield from generator
+
+
+def _function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method as a function, which becomes the method of another class."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
+
+
+def _hooks(module: nn.Module) -> bool:
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(tables)

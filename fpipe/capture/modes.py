@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a torch call depends on besides its arguments: whether gradients are recorded, and autocast.
+
+Steps are run again under the modes of their recording. An autocast region is entered once for all of its steps, since
+autocast keeps what it has cast until the outermost context ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.capture.contract import Step, Tensors, Value, sequence
+
+
+class Modes(NamedTuple):
+    """What else a torch call depends on: whether gradients are recorded, and autocast by kind of device.
+
+    `region` tells apart the outermost autocast contexts, which keep what they cast; it is 0 outside of any.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    region: int
+
+
+Items: TypeAlias = Sequence[tuple[Modes, Step]]
+Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
+
+
+def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
+    """The steps; those that ran under other modes than usual become one step in the context that they need.
+
+    An autocast region is entered once, since it casts a weight once for all of its uses.
+    """
+    steps: list[Step] = []
+    for region, later in _grouped(items, lambda modes: modes.region, outputs):
+        inner: list[Step] = []
+        for group, needed in _grouped(region, lambda modes: modes, later):
+            inner += _joined(_contexts(group[0][0]), [step for _, step in group], needed)
+        modes = region[0][0]
+        steps += _joined(_contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
+    return steps
+
+
+def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
+    """Steps with equal keys, one after the other, and the values that are needed behind them."""
+    groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
+    later = {*outputs}
+    found: list[tuple[Items, set[Value]]] = []
+    for group in reversed(groups):
+        found.append((group, set(later)))
+        later |= {value for _, step in group for value in step.reads}
+    return found[::-1]
+
+
+def _contexts(modes: Modes) -> Contexts:
+    casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
+    off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
+    return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
+
+
+def _joined(contexts: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
+    """The steps, as one in these contexts if there are any."""
+    if not contexts:
+        return steps
+    made = tuple(value for step in steps for value in step.makes)
+    reads = tuple(dict.fromkeys(value for step in steps for value in step.reads if value not in made))
+    makes = tuple(value for value in made if value in needed)
+    run = sequence(steps, reads, makes)
+
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            return run(key, *tensors)
+
+    return [Step(reads, makes, call)]

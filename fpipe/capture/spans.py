@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that a recorded run is in, and those that it has been in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from fpipe.capture.guards import here
+from fpipe.capture.tape import Attribute, Span
+from fpipe.capture.values import Values
+
+
+class Spans:
+    """A stack of calls; `outermost` are those in no other one. `sealed` says which modules are never opened."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.outermost: list[Span] = []
+        self.stack: list[Span] = []
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.names = {id(m): f"module {path or '(root)'} ({type(m).__name__})" for path, m in model.named_modules()}
+
+    def begin(self, span: Span) -> Span:
+        """A call begins inside the innermost one."""
+        (self.stack[-1].inner if self.stack else self.outermost).append(span)
+        self.stack.append(span)
+        return span
+
+    @contextmanager
+    def running(self, span: Span) -> Iterator[None]:
+        """A call begins, and ends behind."""
+        self.begin(span)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def seal(self, reason: str) -> None:
+        """The innermost module that runs cannot be opened."""
+        for span in reversed(self.stack):
+            if not span.checkpoint:
+                span.sealed = reason
+                return
+
+    def assigned(self, module: nn.Module, name: str, value: object, values: Values) -> None:
+        """Note that an attribute was assigned to."""
+        for span in self.stack:
+            if (module, name) not in span.touched:
+                span.touched.append((module, name))
+            if isinstance(value, Tensor) and id(value) in values.known:
+                span.assigned.append(Attribute(module, name, values.known[id(value)]))
+
+    @property
+    def path(self) -> str:
+        """The innermost module that runs."""
+        return self.stack[-1].path if self.stack else ""
+
+    @property
+    def where(self) -> str:
+        """The same, for messages."""
+        return f"module {self.path or '(root)'}"
+
+    def here(self) -> str:
+        """The innermost module in whose method the caller runs."""
+        return here(self.names, self.where)

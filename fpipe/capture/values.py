@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a recorded run, known by identity: which value each is, and where those come from that nobody made.
+
+All tensors that were seen are kept alive, so that identities are unique.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fpipe.capture.contract import Constant, Source, Value
+from fpipe.capture.observation import memory
+from fpipe.capture.tape import tensors_at
+from fpipe.errors import CaptureError
+
+
+class Values:
+    """Numbers tensors as they appear.
+
+    `sources` are tensors whose value is known beforehand; constants that the run meets join them. `kept` are the
+    identities of tensors that an earlier run has left behind, and that may be read. `here` says where the run is.
+    """
+
+    def __init__(
+        self, sources: Mapping[Value, tuple[Source, Tensor]], kept: Collection[int], here: Callable[[], str]
+    ) -> None:
+        self.kept, self.here = kept, here
+        self.sources = {value: source for value, (source, _) in sources.items()}
+        self.tensors = {value: tensor for value, (_, tensor) in sources.items()}
+        self.known = {id(tensor): value for value, tensor in self.tensors.items()}
+        self.storage = {value: memory(tensor) for value, tensor in self.tensors.items()}
+        self.memories = set(self.storage.values())
+
+    def made(self, tensor: Tensor) -> Value:
+        """The value of a new tensor."""
+        value = len(self.tensors)
+        with torch._C.DisableTorchFunction():  # this is no call of the model's
+            self.tensors[value], self.storage[value] = tensor, memory(tensor)
+        self.known[id(tensor)] = value
+        self.memories.add(self.storage[value])
+        return value
+
+    def within(self, tree: Any) -> list[Value]:
+        """The values of the tensors in a tree, as far as they are known."""
+        return [self.known[id(tensor)] for tensor in tensors_at(tree).values() if id(tensor) in self.known]
+
+    def read(self, tensor: Tensor) -> Value:
+        """The value of a tensor that is used; raises `CaptureError` for one that cannot be had again."""
+        if id(tensor) in self.known:
+            return self.known[id(tensor)]
+        if id(tensor) not in self.kept:
+            self._require_constant(tensor)
+        value = self.made(tensor)
+        self.sources[value] = Constant(tensor)
+        return value
+
+    def _require_constant(self, tensor: Tensor) -> None:
+        if tensor.requires_grad or tensor.device.type == "meta":
+            raise CaptureError(
+                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that requires a gradient and is no "
+                "parameter of the model (reached through a closure, a global or an attribute), expected none: it would "
+                "get no gradient. Register it as a parameter of the model, or detach it."
+            )
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that an earlier call made and kept (in an "
+                "attribute or a cache), expected a forward without state of its own but buffers. Make it a buffer, or "
+                "fill the cache before the pipeline is built, by calling the model once."
+            )
+
+    def views(self) -> frozenset[Value]:
+        """The values that are views of others."""
+        return frozenset(value for value, tensor in self.tensors.items() if tensor._is_view())
