@@ -241,6 +241,25 @@ def test_an_error_of_the_model_is_named():
         build(case(Broken), one_f_one_b(ranks=4, microbatches=2), 4)
 
 
+@pytest.mark.parametrize("capture", FRONTS)
+def test_what_the_first_call_settles_is_let_through(capture):
+    """As models do that write into their configuration how their loss is computed."""
+
+    class Settling(Part):
+        def __init__(self):
+            super().__init__()
+            self.config = {"kind": None}
+
+        def forward(self, x):
+            if self.config["kind"] is None:
+                self.config["kind"] = "double"
+            return super().forward(x) * len(self.config["kind"])
+
+    one = case(Settling)
+    built = _, model, inputs, targets = build(one, one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
+    assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
+
+
 def test_a_harmless_assignment_is_let_through():
     class Same(Part):
         def __init__(self):

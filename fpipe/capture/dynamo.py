@@ -71,7 +71,9 @@ def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) 
     trees: list[Structure] = []
     try:
         with without_autocast(model):
-            Flat(model, objective, trees.append)(*leaves)
+            flat = Flat(model, objective, trees.append)
+            flat.rehearse(leaves)
+            flat(*leaves)
     except PipelineError:
         raise
     except Exception as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from fpipe.capture.aten import read
@@ -26,7 +27,7 @@ def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> 
     mode = fake_mode()
     trees: list[Structure] = []
     flat = Flat(skeleton(model, lambda tensor: fake(mode, tensor, device)), objective, trees.append)
-    program = _trace(flat, tuple(fake(mode, leaf, device) for leaf in leaves))
+    program = _trace(flat, tuple(fake(mode, leaf, device) for leaf in leaves), mode)
 
     def returned(nodes: Sequence[Any]) -> tuple[Any, list[Any]]:
         return (None, [*nodes]) if objective.loss is None else (nodes[0], [*nodes[1:]])
@@ -41,6 +42,11 @@ class Flat(nn.Module):
         super().__init__()
         self.model, self.objective, self.report = model, objective, report
 
+    def rehearse(self, leaves: Sequence[Tensor]) -> None:
+        """Run once, so that what the model settles at its first call (in its configuration, say) is settled."""
+        with watched(self.model):
+            self.objective(self.model, leaves)
+
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """The loss, if there is one, and the tensors of the outputs."""
         with watched(self.model):
@@ -52,8 +58,10 @@ class Flat(nn.Module):
         return *(() if loss is None else (loss,)), *tensors
 
 
-def _trace(flat: Flat, leaves: Tensors) -> ExportedProgram:
+def _trace(flat: Flat, leaves: Tensors, mode: FakeTensorMode) -> ExportedProgram:
     try:
+        with mode:
+            flat.rehearse(leaves)
         return torch.export.export(flat, leaves, strict=False)
     except PipelineError:
         raise

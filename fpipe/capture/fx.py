@@ -85,6 +85,7 @@ def _symbolic(root: _Root) -> torch.fx.Graph:
             stack.enter_context(without_autocast(model))
             stack.enter_context(_augmented())
             stack.enter_context(_NoChance(model))
+            _Tracer(len(root.inputs.names)).trace(root)  # what the model settles at its first call is settled
             state, versions = plain_state(model), _versions(model)
             graph = _Tracer(len(root.inputs.names)).trace(root)
             require_unchanged(state, plain_state(model), "the new value would be lost")
