@@ -17,7 +17,7 @@ from fpipe.errors import (
     VocabularyError,
 )
 from fpipe.parts import ModuleGraph, Part
-from fpipe.plan import Pipeline
+from fpipe.pipe import Pipeline
 from fpipe.step import Step
 
 __all__ = [

@@ -33,7 +33,7 @@ from fpipe.errors import InputError
 from fpipe.handlers import HANDLERS
 from fpipe.one_device import one_device, orders
 from fpipe.partition import Asked, Cuts, asked
-from fpipe.plan import Pipeline
+from fpipe.pipe import Pipeline
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
 from fpipe.ties import Tied, summed

@@ -184,7 +184,7 @@ class Captured:
     """A model, its loss, and one example microbatch, as units and values.
 
     - `sources`: the values that no unit makes.
-    - `loss`: the value of the loss, already divided by the number of microbatches; `None` if none was asked for.
+    - `loss`: the value of the loss, as a part of the step's (see `Objective`); `None` if none was asked for.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
     - `calls`: the calls of modules, each before those inside it.
     - `observed`: what the units were seen to do, if the front end knows.

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: a model, a loss, a schedule and a partition, bound together and checked; nothing runs yet.
+
+A `Pipeline` holds no parameters. From its model's skeleton it makes *plans*: the model captured in train or eval mode,
+with or without loss and outputs, for batches of one signature, cut into stages, and the program that drives them.
+
+A microbatch of other shapes is captured on its own: the last one of a batch that does not divide evenly, say. What was
+captured, and a plan, are made once and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpipe import random
+from fpipe.agreement import require_alike
+from fpipe.assembly import Assembly, assemble
+from fpipe.batch import Batch, Signature
+from fpipe.capture.contract import Captured
+from fpipe.captures import Captures
+from fpipe.description import describe
+from fpipe.errors import CutError, InputError, PipelineError
+from fpipe.executor import Execution, Inputs, Outcome
+from fpipe.initialisation import Initialiser, initialised, reset_parameters
+from fpipe.joining import Joining
+from fpipe.loading import Source, loaded
+from fpipe.plan import Plan
+from fpipe.recording import spans_of
+from fpipe.stage import Stage
+from fpipe.transport.contract import Ranks, Transport
+from fpipe.variant import TRAINING, Variant
+from schedules import Program, Schedule, Span, check, forwards, lower
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
+
+    - `captures`: the model, what is computed of it, and how batches and it are cut.
+    - `output_dims`: how outputs are joined.
+    - `ranks`: which pipeline ranks this process runs: one of them under torch.distributed, else all.
+    - `summed`: the parameters whose gradients are summed over stages.
+    """
+
+    schedule: Schedule
+    captures: Captures
+    output_dims: Any
+    ranks: Ranks
+    summed: frozenset[str] = frozenset()
+    plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
+    connections: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without its tensors."""
+        return self.captures.model
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the training plan."""
+        return self.training.assembly.stages
+
+    @property
+    def program(self) -> Program:
+        """The schedule lowered for the training plan's stage graph."""
+        return self.training.program
+
+    @property
+    def training(self) -> Plan:
+        """The plan for loss and gradients of a batch like the example."""
+        return self.plan(TRAINING)
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether the loss is a function of outputs alone."""
+        return self.captures.batchings[True].without_targets
+
+    def batch(self, inputs: Any, targets: Any, loss: bool = True) -> Batch:
+        """A batch, cut for a plan with this loss or without one."""
+        return self.captures.batchings[loss].cut(inputs, targets)
+
+    def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
+        """The plan for a variant and batches of a signature, the example's by default; made at its first use.
+
+        Raises `InputError` if the model cannot take a batch that is not like the example.
+        """
+        batching = self.captures.batchings[variant.loss]
+        what = variant, batching.example if signature is None else signature
+        if what not in self.plans:
+            try:
+                with random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                    self.plans[what] = self._plan(*what)
+            except PipelineError as error:
+                if what[1] == batching.example:
+                    raise
+                raise InputError(
+                    f"{batching.difference(what[1])}, expected a batch that the model can take, cut as the example is. "
+                    f"The pipeline for this one fails: {error}"
+                ) from error
+        return self.plans[what]
+
+    def _plan(self, variant: Variant, signature: Signature) -> Plan:
+        microbatches = self.captures.batchings[variant.loss].split(signature)
+        made = {
+            one: assemble(*self.captures.of(variant, one), variant.outputs, self.schedule.placement, self.summed)
+            for one in dict.fromkeys(microbatches)
+        }
+        assemblies = tuple(made[one] for one in microbatches)
+        require_alike(assemblies)
+        schedule, graph = self.schedule, assemblies[0].graph
+        if variant.training:
+            check(schedule, graph)
+        else:
+            schedule = forwards(schedule)
+        for stage in assemblies[0].stages:
+            _require_one_state(stage, schedule.placement.replicas(stage.index))
+        joining = _joining(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
+        return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining)
+
+    def connected(self, variant: Variant, signature: Signature | None = None) -> Plan:
+        """The plan, its channels ready; every rank must ask for the same ones in the same order."""
+        plan = self.plan(variant, signature)
+        what = variant, self.captures.batchings[variant.loss].example if signature is None else signature
+        if what not in self.connections:
+            self.ranks.prepare(self._description(plan, *what), plan.program.channels)
+            self.connections[what] = None
+        return plan
+
+    def _description(self, plan: Plan, variant: Variant, signature: Signature) -> str:
+        """What must be the same on every rank."""
+        microbatches = self.captures.batchings[variant.loss].split(signature)
+        cuts = []
+        for one, assembly in dict(zip(microbatches, plan.assemblies, strict=True)).items():
+            captured, positions = self.captures.of(variant, one)
+            cut = f"cut before units {list(positions)} of {len(captured.units)}"
+            stages = "; ".join(map(str, assembly.stages))
+            cuts.append(f"model {_fingerprint(captured, assembly)} {cut}, with {stages}")
+        return f"{variant} of {plan.program.schedule!r}, {'; '.join(cuts)}, for batches of {signature}"
+
+    def init(
+        self, source: Source, *, fill: Initialiser | None = None, strict: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers of this process's ranks, copied out of `source`: dicts keyed by the model's own names.
+
+        - `source`: a model, or a mapping from the model's names to tensors: a state dict, or `fpipe.safetensors(path)`,
+          of which only what this process holds is read. A parameter with several names may have any of them there;
+          here it has the first. Values go to the pipeline's device and are not cast.
+        - `fill(module)`: makes the buffers that are in no state dict since they are not persistent, where `source`
+          lacks them; it is called like the function of `initialise`, with seed 0.
+        - `strict`: whether names that the model does not have are refused, or ignored.
+
+        Parameters are leaves and require a gradient where the model's did when the pipeline was built. Raises
+        `InputError`, naming the leaf, for one without a value, on the meta device, or of another shape or dtype.
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean,
+        ...                       schedule=gpipe(ranks=2, microbatches=2), cuts=["1"])
+        >>> saved = {"0.weight": torch.ones(8, 4), "0.bias": torch.zeros(8),
+        ...          "1.weight": torch.ones(1, 8), "1.bias": torch.zeros(1)}
+        >>> params, buffers = pipe.init(saved)
+        >>> fpipe.value_and_grad(pipe)(params, buffers, (torch.ones(2, 4),))[0].loss
+        tensor(32.)
+        """
+        return self._state(loaded(self.model, self.training.share, source, fill, strict))
+
+    def initialise(
+        self, function: Initialiser = reset_parameters, *, seed: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Parameters and buffers of this process's ranks, as `function(module)` fills them; the model may be on meta.
+
+        It is called as by `model.apply`, children first, on a copy of the model: for each module that owns leaves of
+        this process, with these in place and all other tensors on meta, and for the modules around it. What it draws
+        depends on the seed and on names alone, on neither ranks nor cuts. By default it calls the `reset_parameters`
+        that torch's modules have; for a model of Hugging Face's, pass `model._init_weights`. Raises `InputError` for
+        leaves that it does not fill.
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean,
+        ...                       schedule=gpipe(ranks=2, microbatches=2), cuts=["1"])
+        >>> params, buffers = pipe.initialise(seed=0)
+        >>> [f"{name} {list(value.shape)}" for name, value in params.items()]
+        ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
+        """
+        return self._state(initialised(self.model, self.training.share, function, seed))
+
+    def _state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        plan, trainable = self.training, self.training.assembly.captured.trainable
+        params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
+        return params, {name: values[name] for name in plan.buffers}
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Names of the parameters that count as this process's: each of the model's is one process's only.
+
+        What is summed over all parameters must take each once, though tied ones are on several ranks, and replicas hold
+        the same. The norm of all gradients, say:
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> model[1].weight = model[0].weight
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
+        >>> pipe.owned
+        ('0.weight', '0.bias', '1.bias')
+        >>> _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (torch.ones(2, 2),))
+        >>> squares = sum(grads[name].square().sum() for name in pipe.owned if name in grads)
+        >>> if torch.distributed.is_initialized():
+        ...     torch.distributed.all_reduce(squares)
+        >>> norm = squares.sqrt()
+        """
+        owners: dict[str, int] = {}
+        for stage in self.stages:
+            for name in (*stage.parameters, *stage.unused):
+                owners.setdefault(name, self.schedule.placement.homes[stage.index])
+        return tuple(name for name in self.training.params if owners[name] in self.ranks.ranks)
+
+    def run(self, plan: Plan, inputs: Inputs, record: Callable[[Span], None] | None = None) -> dict[int, Outcome]:
+        """Run the plan's program on this process's ranks; the outcome of each. `record` gets a span per action."""
+
+        def execution(rank: int, transport: Transport) -> Execution:
+            recorded = None if record is None else spans_of(rank, record)
+            return Execution(plan.linked[rank], transport, inputs, recorded)
+
+        with random.preserved(plan.devices):
+            return self.ranks.run(execution)
+
+    def __str__(self) -> str:
+        described = describe(self.training.assembly, self.model, self.schedule.placement)
+        return f"Pipeline of {type(self.model).__name__} under {self.schedule!r}\n{described}"
+
+
+def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
+    """Raise `CutError` if a stage on several ranks modifies a buffer: each replica would see some microbatches only."""
+    modified = [name for k, name in enumerate(stage.buffers, len(stage.parameters)) if k in stage.wiring.modified]
+    if modified and len(ranks) > 1:
+        raise CutError(
+            f"stage {stage.index}: got modified buffers {modified} on ranks {list(ranks)}, expected none: each "
+            "rank sees other microbatches. Choose a schedule with each stage on one rank, or a model without such."
+        )
+
+
+def _joining(assemblies: Sequence[Assembly], dims: Any, first: int) -> Joining:
+    """How the outputs are joined, which are the results from number `first` on."""
+    columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
+    return Joining.of(assemblies[0].captured.structure, dims, list(columns))
+
+
+def _fingerprint(captured: Captured, assembly: Assembly) -> str:
+    """A digest of what a model does and of what crosses its cuts, whatever its values and devices; ranks compare it."""
+    units = [(unit.path, unit.does, unit.reads, unit.makes) for unit in captured.units]
+    specs = [
+        (port.peer, spec.shape, spec.stride, str(spec.dtype))
+        for stage in assembly.stages
+        for port in (*stage.gives, *stage.pulls, *stage.shares)
+        for spec in port.specs
+    ]
+    return blake2b(repr((units, sorted(captured.trainable), specs)).encode(), digest_size=8).hexdigest()
