@@ -7,6 +7,7 @@ The only room that knows all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -103,7 +104,8 @@ def pipeline(
       wildcard stands for one name between dots. Without `cuts`, it is cut evenly between any modules, within a
       tenth, where fewer values cross.
     - `stages`: how many, if there are no names or indices; the schedule's number, which may be left out.
-    - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin.
+    - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin. With the default front
+      end their control flow may depend on data, as long as shapes do not.
     - `tied`: how gradients of parameters that several stages use are put together: `"exact"`, through cotangents that
       travel in every microbatch, bit for bit as on one device; `"sum"`, by adding up the stages' own gradients once, at
       the end of the step; or a dict of these by parameter name, any of its names, where the others are exact.
@@ -128,12 +130,13 @@ def pipeline(
     _require_arguments(module, example, loss, schedule, capture)
     _require_runnable(schedule)
     where = asked(cuts, stages, unsplittable, schedule)
+    front_end = _front_end(capture, where.whole(module))
     sums = summed(tied, module)
     batchings = {
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
-    pipe = _bound(module, batchings, output_dims, loss, schedule, where, _front_end(capture), sums, group)
+    pipe = _bound(module, batchings, output_dims, loss, schedule, where, front_end, sums, group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -324,8 +327,13 @@ def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any
     refuse_gradient_hooks(model)
 
 
-def _front_end(capture: str | FrontEnd) -> FrontEnd:
-    """The front end of that name, or the user's own; raises `InputError` for what is neither."""
+def _front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
+    """The front end of that name, or the user's own; raises `InputError` for what is neither.
+
+    The recording one is told which modules are to stay `whole`.
+    """
+    if capture == "trace":
+        return partial(trace, opaque=whole)
     if isinstance(capture, str) and capture in FRONT_ENDS:
         return FRONT_ENDS[capture]
     if isinstance(capture, str) or not callable(capture):

@@ -60,6 +60,17 @@ def matches(path: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
+def selects(selector: Selector, name: str, kind: type) -> bool:
+    """Whether a module of this name and class is meant: by its class, its name, or a pattern.
+
+    >>> selects("blocks.*", "blocks.3", nn.Linear), selects(nn.Conv2d, "blocks.3", nn.Linear)
+    (True, False)
+    """
+    if isinstance(selector, type):
+        return issubclass(kind, selector)
+    return matches(name, selector) if is_pattern(selector) else name == selector.partition("@")[0]
+
+
 @dataclass(frozen=True)
 class Calls:
     """The calls of modules that run at least one operation, each before those inside it.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fpipe.capture.assumption import Assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
@@ -68,6 +69,7 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
     with (
         preserved(device for device in devices if device.type in ("cpu", "cuda")),
         captured.mode,
+        Assuming(),
         torch.set_grad_enabled(captured.backward),
     ):
         values = dict(captured.fakes)

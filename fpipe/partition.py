@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from fpipe.balance import Positions, Refusal, balance
-from fpipe.calls import Calls, Selector, is_pattern, said
+from fpipe.calls import Calls, Selector, is_pattern, said, selects
 from fpipe.capture.contract import Call, Captured, Parameter
 from fpipe.clashes import refusals
 from fpipe.errors import CutError
@@ -52,6 +52,11 @@ class Cuts(NamedTuple):
         if isinstance(self.where, Explicit):
             return explicit(calls, self.where.at, barriers)
         return even(captured, calls, self.where, barriers, refusals)
+
+    def whole(self, model: nn.Module) -> tuple[str, ...]:
+        """The names of the modules that are unsplittable."""
+        modules = model.named_modules()
+        return tuple(n for n, module in modules if any(selects(s, n, type(module)) for s in self.unsplittable))
 
 
 class Barrier(NamedTuple):

@@ -80,9 +80,9 @@ def require_transparent(what: str, structure: Structure) -> None:
     """Raise `InputError`, naming the leaf, if there is one in which tensors may hide."""
     for path, kind in structure.opaque[:1]:
         raise InputError(
-            f"{what}, at {path or 'the root'}: got {kind}, expected tensors, numbers, strings, flags or None in tuples, "
-            "lists, dicts and dataclasses. Leave it out (use_cache=False, where a model returns a cache), or register "
-            'its type with optree.register_pytree_node(..., namespace="fpipe").'
+            f"{what}, at {path or 'the root'}: got {kind}, expected tensors, numbers, strings, flags or None in "
+            "tuples, lists, dicts and dataclasses. Leave it out (use_cache=False, where a model returns a cache), or "
+            'register its type with optree.register_pytree_node(..., namespace="fpipe").'
         )
 
 

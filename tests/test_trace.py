@@ -430,6 +430,30 @@ def test_what_is_no_tensor_may_be_handed_on():
     assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
 
 
+def branching(module, x):
+    return torch.tanh(x) if x.sum() > 0 else -x
+
+
+def test_unsplittable_modules_may_branch_on_data():
+    """Named so, they run as themselves; which way they went at capture does not matter."""
+    inputs, targets = rows_of()(6)
+    model = Stack(branching)
+    how = gpipe(ranks=4, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=AT_BLOCKS, unsplittable=["blocks.*"]
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, how.microbatches))
+    with pytest.raises(fpipe.CutError, match=r"blocks\.0"):
+        fpipe.pipeline(
+            model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=INSIDE, unsplittable=["blocks.*"]
+        )
+
+
+def test_control_flow_on_data_is_shown_where_it_is():
+    with pytest.raises(fpipe.CaptureError, match=r"test_trace.py, line \d+: return torch.tanh\(x\) if x.sum\(\) > 0"):
+        pipeline(Stack(branching), ["blocks.1"])
+
+
 def test_a_weight_is_cast_once_in_an_autocast_region():
     """It would be cast once in each stage: other bits."""
     model = Autocast()

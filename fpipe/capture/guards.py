@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -214,6 +216,23 @@ def blame(traceback: TracebackType | None, model: nn.Module) -> str:
         found = modules.get(id(traceback.tb_frame.f_locals.get("self")), found)
         traceback = traceback.tb_next
     return found
+
+
+def source_of(traceback: TracebackType | None) -> str:
+    """The innermost line of the user's in a traceback: `" in model.py, line 3: if x.sum() > 0"`."""
+    ours = ("torch", "fpipe", "optree")
+    frames = [
+        frame
+        for module, frame in zip(_modules_of(traceback), extract_tb(traceback), strict=True)
+        if module.split(".")[0] not in ours
+    ]
+    return f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _modules_of(traceback: TracebackType | None) -> Iterator[str]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_globals.get("__name__", "")
+        traceback = traceback.tb_next
 
 
 def _harmless(old: object, new: object) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from fpipe.capture.values import Values
 
 
 class Spans:
-    """A stack of calls; `outermost` are those in no other one. `sealed` says which modules are never opened."""
+    """A stack of calls; `outermost` are those in no other one. What is in the modules `within` may depend on data."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, within: Collection[str]) -> None:
+        self.within = tuple(within)
         self.outermost: list[Span] = []
         self.stack: list[Span] = []
         self.paths = {id(module): path for path, module in model.named_modules()}
@@ -51,6 +52,11 @@ class Spans:
                 span.touched.append((module, name))
             if isinstance(value, Tensor) and id(value) in values.known:
                 span.assigned.append(Attribute(module, name, values.known[id(value)]))
+
+    @property
+    def opaque(self) -> bool:
+        """Whether a module runs that never runs but as itself, whatever it does inside."""
+        return any(f"{span.path}.".startswith(f"{name}.") for span in self.stack for name in self.within)
 
     @property
     def path(self) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Observed, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode, on_meta, skeleton
-from fpipe.capture.guards import blame, plain_state, require_unchanged
+from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.playback import Playback, Seat, seated
@@ -38,22 +38,30 @@ def trace(
     objective: Objective,
     leaves: Sequence[Tensor],
     whole: Collection[str] = (),
+    opaque: Collection[str] = (),
     via: Via = lambda skeleton, recorder: skeleton,
 ) -> Captured:
     """Capture `model` and its loss for one microbatch; see `FrontEnd`.
 
-    The modules `whole` are never opened. `via(skeleton, recorder)` is what is called in the place of the skeleton.
+    The modules `whole` are never opened. Those inside the modules `opaque` may branch on data, and are not opened then.
+    `via(skeleton, recorder)` is called in the skeleton's place.
     """
-    return _Tracer(model, objective, leaves, whole, via).captured()
+    return _Tracer(model, objective, leaves, whole, opaque, via).captured()
 
 
 class _Tracer:
     """Runs a model on fake tensors."""
 
     def __init__(
-        self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor], whole: Collection[str], via: Via
+        self,
+        model: nn.Module,
+        objective: Objective,
+        leaves: Sequence[Tensor],
+        whole: Collection[str],
+        opaque: Collection[str],
+        via: Via,
     ) -> None:
-        self.objective, self.leaves, self.whole, self.via = objective, leaves, whole, via
+        self.objective, self.leaves, self.whole, self.opaque, self.via = objective, leaves, whole, opaque, via
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
         self.skeleton = skeleton(model, on_meta)
@@ -76,10 +84,10 @@ class _Tracer:
     def captured(self) -> Captured:
         """Run the model, recorded, and see whether it would do the same again."""
         with _put_back(self.skeleton):
-            recorder = Recorder(self.skeleton, self.sources())
+            recorder = Recorder(self.skeleton, self.sources(), opaque=self.opaque)
             loss, outputs = self._run(recorder)
             held = plain_state(self.skeleton)
-            again = Recorder(self.skeleton, self.sources(), _constants(self.skeleton, recorder))
+            again = Recorder(self.skeleton, self.sources(), _constants(self.skeleton, recorder), self.opaque)
             self._run(again)
             require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
         if recorder.varying() != again.varying():
@@ -122,9 +130,10 @@ class _Tracer:
             raise
         except Exception as error:
             raise CaptureError(
-                f"{blame(error.__traceback__, self.skeleton)}: got {type(error).__name__}: {error}, expected a forward "
-                "that runs on fake tensors, which have shapes but no values. Take control flow and shapes that depend "
-                "on data out of the model."
+                f"{blame(error.__traceback__, self.skeleton)}: got {type(error).__name__}: {error}"
+                f"{source_of(error.__traceback__)}, expected a forward that runs on fake tensors, which have shapes "
+                "but no values. Take control flow and shapes that depend on data out of the model; or, if shapes do "
+                "not depend on it, name the module in unsplittable, and it runs as it is."
             ) from error
 
     def _seats_by_value(self) -> dict[Value, list[Seat]]:

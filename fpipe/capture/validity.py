@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ def require_valid(
 
 def name_of(front_end: FrontEnd) -> str:
     """What to call a front end in messages."""
+    front_end = front_end.func if isinstance(front_end, partial) else front_end
     return getattr(front_end, "__qualname__", type(front_end).__name__)
 
 
