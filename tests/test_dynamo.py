@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from models import WIDTH, Case, assert_same, build, loop, mse, rows_of, run
+from models import WIDTH, Case, Scale, assert_same, build, loop, mse, rows_of, run
 from torch import nn
 
 import fpipe
@@ -54,13 +54,20 @@ def test_a_region_without_gradient_belongs_to_its_module():
     one = case(lambda self, x: x + without_gradient(self, x))
     built = _, model, inputs, targets = build(one, one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
     assert_same(run(*built), loop(model, mse, inputs, targets, 2))
-    alone = Case(
-        lambda: nn.Sequential(Layer(plain), Layer(without_gradient), Layer(plain), Layer(plain)),
-        rows_of(),
-        mse,
-        ("1.linear", "2", "3"),
-    )
-    built = _, model, inputs, targets = build(alone, one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
+
+
+def test_a_module_that_is_one_region_can_begin_a_stage():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.quiet, self.c = nn.Linear(WIDTH, WIDTH), Scale(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.c(x * self.quiet(x))
+
+    one = Case(Model, rows_of(), mse, ("", "quiet", ""))
+    built = _, model, inputs, targets = build(one, one_f_one_b(ranks=2, microbatches=2), 4, capture="dynamo")
     assert_same(run(*built), loop(model, mse, inputs, targets, 2))
 
 

@@ -2,6 +2,7 @@
 """Modules as a graph: what a graph computes, how it is cut, and what it says of graphs that are none."""
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -134,6 +135,25 @@ def test_a_graph_is_exact(what, capture):
         assert_same(got, loop(model, one.loss, inputs, targets, how.microbatches))
         assert_same(got, run_reference(*built))
     assert fpipe.verify(pipe, model, inputs, targets).eager
+
+
+class Pair(NamedTuple):
+    """Two of something."""
+
+    first: torch.Tensor
+    second: list[torch.Tensor]
+
+
+def test_a_way_leads_through_attributes_keys_and_indices():
+    model = ModuleGraph(
+        {
+            "pair": Part(lambda x: Pair(x, [x + 1, {"a b": x + 2}]), "x"),
+            "sum": Part(lambda *args: sum(args), "pair.first", "pair.second[-2]", "pair.second[1]['a b']", "pair[0]"),
+        },
+        inputs="x",
+        outputs="sum",
+    )
+    assert torch.equal(model(torch.zeros(2)), torch.full((2,), 3.0))
 
 
 def edges(pipe):
