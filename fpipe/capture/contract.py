@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -135,16 +135,24 @@ def sequence(steps: Sequence[Step], inputs: tuple[Value, ...], outputs: tuple[Va
     """Steps, called one after the other, as a function of a key and `inputs`; values are let go of after their use."""
     last = {value: index for index, step in enumerate(steps) for value in (*step.reads, *step.makes)}
     last.update(dict.fromkeys(outputs, len(steps)))
-    dead = [tuple(value for value, end in last.items() if end == index) for index in range(len(steps))]
-    plan = [(*step, finished) for step, finished in zip(steps, dead, strict=True)]
+    slot = {value: k for k, value in enumerate(dict.fromkeys([*inputs, *last]))}
+    dead: list[list[int]] = [[] for _ in range(len(steps) + 1)]
+    for value, index in last.items():
+        dead[index].append(slot[value])
+    plan = [
+        (step.call, [slot[v] for v in step.reads], [slot[v] for v in step.makes], dead[index])
+        for index, step in enumerate(steps)
+    ]
+    empty, returned = [None] * (len(slot) - len(inputs)), [slot[value] for value in outputs]
 
     def run(key: int, *tensors: Tensor) -> Tensors:
-        values = dict(zip(inputs, tensors, strict=True))
-        for reads, makes, call, finished in plan:
-            values.update(zip(makes, call(key, *[values[value] for value in reads]), strict=True))
-            for value in finished:
-                del values[value]
-        return tuple([values[value] for value in outputs])
+        slots: list[Any] = [*tensors, *empty]
+        for call, reads, makes, finished in plan:
+            for k, tensor in zip(makes, call(key, *[slots[k] for k in reads]), strict=True):
+                slots[k] = tensor
+            for k in finished:
+                slots[k] = None
+        return tuple([slots[k] for k in returned])
 
     return run
 

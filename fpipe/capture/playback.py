@@ -30,16 +30,19 @@ Seat: TypeAlias = tuple[dict[str, Any], str]
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
 
 
-@contextmanager
-def seated(seats: Sequence[tuple[Seat, Tensor]]) -> Iterator[None]:
-    """Tensors in their places; afterwards, what was there before."""
-    before = [(table, name, table[name]) for (table, name), _ in seats]
-    for (table, name), tensor in seats:
-        table[name] = tensor
-    try:
-        yield
-    finally:
-        for table, name, old in before:
+class Seated:
+    """A context in which tensors are in their places; afterwards, what was there before."""
+
+    def __init__(self, seats: Sequence[tuple[Seat, Tensor]]) -> None:
+        self.seats = seats
+
+    def __enter__(self) -> None:
+        self.before = [table[name] for (table, name), _ in self.seats]
+        for (table, name), tensor in self.seats:
+            table[name] = tensor
+
+    def __exit__(self, *error: object) -> None:
+        for ((table, name), _), old in zip(self.seats, self.before, strict=True):
             table[name] = old
 
 
@@ -89,8 +92,8 @@ class Playback:
         run = sequence(steps, inputs, outputs)
         seats = [(k, seat) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
-        def placed(tensors: Tensors) -> Any:
-            return seated([(seat, tensors[k]) for k, seat in seats])
+        def placed(tensors: Tensors) -> Seated:
+            return Seated([(seat, tensors[k]) for k, seat in seats])
 
         def played(key: int, *tensors: Tensor) -> Tensors:
             with placed(tensors):
@@ -153,6 +156,9 @@ class Playback:
         assigned = {value: one for value, one in assigned.items() if value not in new}
         picks, where = tuple(new.values()), f"module {span.path or '(root)'}"
 
+        def simply(key: int, *tensors: Tensor) -> Tensors:
+            return pick(span.invocation(tensors), picks, where)
+
         def call(key: int, *tensors: Tensor) -> Tensors:
             with attributes_restored(span.touched):
                 out = span.invocation(tensors)
@@ -160,7 +166,9 @@ class Playback:
                 made = pick(out, picks, where)
                 return *made, *[getattr(one.module, one.name) for one in assigned.values()]
 
-        step = self._with_ghosts(span, Step(span.invocation.reads, (*new, *assigned), call))
+        step = self._with_ghosts(
+            span, Step(span.invocation.reads, (*new, *assigned), call if span.touched or span.constants else simply)
+        )
         draws = self.tape.drawn(span.first_tick, span.last_tick)
         if span.checkpoint:
             return _seeded(step, next(iter(draws.values()), None))

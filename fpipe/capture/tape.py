@@ -46,9 +46,13 @@ class Invocation:
         self.opaque = any(not isinstance(leaf, (Tensor, *HARMLESS)) for leaf in self.leaves)
         for k in tensors:
             self.leaves[k] = None
+        flat = len(self.leaves) == len(args) and not kwargs
+        self.direct = flat and self.holes == [(k, k) for k in range(len(args))]  # just tensors, each once
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Call the function with `tensors`, the values of `reads`."""
+        if self.direct:
+            return self.function(*tensors)
         leaves = list(self.leaves)
         for leaf, read in self.holes:
             leaves[leaf] = tensors[read]
@@ -81,7 +85,7 @@ def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> Non
 
 def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
     """The tensors at these leaves of what a call returned."""
-    if isinstance(tree, Tensor) and tuple(picks) == (0,):
+    if isinstance(tree, Tensor) and len(picks) == 1:
         return (tree,)
     leaves = tensors_at(tree)
     if not all(k in leaves for k in picks):

@@ -24,7 +24,7 @@ from fpipe.capture.fake import fake, fake_mode, on_meta, skeleton
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
-from fpipe.capture.playback import Playback, Seat, seated
+from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.tape import Span
 from fpipe.errors import CaptureError, PipelineError
@@ -124,7 +124,7 @@ class _Tracer:
             objective = replace(objective, loss=_recorded(loss, recorder))
         called = self.via(self.skeleton, recorder)
         try:
-            with seated(seats), self.mode, intercepted(recorder, self.skeleton, self.whole):
+            with Seated(seats), self.mode, intercepted(recorder, self.skeleton, self.whole):
                 return objective(called, leaves)
         except PipelineError:
             raise
