@@ -9,17 +9,29 @@ model away. Shared tensors stay shared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from fpipe.errors import CaptureError
+
+aten = torch.ops.aten
+# How memory is laid out that the first result of an operation with these arguments is in.
+LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
+    {
+        aten.native_layer_norm_backward.default: lambda args: torch.contiguous_format,
+        aten.native_batch_norm.default: lambda args: suggest_memory_format(args[0]),
+        aten.native_batch_norm_backward.default: lambda args: suggest_memory_format(args[1]),
+    }
+)
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -30,19 +42,29 @@ def fake_mode() -> FakeTensorMode:
 
 
 class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Torch's own mode; but where its fake kernel refuses what the real one takes, the fake is made here.
+    """Torch's own mode; but where its fake kernel is not like the real one, the fake is made here.
 
-    Grouped matrix multiplication, which mixtures of experts use, takes any floating-point dtype on a CPU.
+    It refuses grouped matrix multiplication, which mixtures of experts use, of other dtypes than bfloat16; and it says
+    wrongly how some results are laid out in memory, which a bias gradient shows in its last bits.
     """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What an operation returns, as fakes."""
-        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
-            return super().dispatch(func, types, args, kwargs)
-        known = dict(zip(("self", "mat2", "offs", "bias", "out_dtype"), args, strict=False)) | (kwargs or {})
-        shape = known["self"], known["mat2"], known.get("offs"), known.get("out_dtype")
+        if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return self._grouped(*args, **(kwargs or {}))
+        out: Any = super().dispatch(func, types, args, kwargs)
+        if func in LAID_OUT and out[0] is not None:
+            return self._laid_out(out, LAID_OUT[func](args))
+        return out
+
+    def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         with self:
-            return _create_grouped_mm_output_tensor(*shape)  # type: ignore[no-untyped-call]
+            return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)  # type: ignore[no-untyped-call]
+
+    def _laid_out(self, out: Any, memory_format: torch.memory_format) -> Any:
+        """The results of an operation, the first of them laid out like this."""
+        with self:
+            return (out[0].contiguous(memory_format=memory_format), *out[1:])
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
