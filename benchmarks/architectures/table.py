@@ -60,8 +60,9 @@ def _row(found: Trial) -> tuple[str, ...]:
     batch = [name for name in found.batch if name not in ("use_cache", "return_dict", "attention_mask")]
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters >= 1e6 else f"{found.parameters / 1e3:.0f} k"
     begins = ", ".join(f"`{cut}`" for cut in cuts)
-    note = f"without labels, for {_short(found.note)}" if found.note else ""
-    return found.kind, found.name, count, ", ".join(batch), begins, note
+    notes = [f"without labels: {_short(found.note)}"] if found.note else []
+    notes += [f"`unsplittable={found.whole}`"] if found.whole else []
+    return found.kind, found.name, count, ", ".join(batch), begins, "; ".join(notes)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

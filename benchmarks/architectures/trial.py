@@ -8,6 +8,7 @@ the reference. With dropout, eager draws other numbers, and the reference is wha
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,7 @@ class Trial:
 
     - `untried`: why not even a plain eager step works; empty if it does.
     - `note`: why the loss that the model computes from labels could not be captured; then it went without.
+    - `whole`: the classes of modules that were kept whole, because they branch on data.
     - `cuts`: per number of stages, the modules at which the second and later begin.
     - `results`: per schedule, how many leaves were compared and found equal; or, as text, what went wrong.
     """
@@ -46,6 +48,7 @@ class Trial:
     batch: tuple[str, ...] = ()
     untried: str = ""
     note: str = ""
+    whole: list[str] = field(default_factory=list)
     cuts: dict[str, list[str]] = field(default_factory=dict)
     results: dict[str, int | str] = field(default_factory=dict)
 
@@ -89,14 +92,33 @@ def _try(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> No
 
 def _compared(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> int | str:
     try:
-        pipe = fpipe.pipeline(
-            plain.model, example=plain.batch, loss=loss_of, schedule=schedule, stages=schedule.stages, capture=capture
-        )
+        pipe = _built(plain, schedule, capture, found)
         found.cuts[str(schedule.stages)] = _begins(pipe)
         equal = fpipe.verify(pipe, plain.model, plain.batch, seed=0)
     except Exception as error:
         return f"{said(error)}{_line(error)}"
     return equal.reference + equal.eager
+
+
+def _built(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> fpipe.Pipeline:
+    """The pipeline; modules that branch on data are named unsplittable, one class after the other, as users would."""
+    while True:
+        kinds = {type(module) for module in plain.model.modules() if type(module).__name__ in found.whole}
+        try:
+            return fpipe.pipeline(
+                plain.model,
+                example=plain.batch,
+                loss=loss_of,
+                schedule=schedule,
+                stages=schedule.stages,
+                capture=capture,
+                unsplittable=list(kinds),
+            )
+        except fpipe.CaptureError as error:
+            blamed = re.match(r"module (\S+) \((\w+)\): got DataDependent", str(error))
+            if blamed is None or blamed[1] == "(root)" or blamed[2] in found.whole:
+                raise
+            found.whole.append(blamed[2])
 
 
 def _dropped(kind: str, names: Sequence[str], schedule: Schedule, capture: str, found: Trial) -> int | str:
