@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fpipe.capture.assumption import Assuming
+from fpipe.capture.assumption import assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
@@ -69,7 +69,7 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
     with (
         preserved(device for device in devices if device.type in ("cpu", "cuda")),
         captured.mode,
-        Assuming(),
+        assuming(),
         torch.set_grad_enabled(captured.backward),
     ):
         values = dict(captured.fakes)
@@ -79,7 +79,7 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
         ]
         found: dict[tuple[int, Value], Tensor] = {}
         for s in reversed(range(len(runs))):
-            _backward(s, layouts[s], runs[s], captured.loss, found, metadata)
+            _backward(s, layouts[s], runs[s], captured, found, metadata)
     return metadata
 
 
@@ -104,11 +104,11 @@ def _backward(
     s: int,
     layout: Layout,
     run: _Run,
-    loss: Value | None,
+    captured: Captured,
     found: dict[tuple[int, Value], Tensor],
     metadata: Metadata,
 ) -> None:
-    roots, incoming = _roots(layout, run, loss, found)
+    roots, incoming = _roots(layout, run, captured.loss, found)
     previous = [v for routes in (layout.gets, layout.earlier) for values in routes.values() for v in values]
     wanted = [v for v in dict.fromkeys((*previous, *layout.parameters)) if v in metadata.differentiable]
     leaves = [run.leaves[value] for value in wanted]
@@ -117,6 +117,9 @@ def _backward(
         with run.function.placed(tuple(run.leaves.values())):
             grads = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
+    flowing |= {
+        value: run.leaves[value].detach() for value in wanted if roots and value in captured.dynamic - flowing.keys()
+    }
     for value in previous:
         if value in flowing:
             found[s, value] = flowing[value]

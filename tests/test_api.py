@@ -471,10 +471,14 @@ def test_sizes_that_mean_nothing():
             factory(ranks=-1, microbatches=2)
 
 
-def test_a_cut_at_a_module_that_runs_nothing():
+def test_a_stage_may_begin_at_a_module_that_runs_nothing():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Linear(WIDTH, WIDTH))
+    assert [stage.parameters for stage in pipeline(model=model, cuts=["1"]).stages] == [
+        ("0.weight", "0.bias"),
+        ("2.weight", "2.bias"),
+    ]
     with pytest.raises(fpipe.CutError) as caught:
-        pipeline(model=model, cuts=["1"])
+        pipeline(model=model, cuts=["1"], capture="export")
     assert "'1', a module that runs no operation of its own" in str(caught.value)
     assert "runs next" in str(caught.value)
 

@@ -90,6 +90,12 @@ def vmapped(module, x):
     return torch.func.vmap(lambda row: row * row.sum())(x)
 
 
+def replaced(module, x):
+    y = x * 2
+    y.data = y.data.cos()
+    return y
+
+
 def differentiated(module, x):
     y = x.detach().requires_grad_()
     return x + torch.autograd.grad((module.a(y) ** 2).sum(), y, create_graph=True)[0]
@@ -261,6 +267,7 @@ MODELS = {
     "autocast around all": (Autocast, tuple(f"stack.{c}" for c in AT_BLOCKS), tuple(f"stack.{c}" for c in INSIDE)),
     "no_grad": (lambda: Stack(stopped), AT_BLOCKS, INSIDE),
     "vmap": (lambda: Stack(vmapped), AT_BLOCKS, INSIDE),
+    "assignments to .data": (lambda: Stack(replaced), AT_BLOCKS),
     "gradients in the forward": (lambda: Stack(differentiated), AT_BLOCKS),
     "attributes": (WithNotes, AT_BLOCKS, INSIDE),
     "caches": (caches, AT_BLOCKS, INSIDE),
@@ -447,6 +454,53 @@ def test_unsplittable_modules_may_branch_on_data():
         fpipe.pipeline(
             model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=INSIDE, unsplittable=["blocks.*"]
         )
+
+
+class Either(nn.Module):
+    """Uses one weight or the other, and counts in a buffer how often it was the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if x.sum() > 0:
+            self.count.add_(1)
+            return self.first(x)
+        return self.second(x)
+
+
+def test_either_branch_gets_its_gradients():
+    """Whichever was assumed at capture; a weight that no microbatch has used gets zeros."""
+    inputs, targets = (torch.cat([torch.ones(2, WIDTH), -torch.ones(4, WIDTH)]),), torch.randn(6, WIDTH)
+    model = nn.Sequential(Either(), nn.Linear(WIDTH, WIDTH), Either())
+    how = one_f_one_b(ranks=3, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1", "2"], unsplittable=Either
+    )
+    got, want = run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3)
+    assert want.buffers["0.count"] == 1
+    zeros = {name: torch.zeros_like(grad) for name, grad in got.grads.items()}
+    assert_same(got, want._replace(grads=zeros | want.grads))
+
+
+def checking(module, x):
+    torch._check_tensor_all(x.isfinite(), lambda: "not finite")
+    return torch.sin(x)
+
+
+@pytest.mark.parametrize("cuts", [AT_BLOCKS, INSIDE])
+def test_torchs_own_checks_are_made(cuts):
+    """They pass at capture, and are made in every step, in modules that are cut too."""
+    pipe, model, inputs, targets = build(
+        Case(lambda: Stack(checking), rows_of(), mse, cuts), gpipe(ranks=4, microbatches=3), 6, capture="trace"
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+    with torch.no_grad():
+        model.blocks[1].a.weight[0, 0] = torch.inf
+    with pytest.raises(RuntimeError, match="not finite"):
+        run(pipe, model, inputs, targets)
 
 
 def test_control_flow_on_data_is_shown_where_it_is():

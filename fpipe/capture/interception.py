@@ -19,6 +19,7 @@ from torch import nn
 from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
+from fpipe.capture.assumption import checked
 from fpipe.capture.guards import torchs
 from fpipe.capture.recorder import Recorder
 from fpipe.errors import CaptureError
@@ -100,6 +101,7 @@ class _Watching:
         yield torch.autocast, "__exit__", _function(self._left)
         yield torch.nn.attention, "_sdpa_kernel", self._kernels
         yield torch, "manual_seed", self._seeded
+        yield torch, "_check_tensor_all_with", self._transform(checked)
         yield checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed
         for owner, name in TRANSFORMS:
             yield owner, name, self._transform(getattr(owner, name))

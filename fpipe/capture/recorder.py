@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import ASSUMED
+from fpipe.capture.assumption import ASSUMED, checked
 from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Watch
@@ -30,8 +31,11 @@ from fpipe.capture.values import Values
 from fpipe.errors import CaptureError
 from fpipe.random import label
 
-EFFECTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+EFFECTS = (checked, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+SEALING: Mapping[Any, str] = MappingProxyType(
+    dict.fromkeys((torch.autograd.grad, torch.autograd.backward, Tensor.backward), "a backward inside its forward")
+    | {Tensor.data.__set__: "an assignment to .data"}  # type: ignore[attr-defined]
+)
 
 
 class Recorder(TorchFunctionMode):
@@ -42,7 +46,8 @@ class Recorder(TorchFunctionMode):
     - `draws`: torch calls that draw random numbers. `calls`: when each function was called. `hooked`: when tensors were
       saved through hooks.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
-      got. `depth`: of autocast; `regions`: how many outermost autocasts there were.
+      got. `dynamic`: parameters that may be used or not, depending on data.
+    - `depth`: of autocast; `regions`: how many outermost autocasts there were.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Recorder(TorchFunctionMode):
         self.ordinals = defaultdict[str, int](int)
         self.hooked: list[int] = []
         self.used: dict[Value, None] = {}
+        self.dynamic: set[Value] = set()
         self.tick = self.depth = self.regions = 0
         self.inside = False
 
@@ -79,8 +85,8 @@ class Recorder(TorchFunctionMode):
         if self.inside:
             self.used.update(dict.fromkeys(self.values.within((args, kwargs))))
             return self._drawing(function, tick, lambda: function(*args, **kwargs))
-        if function in BACKWARDS:
-            self.spans.seal("a backward inside its forward")
+        if function in SEALING:
+            self.spans.seal(SEALING[function])
         invocation = Invocation(function, args, kwargs, self.values.read)
         self.watch.written.clear()
         self.used.clear()
@@ -91,11 +97,20 @@ class Recorder(TorchFunctionMode):
             if not self.spans.opaque or function not in ASSUMED:
                 raise
             out = ASSUMED[function]
-            self.spans.seal("control flow on data")
+            self._branches()
         finally:
             self.inside = False
         self._record(function, invocation, out, tick)
         return out
+
+    def _branches(self) -> None:
+        """The innermost module goes one way or the other: it may use all that it holds, and write to any buffer."""
+        self.spans.seal("control flow on data")
+        module = self.spans.module
+        held = self.values.within([*module.parameters(), *module.buffers()])
+        self.used.update(dict.fromkeys(held))
+        self.watch.written |= {self.values.storage[value] for value in self.values.within([*module.buffers()])}
+        self.dynamic.update(self.values.within([p for p in module.parameters() if p.requires_grad]))
 
     def _drawing(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
         """Run a torch call; if it draws random numbers, give it a label."""
@@ -114,10 +129,10 @@ class Recorder(TorchFunctionMode):
         makes = tuple(self.values.made(tensor) for tensor in picks.values())
         written = frozenset(self.watch.written & self.values.memories)
         drawn = [draw for draw in self.draws[-1:] if draw.tick >= tick]
-        if not (makes or written or drawn or function in EFFECTS):
-            return
         used = [value for value in self.used if value not in invocation.reads]
-        if used:
+        if not (makes or written or drawn or used or function in EFFECTS):
+            return
+        if used and function not in ASSUMED:
             self.spans.seal("a function of functions, such as vmap, over one that uses tensors from outside")
         unit = self._unit(function, invocation, used, makes, tuple(picks))
         self.units.append(unit)

@@ -54,6 +54,12 @@ class Spans:
                 span.assigned.append(Attribute(module, name, values.known[id(value)]))
 
     @property
+    def module(self) -> nn.Module:
+        """The innermost module that runs."""
+        called = [span.invocation.function for span in self.stack]
+        return [module for module in called if isinstance(module, nn.Module)][-1]
+
+    @property
     def opaque(self) -> bool:
         """Whether a module runs that never runs but as itself, whatever it does inside."""
         return any(f"{span.path}.".startswith(f"{name}.") for span in self.stack for name in self.within)

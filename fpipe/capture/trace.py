@@ -111,6 +111,7 @@ class _Tracer:
             trainable=self.trainable,
             calls=tuple(_calls(tape.spans)),
             observed=Observed(values.storage, recorder.written, recorder.random, values.views()),
+            dynamic=frozenset(recorder.dynamic),
             fuse=playback.fuse,
         )
 
