@@ -7,31 +7,22 @@ The only room that knows all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe import random
+from fpipe.arguments import require_arguments, require_backward
 from fpipe.batch import Batching
 from fpipe.calls import Selector
 from fpipe.capture.contract import FrontEnd
-from fpipe.capture.dynamo import dynamo
-from fpipe.capture.export import export
-from fpipe.capture.fake import fake, fake_mode, require_plain_tensors, require_registered, skeleton
-from fpipe.capture.fx import fx
-from fpipe.capture.guards import refuse_gradient_hooks
-from fpipe.capture.losses import Loss, without_parameters
-from fpipe.capture.modules import as_module, modules
-from fpipe.capture.trace import trace
+from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.front_ends import front_end
+from fpipe.capture.losses import Loss
+from fpipe.capture.modules import as_module
 from fpipe.captures import Captures
-from fpipe.errors import InputError
-from fpipe.handlers import HANDLERS
 from fpipe.one_device import one_device, orders
 from fpipe.partition import Asked, Cuts, asked
 from fpipe.pipe import Pipeline
@@ -44,12 +35,7 @@ from fpipe.transport.local import LocalRanks
 from fpipe.variant import TRAINING, Variant
 from fpipe.verification import Computed, eagerly, require_equal
 from fpipe.weights import Weight
-from schedules import KINDS, Schedule, Span
-
-FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
-    {"trace": trace, "export": export, "fx": fx, "dynamo": dynamo, "modules": modules}
-)
-WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+from schedules import Schedule, Span
 
 
 class ValueAndGrad(Protocol):
@@ -127,16 +113,15 @@ def pipeline(
     (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
     module = as_module(model)
-    _require_arguments(module, example, loss, schedule, capture)
-    _require_runnable(schedule)
+    require_arguments(module, example, loss, schedule)
     where = asked(cuts, stages, unsplittable, schedule)
-    front_end = _front_end(capture, where.whole(module))
+    seen_by = front_end(capture, where.whole(module))
     sums = summed(tied, module)
     batchings = {
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
-    pipe = _bound(module, batchings, output_dims, loss, schedule, where, front_end, sums, group)
+    pipe = _bound(module, batchings, output_dims, loss, schedule, where, seen_by, sums, group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -160,7 +145,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
     compute action of this process.
     """
-    _require_backward(pipe)
+    require_backward(pipe.schedule)
     variant = Variant(training=True, loss=True, outputs=outputs)
     pipe.connected(variant)
 
@@ -208,7 +193,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     It takes all parameters and buffers of the model, `dict(model.named_parameters())` and
     `dict(model.named_buffers())`, on whichever rank it is called, and the whole batch.
     """
-    _require_backward(pipe)
+    require_backward(pipe.schedule)
     variant = Variant(training=True, loss=True, outputs=outputs)
     known = pipe.plan(variant).assembly
 
@@ -281,7 +266,7 @@ def _bound(
     loss: Loss,
     schedule: Schedule,
     cuts: Cuts,
-    front_end: FrontEnd,
+    seen_by: FrontEnd,
     sums: frozenset[str],
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
@@ -290,7 +275,7 @@ def _bound(
     model = skeleton(module, lambda tensor: fake(mode, tensor, device))
     return Pipeline(
         schedule=schedule,
-        captures=Captures(model, loss, batchings, front_end, cuts, schedule.backward),
+        captures=Captures(model, loss, batchings, seen_by, cuts, schedule.backward),
         output_dims=output_dims,
         ranks=_ranks(schedule, group, device),
         summed=sums,
@@ -300,68 +285,6 @@ def _bound(
 def _of_inputs(batch_dims: Any) -> Any:
     """`batch_dims` without what it says of targets."""
     return (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
-
-
-def _require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any, capture: str | FrontEnd) -> None:
-    if not isinstance(schedule, Schedule):
-        raise InputError(
-            f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
-            "microbatches=8)."
-        )
-    _front_end(capture)
-    if not isinstance(example, tuple | dict):
-        raise InputError(
-            f"example: got {type(example).__name__}, expected a tuple of positional or a dict of keyword arguments. "
-            "Write (x,) for one argument."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, WRAPPERS):
-            raise InputError(
-                f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "
-                "gradient hooks do not run under autograd.grad. Pass the wrapped module, and reduce gradients over the "
-                "data-parallel group after the step."
-            )
-    without_parameters(loss)
-    require_plain_tensors(model)
-    require_registered(model)
-    refuse_gradient_hooks(model)
-
-
-def _front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
-    """The front end of that name, or the user's own; raises `InputError` for what is neither.
-
-    The recording one is told which modules are to stay `whole`.
-    """
-    if capture == "trace":
-        return partial(trace, opaque=whole)
-    if isinstance(capture, str) and capture in FRONT_ENDS:
-        return FRONT_ENDS[capture]
-    if isinstance(capture, str) or not callable(capture):
-        raise InputError(
-            f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}, or a front end of your own: a function "
-            "(model, objective, leaves) -> Captured. Name one of them."
-        )
-    return capture
-
-
-def _require_runnable(schedule: Schedule) -> None:
-    """Raise `InputError` for what can be checked and simulated, but is not run yet."""
-    repair = "Check and simulate it, or choose a synchronous schedule of whole microbatches to run."
-    if schedule.slices > 1:
-        raise InputError(f"schedule: got {schedule!r} of {schedule.slices} slices, expected whole ones. {repair}")
-    for rank in range(schedule.ranks):
-        for action in schedule.actions(rank):
-            if action.kind not in HANDLERS:
-                kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark)
-                raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
-
-
-def _require_backward(pipe: Pipeline) -> None:
-    if not pipe.schedule.backward:
-        raise InputError(
-            f"schedule: got {pipe.schedule!r}, which has no backward, expected gradients. Call evaluate(pipe), or "
-            "choose another schedule."
-        )
 
 
 def _ranks(schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front ends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+from fpipe.capture.contract import FrontEnd
+from fpipe.capture.dynamo import dynamo
+from fpipe.capture.export import export
+from fpipe.capture.fx import fx
+from fpipe.capture.modules import modules
+from fpipe.capture.trace import trace
+from fpipe.errors import InputError
+
+FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
+    {"trace": trace, "export": export, "fx": fx, "dynamo": dynamo, "modules": modules}
+)
+
+
+def front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
+    """The front end of that name, or the user's own; raises `InputError` for what is neither.
+
+    The recording one is told which modules are to stay `whole`.
+    """
+    if capture == "trace":
+        return partial(trace, opaque=whole)
+    if isinstance(capture, str) and capture in FRONT_ENDS:
+        return FRONT_ENDS[capture]
+    if isinstance(capture, str) or not callable(capture):
+        raise InputError(
+            f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}, or a front end of your own: a function "
+            "(model, objective, leaves) -> Captured. Name one of them."
+        )
+    return capture
