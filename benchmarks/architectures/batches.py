@@ -86,6 +86,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "input_ids": ids,
     "attention_mask": lambda config: mask(),
     "token_type_ids": lambda config: torch.zeros(ROWS, LENGTH, dtype=torch.long),
+    "mm_token_type_ids": lambda config: torch.zeros(ROWS, LENGTH, dtype=torch.long),
     "decoder_input_ids": ids,
     "pixel_values": pixels,
     "pixel_values_videos": video,
@@ -94,6 +95,11 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "bbox": lambda config: torch.tensor([1, 2, 3, 4]).repeat(ROWS, LENGTH, 1),
     "qformer_input_ids": ids,
     "image_embeds_position_mask": lambda config: torch.arange(LENGTH).repeat(ROWS, 1) < 4,
+    "image_attention_mask": lambda config: torch.ones(ROWS, LENGTH, 1, dtype=torch.long),
+    "flattened_patches": lambda config: torch.cat(
+        [torch.arange(1, 10)[:, None].repeat(ROWS, 1, 2), torch.randn(ROWS, 9, 64)], 2
+    ),
+    "state": lambda config: torch.randn(ROWS, config_of(config, "max_state_dim", default=8)),
     "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=64)),
     "visual_pos": lambda config: torch.rand(ROWS, 3, config_of(config, "visual_pos_dim", default=4)),
     "states": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "state_dim", default=8)),
@@ -108,7 +114,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     },
 }
 SHAPES: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
-    "pixel_values": (lambda x: x[:, None].repeat(1, FRAMES, 1, 1, 1),),
+    "pixel_values": (lambda x: x[:, None], lambda x: x[:, None].repeat(1, FRAMES, 1, 1, 1)),
     "input_values": (
         lambda x: x[:, None],
         lambda x: x[:, :1024].unflatten(1, (64, 16)),
@@ -158,7 +164,7 @@ LEFT_OUT = (
     ("pixel_values_videos", "attention_mask", "decoder_input_ids"),
     ("pixel_values", "pixel_values_videos"),
     ("pixel_values", "pixel_values_videos", "input_features", "input_values"),
-    ("token_type_ids", "attention_mask"),
+    ("token_type_ids", "mm_token_type_ids", "attention_mask"),
 )
 
 

@@ -42,7 +42,7 @@ LIMITS: tuple[tuple[str, int], ...] = (
     (r"patch_size$", PATCH),
     (r"num_queries$|num_query_tokens$|num_latents$|num_detection_tokens$|train_num_points$|num_denoising$", BINS),
     (r"mel_bins$|num_bins$|input_feat_size$|^mel_dim$", BINS),
-    (r"^sliding_window(_size)?$|attention_window|^index_topk$|chunk_length$", BINS),
+    (r"^sliding_window(_size)?$|attention_window|^index_topk$|attn_chunk_length$", BINS),
     (r"state_size$|d_state$", BINS),
     (r"^num_conv_pos_embeddings$", BINS),
     (r"conv_pos_embedding_groups$", 2),
@@ -181,6 +181,8 @@ def _small_numbers(name: str, values: list[int] | tuple[int, ...], small: _Small
         return [small.tokens(f"{name}{k}", value) for k, value in enumerate(values)]
     if not small.way.takes(name) and not re.search("depths", name):
         return list(values)
+    if re.search(r"_per_layer$", name):
+        return list(values)[:LAYERS]
     if re.search(r"depths|num_layers|layer_repeats|^layers$", name):
         return [min(value, 2) for value in values]
     if re.search(r"heads", name):

@@ -42,7 +42,8 @@ def loss_of(outputs: Any) -> Tensor:
     own = outputs.get("loss") if isinstance(outputs, dict) else None
     if own is not None:
         return own.sum()
-    return sum((leaf.square().mean() for leaf in leaves(outputs)), start=torch.zeros(()))
+    finite = (leaf.masked_fill(~leaf.isfinite(), 0.0) for leaf in leaves(outputs))  # scores of what is masked are not
+    return sum((leaf.square().mean() for leaf in finite), start=torch.zeros(()))
 
 
 def leaves(outputs: Any) -> list[Tensor]:
