@@ -132,6 +132,19 @@ class Autocast(nn.Module):
             return self.stack(x).float()
 
 
+class Masked(Stack):
+    """A mask computed in the root's forward, by functions that hold tensors."""
+
+    def forward(self, x):
+        allowed = x > -1
+
+        def both(row):
+            return allowed[row] & (x[row] < 1)
+
+        mask = torch.vmap(both)(torch.arange(len(x)))
+        return super().forward(x).masked_fill(~mask, 0.5)
+
+
 @dataclass
 class State:
     """What travels between blocks."""
@@ -259,6 +272,8 @@ MODELS = {
     "custom function in a block": (lambda: Stack(lambda m, x: Tripled.apply(x)), AT_BLOCKS, INSIDE),
     "custom function around": (lambda: Stack(around=lambda m, b, x: Tripled.apply(b(x))), AT_BLOCKS, INSIDE),
     "checkpoint": (lambda: Stack(around=checkpointed), AT_BLOCKS),
+    "checkpointed closure": (lambda: Stack(around=enclosed), AT_BLOCKS),
+    "vmap over a closure": (Masked, AT_BLOCKS, INSIDE),
     "checkpoint inside": (lambda: Stack(lambda m, x: checkpoint(torch.sin, x, use_reentrant=False)), AT_BLOCKS, INSIDE),
     "saved-tensor hooks": (lambda: Stack(packed), AT_BLOCKS),
     "tensor hook": (lambda: Stack(hooked), AT_BLOCKS, INSIDE),
@@ -316,7 +331,6 @@ def pipeline(model, cuts, **kwargs):
 
 REFUSED = {
     "a cut inside a checkpointed function": (Stack(around=checkpointed), ["blocks.1.b"], ["blocks.1", "checkpoint"]),
-    "a checkpointed closure over a tensor": (Stack(around=enclosed), ["blocks.2"], ["argument", "checkpoint"]),
     "a cut inside a module with hooks": (hooks(), ["blocks.1.b"], ["blocks.1", "hooks"]),
     "a cut inside saved-tensor hooks": (Stack(packed), ["blocks.1.b"], ["blocks.1", "saved-tensor hooks"]),
     "a cut inside a forward that differentiates": (Stack(differentiated), ["blocks.1.b"], ["blocks.1", "backward"]),

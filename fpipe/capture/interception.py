@@ -176,12 +176,12 @@ class _Watching:
             return
         how, args = dict(zip(SETTINGS, settings, strict=False)), settings[len(SETTINGS) :]
 
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def again(function: Any, *args: Any, **kwargs: Any) -> Any:
             return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
 
         outer = self.spans.stack[-1]
         next(generator)
-        span = self.recorder.span(outer.path, outer.kind, again, args, kwargs, "activation checkpointing")
+        span = self.recorder.span(outer.path, outer.kind, again, (function, *args), kwargs, "activation checkpointing")
         span.checkpoint = True
         with self.spans.running(span):
             yield

@@ -135,13 +135,20 @@ class Playback:
         units = self.tape.units[span.start : span.stop]
         if span.invocation.opaque:
             return "gets an object in which tensors may hide"
-        if any(v not in given and self.maker[v] not in inside for unit in units for v in unit.reads):
-            return "reads a tensor from outside that is no argument"
-        if any(v not in kept and self.last_use.get(v, 0) >= span.stop for unit in units for v in unit.makes):
-            return "makes a tensor that is used outside, but not returned"
+        foreign = [v for unit in units for v in unit.reads if v not in given and self.maker[v] not in inside]
+        if foreign:
+            return f"reads a tensor that is no argument ({self._said(foreign[0])})"
+        lost = [v for unit in units for v in unit.makes if v not in kept and self.last_use.get(v, 0) >= span.stop]
+        if lost:
+            return f"makes a tensor that is used outside, but not returned ({self._said(lost[0])})"
         if any(self._random_checkpoint(inner) for inner in span.inner):
             return "draws random numbers in a checkpointed function"
         return None
+
+    def _said(self, value: Value) -> str:
+        """A value, by the torch call that makes it."""
+        unit = self.tape.units[self.maker[value]]
+        return f"made by {unit.does.split('[')[0]} in module {unit.path or '(root)'}"
 
     def _random_checkpoint(self, span: Span) -> bool:
         if span.checkpoint and self.tape.drawn(span.first_tick, span.last_tick):

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions with tensors in their closures as trees, so that they can be called again with others in their place.
+
+A function is its code and what its cells hold; `functools.partial` is a function and what it is called with. Functions
+that hold no tensor stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fpipe.tree import NAMESPACE, taken_apart
+
+
+class Closure:
+    """A function whose cells, or arguments, are children of a tree; put together again, it is a function."""
+
+    def __init__(self, function: Any, held: tuple[Any, ...]) -> None:
+        self.function, self.held = function, held
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+
+def opened(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
+    """A tree in which the functions that hold tensors are trees too; `inside` are those that are being opened."""
+    leaves, spec = taken_apart(tree)
+    return optree.tree_unflatten(spec, [_opened(leaf, inside) for leaf in leaves])
+
+
+def _opened(leaf: Any, inside: tuple[Any, ...]) -> Any:
+    held = _held(leaf)
+    if not held or any(leaf is function for function in inside):
+        return leaf
+    children = tuple(opened(child, (*inside, leaf)) for child in held)
+    leaves = taken_apart(children)[0]
+    tensors, again = any(isinstance(one, Tensor) for one in leaves), any(one is leaf for one in leaves)
+    return Closure(leaf, children) if tensors and not again else leaf  # one that calls itself stays as it is
+
+
+def _held(leaf: Any) -> tuple[Any, ...]:
+    """What a function holds; nothing if that cannot be told."""
+    if isinstance(leaf, partial):
+        return leaf.func, leaf.args, leaf.keywords
+    if not isinstance(leaf, FunctionType):
+        return ()
+    try:
+        return tuple(cell.cell_contents for cell in leaf.__closure__ or ())
+    except ValueError:  # a cell is empty
+        return ()
+
+
+def _closed(function: Any, held: Iterable[Any]) -> Any:
+    """The function with these in its cells."""
+    held = tuple(held)
+    if isinstance(function, partial):
+        return partial(held[0], *held[1], **held[2])
+    cells = tuple(CellType(content) for content in held)
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(vars(function))
+    return made
+
+
+register: Any = optree.register_pytree_node
+register(Closure, lambda one: (one.held, one.function), _closed, namespace=NAMESPACE)
