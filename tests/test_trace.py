@@ -132,6 +132,18 @@ class Autocast(nn.Module):
             return self.stack(x).float()
 
 
+@dataclass
+class Made:
+    """What only one module returns."""
+
+    h: Tensor
+
+
+class Wrapping(Block):
+    def forward(self, x):
+        return Made(super().forward(x))
+
+
 class Masked(Stack):
     """A mask computed in the root's forward, by functions that hold tensors."""
 
@@ -483,6 +495,25 @@ class Either(nn.Module):
             self.count.add_(1)
             return self.first(x)
         return self.second(x)
+
+
+def test_what_is_returned_may_be_of_any_registered_type():
+    """A dataclass that was not met before: the module that returns it can be called as itself all the same."""
+
+    class Unpacking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Wrapping(lambda m, x: torch.tanh(x) if x.sum() > 0 else -x), Block()
+
+        def forward(self, x):
+            return self.b(self.a(x).h)
+
+    inputs, targets = rows_of()(4)
+    model, how = Unpacking(), gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["b"], unsplittable=Wrapping
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 2))
 
 
 def test_either_branch_gets_its_gradients():

@@ -24,12 +24,27 @@ from torch.nn.parameter import is_lazy
 from fpipe.errors import CaptureError
 
 aten = torch.ops.aten
-# How memory is laid out that the first result of an operation with these arguments is in.
+
+
+def _rows(args: Any) -> torch.memory_format:
+    return torch.contiguous_format
+
+
+def _images(tensor: Tensor) -> torch.memory_format:
+    """How a norm of images lays out what it returns."""
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last and not tensor.is_contiguous() else suggest_memory_format(tensor)
+
+
+# In which format is what an operation returns (the first of it), given its arguments.
 LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
     {
-        aten.native_layer_norm_backward.default: lambda args: torch.contiguous_format,
-        aten.native_batch_norm.default: lambda args: suggest_memory_format(args[0]),
-        aten.native_batch_norm_backward.default: lambda args: suggest_memory_format(args[1]),
+        aten.native_batch_norm.default: lambda args: _images(args[0]),
+        aten.native_batch_norm_backward.default: lambda args: _images(args[1]),
+        aten.native_layer_norm_backward.default: _rows,
+        aten._log_softmax_backward_data.default: _rows,
+        aten._softmax_backward_data.default: _rows,
+        aten.mse_loss_backward.default: _rows,
     }
 )
 
@@ -53,9 +68,7 @@ class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped(*args, **(kwargs or {}))
         out: Any = super().dispatch(func, types, args, kwargs)
-        if func in LAID_OUT and out[0] is not None:
-            return self._laid_out(out, LAID_OUT[func](args))
-        return out
+        return self._laid_out(out, LAID_OUT[func](args)) if func in LAID_OUT else out
 
     def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         with self:
@@ -63,8 +76,12 @@ class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _laid_out(self, out: Any, memory_format: torch.memory_format) -> Any:
         """The results of an operation, the first of them laid out like this."""
+        if out is None:
+            return None
+        if isinstance(out, tuple):
+            return (self._laid_out(out[0], memory_format), *out[1:])
         with self:
-            return (out[0].contiguous(memory_format=memory_format), *out[1:])
+            return out.contiguous(memory_format=memory_format)
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from fpipe.capture.closures import opened
 from fpipe.capture.contract import Tensors, Unit, Value
 from fpipe.capture.modes import Modes
 from fpipe.errors import InputError
-from fpipe.tree import NAMESPACE, PLAIN, taken_apart
+from fpipe.tree import PLAIN, taken_apart
 
 HARMLESS = (*PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
 
@@ -65,14 +65,14 @@ def tensors_at(tree: Any) -> dict[int, Tensor]:
     """The tensors of a tree, by the number of the leaf."""
     if isinstance(tree, Tensor):
         return {0: tree}
-    return {k: x for k, x in enumerate(optree.tree_leaves(tree, namespace=NAMESPACE)) if isinstance(x, Tensor)}
+    return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, Tensor)}
 
 
 def constants_at(tree: Any) -> dict[int, Any]:
     """The numbers, strings and flags of a tree, by the number of the leaf."""
     if isinstance(tree, Tensor):
         return {}
-    return {k: x for k, x in enumerate(optree.tree_leaves(tree, namespace=NAMESPACE)) if isinstance(x, PLAIN)}
+    return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, PLAIN)}
 
 
 def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> None:
