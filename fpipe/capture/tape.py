@@ -47,7 +47,7 @@ class Invocation:
         self.opaque = any(not isinstance(leaf, (Tensor, *HARMLESS)) for leaf in self.leaves)
         for k in tensors:
             self.leaves[k] = None
-        flat = len(self.leaves) == len(args) and not kwargs
+        flat = not kwargs and all(isinstance(argument, Tensor) for argument in args)
         self.direct = flat and self.holes == [(k, k) for k in range(len(args))]  # just tensors, each once
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
