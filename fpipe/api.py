@@ -256,6 +256,8 @@ def verify(
     alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
     objective = pipe.captures.objective(TRAINING, batch.batching.split(batch.signature)[0])
     eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
+    unused = {name: torch.zeros_like(params[name]) for name in pipe.training.assembly.captured.dynamic if name in kept}
+    eager = eager._replace(grads=unused | dict(eager.grads))
     return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly"))
 
 

@@ -117,14 +117,18 @@ def _backward(
         with run.function.placed(tuple(run.leaves.values())):
             grads = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
-    flowing |= {
-        value: run.leaves[value].detach() for value in wanted if roots and value in captured.dynamic - flowing.keys()
-    }
+    if roots:  # what may be used or not gets a gradient in any case
+        flowing |= {v: run.leaves[v].detach() for v in wanted if v not in flowing and _unsure(captured, v)}
     for value in previous:
         if value in flowing:
             found[s, value] = flowing[value]
             metadata.cotangents[s, value] = Spec.of(flowing[value])
     metadata.grads[s] = tuple(value for value in flowing if value not in previous)
+
+
+def _unsure(captured: Captured, value: Value) -> bool:
+    source = captured.sources.get(value)
+    return isinstance(source, Parameter) and source.name in captured.dynamic
 
 
 def _roots(

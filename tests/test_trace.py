@@ -528,6 +528,7 @@ def test_either_branch_gets_its_gradients():
     assert want.buffers["0.count"] == 1
     zeros = {name: torch.zeros_like(grad) for name, grad in got.grads.items()}
     assert_same(got, want._replace(grads=zeros | want.grads))
+    assert fpipe.verify(pipe, model, inputs, targets).eager
 
 
 def checking(module, x):

@@ -43,7 +43,6 @@ LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
         aten.native_batch_norm_backward.default: lambda args: _images(args[1]),
         aten.native_layer_norm_backward.default: _rows,
         aten._log_softmax_backward_data.default: _rows,
-        aten._softmax_backward_data.default: _rows,
         aten.mse_loss_backward.default: _rows,
     }
 )
