@@ -115,7 +115,7 @@ def _built(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> fp
                 unsplittable=list(kinds),
             )
         except fpipe.CaptureError as error:
-            blamed = re.match(r"module (\S+) \((\w+)\): got DataDependent", str(error))
+            blamed = re.match(r"module (\S+) \((\w+)\): got D(?:ataDependent|ynamicOutputShape)", str(error))
             if blamed is None or blamed[1] == "(root)" or blamed[2] in found.whole:
                 raise
             found.whole.append(blamed[2])
