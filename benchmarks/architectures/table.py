@@ -7,20 +7,23 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import transformers
-from trial import Trial
+from trial import DROPPING, SCHEDULES, Trial
 
 HEAD = """# Models
 
 Every architecture of [transformers](https://github.com/huggingface/transformers) {version} as a tiny random model, cut
-evenly in 2 and in 4 stages, under 1F1B, interleaved 1F1B and a V schedule, in two microbatches. Loss, outputs, all
-gradients and all buffers are compared, bit for bit, with the model's own eager loop on one device and with
-`fpipe.reference`; and once more with dropout, with the reference. Models are used as they are, with the attention that
-they choose by default and without caches (`use_cache=False`); front end `trace`. Made by
+evenly, in two microbatches. Loss, outputs, all gradients and all buffers are compared, bit for bit, with the model's
+own eager loop on one device and with `fpipe.reference`; with dropout, which draws other numbers there, with the
+reference. Made by
 
     python benchmarks/architectures
 
-which anyone can run again. Where a model computes a loss, that is the loss; else it is a sum of mean squares of the
-outputs. A model is tried if a plain eager step of it runs on a batch that the script can make up.
+which anyone can run again. Models are used as their authors wrote them, with the attention that they choose by default,
+without caches (`use_cache=False`) and without layers that are dropped at random. Where a model computes a loss, that is
+the loss; else it is a sum of mean squares of the outputs. A model is tried if a plain eager step of it runs on a batch
+that the script can make up. A module that branches on data is named in `unsplittable`.
+
+Schedules: {schedules}. A row that names none was run under all of them.
 """
 
 
@@ -34,7 +37,7 @@ def page(trials: Sequence[Trial]) -> str:
     left = ((found.kind, found.name, _short(found.untried)) for found in untried)
     return "\n".join(
         [
-            HEAD.format(version=transformers.__version__),
+            HEAD.format(version=transformers.__version__, schedules="; ".join(SCHEDULES)),
             *_table(("", "architectures"), _counts(equal, wrong, untried)),
             "\n## Where not\n",
             *_table(("model type", "class", "why"), refused),
@@ -60,9 +63,19 @@ def _row(found: Trial) -> tuple[str, ...]:
     batch = [name for name in found.batch if name not in ("use_cache", "return_dict", "attention_mask")]
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters >= 1e6 else f"{found.parameters / 1e3:.0f} k"
     begins = ", ".join(f"`{cut}`" for cut in cuts)
-    notes = [f"without labels: {_short(found.note)}"] if found.note else []
+    notes = [] if found.results.keys() >= {*SCHEDULES} - _dropping(found) else [", ".join(found.results)]
+    notes += [f"without labels: {_short(found.note)}"] if found.note else []
     notes += [f"`unsplittable={found.whole}`"] if found.whole else []
     return found.kind, found.name, count, ", ".join(batch), begins, "; ".join(notes)
+
+
+def _dropping(found: Trial) -> set[str]:
+    """The schedules that a model without dropout is not run under."""
+    return (
+        set()
+        if any(name.endswith(DROPPING) for name in found.results)
+        else {name for name in SCHEDULES if name.endswith(DROPPING)}
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
