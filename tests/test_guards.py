@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
+from fpipe.capture.guards import places
 from schedules import one_f_one_b, split_backward
 
 CUTS = ("1", "2", "3")
@@ -276,6 +277,14 @@ def test_a_harmless_assignment_is_let_through():
     for capture in FRONTS:
         built = _, model, inputs, targets = build(one, one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
         assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
+
+
+def test_a_module_is_known_by_its_table():
+    """The proxies that export makes come and go, and the next ones are where the last ones were."""
+    part = Part()
+    twin = Part.__new__(Part)
+    twin.__dict__ = part.__dict__
+    assert places(nn.Sequential(twin)).items() >= places(part, "0").items()
 
 
 def test_nothing_stays_patched():

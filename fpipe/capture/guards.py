@@ -157,8 +157,9 @@ def _assignments(
     assign: Callable[..., None] = nn.Module.__setattr__
 
     def watching(module: nn.Module, name: str, value: object) -> None:
-        if not torchs(module) and id(module) in modules and unwanted(getattr(module, name, None), value):
-            refuse(module, name, modules[id(module)])
+        where = modules.get(_identity(module))
+        if where is not None and not torchs(module) and unwanted(getattr(module, name, None), value):
+            refuse(module, name, where)
         assign(module, name, value)
 
     with patch.object(nn.Module, "__setattr__", watching):
@@ -198,10 +199,10 @@ def torchs(module: nn.Module) -> bool:
 
 
 def here(modules: Mapping[int, str], otherwise: str = "the loss") -> str:
-    """The innermost of `modules` (by id) in whose method the caller runs."""
+    """The innermost of `modules` (see `places`) in whose method the caller runs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = modules.get(id(frame.f_locals.get("self")))
+        found = modules.get(_identity(frame.f_locals.get("self")))
         if found:
             return found
         frame = frame.f_back
@@ -213,7 +214,7 @@ def blame(traceback: TracebackType | None, model: nn.Module) -> str:
     modules = places(model)
     found = "the loss"
     while traceback is not None:
-        found = modules.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        found = modules.get(_identity(traceback.tb_frame.f_locals.get("self")), found)
         traceback = traceback.tb_next
     return found
 
@@ -241,8 +242,13 @@ def _harmless(old: object, new: object) -> bool:
 
 
 def places(model: nn.Module, prefix: str = "") -> dict[int, str]:
-    """What to call each module of `model` in messages, by id."""
-    return {id(module): _where(name, module) for name, module in model.named_modules(prefix=prefix)}
+    """What to call each module of `model` in messages, by identity."""
+    return {_identity(module): _where(name, module) for name, module in model.named_modules(prefix=prefix)}
+
+
+def _identity(module: object) -> int:
+    """Tells modules apart while they live; export runs proxies of them, short-lived, which share their tables."""
+    return id(getattr(module, "__dict__", module))
 
 
 def _where(name: str, module: nn.Module) -> str:

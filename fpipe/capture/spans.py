@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from fpipe.capture.guards import here
+from fpipe.capture.guards import here, places
 from fpipe.capture.tape import Attribute, Span
 from fpipe.capture.values import Values
 
@@ -21,7 +21,7 @@ class Spans:
         self.outermost: list[Span] = []
         self.stack: list[Span] = []
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.names = {id(m): f"module {path or '(root)'} ({type(m).__name__})" for path, m in model.named_modules()}
+        self.names = places(model)
 
     def begin(self, span: Span) -> Span:
         """A call begins inside the innermost one."""
