@@ -193,10 +193,14 @@ class Stage:
     ) -> Tensors:
         if not leaves or not residuals.roots:
             return ()
-        with self.function.placed(residuals.arguments):
+        with self.function.placed(self._copied(residuals.arguments)):
             roots = cast("tuple[Tensor, ...]", residuals.roots)  # torch takes tensors and edges together
             found = torch.autograd.grad(roots, leaves, incoming, retain_graph=retain_graph, allow_unused=True)
         return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)])
+
+    def _copied(self, arguments: Tensors) -> Tensors:
+        """Arguments for what is run again in a backward: what it modifies is cloned, as in the forward, and dropped."""
+        return tuple([t.clone() if k in self.wiring.modified else t for k, t in enumerate(arguments)])
 
     def shared(self, total: Tensors, peer: int) -> Tensors:
         """The gradients of the parameters of which stage `peer` holds copies."""

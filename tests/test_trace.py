@@ -595,6 +595,38 @@ def test_nothing_is_left_behind():
     assert not hasattr(model.blocks[0], "note")
 
 
+class Averaging(Block):
+    """Reads a buffer that it changes in place; `again` is how its parts are called."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.again = again
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def inner(self, x):
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return self.b(self.a(x) * self.mean.sin()).exp()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+
+
+@pytest.mark.parametrize("kind", HOWS)
+def test_a_checkpoint_changes_buffers_once(kind):
+    """What is run again starts from what the forward saw, and its changes are dropped; torch would make them twice."""
+    model, plain = (nn.Sequential(*[Averaging(again) for _ in range(4)]) for again in (True, False))
+    plain.load_state_dict(model.state_dict())
+    x, y = torch.randn(2, 6, WIDTH)
+    how = HOWS[kind]
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=["1", "2", "3"])
+    params, buffers = pipe.init(model)
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    out, grads = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)
+    want = loop(plain, mse, (x,), y, how.microbatches)
+    assert_same(want._replace(loss=out.loss, grads=grads, buffers=out.buffers), want)
+    assert all(torch.equal(buffers[name], before[name]) for name in before), "no argument is modified"
+
+
 def test_calls_are_nested_ranges_of_units():
     calls = pipeline(Stack(), ["blocks.2"]).training.assembly.captured.calls
     assert calls[0] == Call("", Stack, 0, calls[0].stop)
