@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fpipe.capture.assumption import assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
+from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
 from fpipe.spec import Spec
@@ -112,10 +113,7 @@ def _backward(
     previous = [v for routes in (layout.gets, layout.earlier) for values in routes.values() for v in values]
     wanted = [v for v in dict.fromkeys((*previous, *layout.parameters)) if v in metadata.differentiable]
     leaves = [run.leaves[value] for value in wanted]
-    grads: Tensors = ()
-    if roots and leaves:
-        with run.function.placed(tuple(run.leaves.values())):
-            grads = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
+    grads = _grads(s, run, roots, leaves, incoming) if roots and leaves else ()
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
     if roots:  # what may be used or not gets a gradient in any case
         flowing |= {v: run.leaves[v].detach() for v in wanted if v not in flowing and _unsure(captured, v)}
@@ -124,6 +122,20 @@ def _backward(
             found[s, value] = flowing[value]
             metadata.cotangents[s, value] = Spec.of(flowing[value])
     metadata.grads[s] = tuple(value for value in flowing if value not in previous)
+
+
+def _grads(
+    s: int, run: _Run, roots: Sequence[Tensor], leaves: Sequence[Tensor], incoming: Sequence[Tensor | None]
+) -> Tensors:
+    try:
+        with run.function.placed(tuple(run.leaves.values())):
+            return torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
+    except RuntimeError as error:
+        raise CaptureError(
+            f"stage {s}: got {type(error).__name__} in its backward: {error}, expected one that runs. Call backward() "
+            "on the loss of the model itself, which should raise too; compute new tensors where it changes some in "
+            "place that its backward needs."
+        ) from error
 
 
 def _unsure(captured: Captured, value: Value) -> bool:

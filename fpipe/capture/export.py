@@ -17,7 +17,7 @@ from fpipe.capture.fake import fake, fake_mode, skeleton
 from fpipe.capture.guards import blame, plain_state, refuse_hooks, require_unchanged, watched
 from fpipe.capture.losses import Objective
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.tree import Structure, flatten
+from fpipe.tree import Structure, flatten, require_transparent
 
 
 def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
@@ -53,7 +53,8 @@ class Flat(nn.Module):
             before = plain_state(self.model)
             loss, outputs = self.objective(self.model, leaves)
             require_unchanged(before, plain_state(self.model), "the new value would be lost")
-        tensors, structure = flatten(outputs)
+        tensors, structure = flatten(outputs, opaque=True)
+        require_transparent("outputs", structure)
         self.report(structure)
         return *(() if loss is None else (loss,)), *tensors
 

@@ -134,7 +134,7 @@ class Playback:
         kept = {*span.returned.values(), *(attribute.value for attribute in span.assigned)}
         units = self.tape.units[span.start : span.stop]
         if span.invocation.opaque:
-            return "gets an object in which tensors may hide"
+            return f"gets an object in which tensors may hide ({span.invocation.opaque})"
         foreign = [v for unit in units for v in unit.reads if v not in given and self.maker[v] not in inside]
         if foreign:
             return f"reads a tensor that is no argument ({self._said(foreign[0])})"

@@ -204,7 +204,7 @@ class Recorder(TorchFunctionMode):
 
     def begin(self, path: str, kind: type) -> None:
         """A call begins of which nothing else is known; it is never played as a whole."""
-        self.spans.begin(self.span(path, kind, kind, (), {})).invocation.opaque = True
+        self.spans.begin(self.span(path, kind, kind, (), {})).invocation.opaque = kind.__name__
 
     def end(self) -> None:
         """The innermost call ends."""

@@ -35,7 +35,7 @@ class Invocation:
     """A call that can be repeated with other tensors: a function, and the tree of its arguments.
 
     - `reads`: the values of the tensors among the arguments, each once.
-    - `opaque`: whether arguments hold objects in which tensors or state may hide.
+    - `opaque`: the class of an argument in which tensors or state may hide; empty if there is none.
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Callable[[Tensor], Value]) -> None:
@@ -44,7 +44,8 @@ class Invocation:
         tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.reads = tuple(dict.fromkeys(tensors.values()))
         self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
-        self.opaque = any(not isinstance(leaf, (Tensor, *HARMLESS)) for leaf in self.leaves)
+        hiding = [type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, (Tensor, *HARMLESS))]
+        self.opaque = hiding[0] if hiding else ""
         for k in tensors:
             self.leaves[k] = None
         flat = not kwargs and all(isinstance(argument, Tensor) for argument in args)
