@@ -66,15 +66,16 @@ def subject(kind: str, names: Sequence[str], dropout: float = 0.0) -> Subject:
     """The model of this type, made small in the first way that works; raises `UntriedError`."""
     errors = []
     for way in WAYS:
-        torch.manual_seed(0)
         try:
-            return _fed(_model(kind, names, dropout, way))
+            batch = _batch(_model(kind, names, dropout, way))
+            return Subject(_model(kind, names, dropout, way), batch)  # anew: a step may leave something behind
         except Exception as error:
             errors.append(error)
     raise UntriedError(" || ".join(dict.fromkeys(map(said, errors)))) from errors[0]
 
 
 def _model(kind: str, names: Sequence[str], dropout: float, way: Way) -> nn.Module:
+    torch.manual_seed(0)
     config = tiny(CONFIG_MAPPING[kind], dropout, way)
     made = class_of(config, names)
     with torch.device("meta"):
@@ -84,8 +85,8 @@ def _model(kind: str, names: Sequence[str], dropout: float, way: Way) -> nn.Modu
     return made(config).train()
 
 
-def _fed(model: nn.Module) -> Subject:
-    """The model with the first batch that it takes."""
+def _batch(model: nn.Module) -> Batch:
+    """The first batch that the model takes."""
     tried: list[Exception] = []
     for batch in candidates(model):
         try:
@@ -93,7 +94,7 @@ def _fed(model: nn.Module) -> Subject:
         except Exception as error:
             tried.append(error)
         else:
-            return Subject(model, batch)
+            return batch
     if not tried:
         raise UntriedError(f"no batch is known for {type(model).__name__}.forward")
     first = dict.fromkeys(said(error) for error in tried)

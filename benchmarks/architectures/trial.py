@@ -7,6 +7,7 @@ the reference. With dropout, eager draws other numbers, and the reference is wha
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import traceback
@@ -91,6 +92,7 @@ def _try(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> No
 
 
 def _compared(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> int | str:
+    plain = plain._replace(model=copy.deepcopy(plain.model))  # an eager step may leave something behind
     try:
         pipe = _built(plain, schedule, capture, found)
         found.cuts[str(schedule.stages)] = _begins(pipe)
