@@ -15,15 +15,16 @@ test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 nightly: .venv/installed
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto --dist worksteal
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py --end-to-end
 	$(BIN)/python benchmarks/schedules.py --incumbent
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/front_ends.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

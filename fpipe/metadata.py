@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fpipe.capture.assumption import assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
@@ -92,7 +93,14 @@ def made_by(layout: Layout) -> tuple[Value, ...]:
 def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], metadata: Metadata) -> _Run:
     leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in layout.inputs}
     arguments = [leaf.clone() if value in layout.modified else leaf for value, leaf in leaves.items()]
-    made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
+    try:
+        made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        where = next((unit.path for unit in layout.units if unit.path), "(root)")
+        raise CaptureError(
+            f"the stage that begins in module {where}: got the operator {error}, whose result depends on the values of "
+            "its input, expected shapes and control flow that do not. Rewrite that part."
+        ) from error
     for value, tensor in made.items():
         values[value] = tensor
         metadata.specs[value] = Spec.of(tensor)
