@@ -141,7 +141,7 @@ class Playback:
         lost = [v for unit in units for v in unit.makes if v not in kept and self.last_use.get(v, 0) >= span.stop]
         if lost:
             return f"makes a tensor that is used outside, but not returned ({self._said(lost[0])})"
-        if any(self._random_checkpoint(inner) for inner in span.inner):
+        if not span.checkpoint and any(self._random_checkpoint(inner) for inner in span.inner):
             return "draws random numbers in a checkpointed function"
         return None
 
