@@ -335,6 +335,33 @@ def test_random_numbers_depend_on_no_cut(cuts, checkpoints):
     assert_same(results(cuts), results(()))
 
 
+def test_random_numbers_in_a_checkpoint_in_a_checkpoint():
+    """Two runs of both draw the same: gradients are those of one more pipeline, without the inner checkpoint."""
+
+    class Inner(Block):
+        again = True
+
+        def forward(self, x):
+            x = functional.dropout(x, 0.5)
+            drop = functional.dropout
+            return super().forward(checkpoint(drop, x, 0.3, use_reentrant=False) if self.again else drop(x, 0.3))
+
+    def make(again):
+        model = Stack(around=checkpointed)
+        model.blocks = nn.ModuleList([Inner() for _ in range(4)])
+        for block in model.blocks:
+            block.again = again
+        return model
+
+    how = one_f_one_b(ranks=2, microbatches=2)
+    with_inner, without = (
+        build(Case(lambda again=again: make(again), rows_of(), mse, ()), how, 4, ("blocks.2",), "trace")
+        for again in (True, False)
+    )
+    assert_same(run(*with_inner, seed=3), run(*without, seed=3))
+    assert_same(run(*with_inner, seed=3), run_reference(*with_inner, seed=3))
+
+
 def pipeline(model, cuts, **kwargs):
     x = torch.randn(4, WIDTH)
     how = one_f_one_b(ranks=len(cuts) + 1, microbatches=2)
