@@ -2,7 +2,6 @@
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
 from fpipe.api import Verification, evaluate, pipeline, reference, value_and_grad, verify
-from fpipe.checkpoint import safetensors
 from fpipe.errors import (
     CaptureError,
     CutError,
@@ -16,6 +15,7 @@ from fpipe.errors import (
     TransportError,
     VocabularyError,
 )
+from fpipe.materialisation.checkpoint import safetensors
 from fpipe.parts import ModuleGraph, Part
 from fpipe.pipe import Pipeline
 from fpipe.step import Step

@@ -15,16 +15,17 @@ from torch import nn
 
 from fpipe import random
 from fpipe.arguments import require_arguments, require_backward
-from fpipe.batch import Batching
-from fpipe.calls import Selector
+from fpipe.batching.batch import Batching
+from fpipe.batching.weights import Weight
 from fpipe.capture.contract import FrontEnd
 from fpipe.capture.fake import fake, fake_mode, skeleton
 from fpipe.capture.front_ends import front_end
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
 from fpipe.captures import Captures
+from fpipe.cutting.calls import Selector
+from fpipe.cutting.partition import Asked, Cuts, asked
 from fpipe.one_device import one_device, orders
-from fpipe.partition import Asked, Cuts, asked
 from fpipe.pipe import Pipeline
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
@@ -34,7 +35,6 @@ from fpipe.transport.distributed import DistributedRanks
 from fpipe.transport.local import LocalRanks
 from fpipe.variant import TRAINING, Variant
 from fpipe.verification import Computed, eagerly, require_equal
-from fpipe.weights import Weight
 from schedules import Schedule, Span
 
 

@@ -15,13 +15,13 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fpipe import partition
-from fpipe.batch import Batching, Microbatch
-from fpipe.calls import Calls
+from fpipe.batching.batch import Batching, Microbatch
 from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import evaluation, fake_mode
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.validity import name_of, require_valid
+from fpipe.cutting import partition
+from fpipe.cutting.calls import Calls
 from fpipe.variant import TRAINING, Variant
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]

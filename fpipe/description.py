@@ -15,8 +15,8 @@ from textwrap import wrap
 from torch import nn
 
 from fpipe.assembly import Assembly
-from fpipe.calls import Calls, numbered, outermost
 from fpipe.capture.contract import Value
+from fpipe.cutting.calls import Calls, numbered, outermost
 from fpipe.executor import Port
 from fpipe.spec import Spec
 from fpipe.stage import Stage

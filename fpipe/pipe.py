@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from fpipe import random
 from fpipe.agreement import require_alike
 from fpipe.assembly import Assembly, assemble
-from fpipe.batch import Batch, Signature
+from fpipe.batching.batch import Batch, Signature
+from fpipe.batching.joining import Joining
 from fpipe.capture.contract import Captured
 from fpipe.captures import Captures
 from fpipe.description import describe
 from fpipe.errors import CutError, InputError, PipelineError
 from fpipe.executor import Execution, Inputs, Outcome
-from fpipe.initialisation import Initialiser, initialised, reset_parameters
-from fpipe.joining import Joining
-from fpipe.loading import Source, loaded
+from fpipe.materialisation.initialisation import Initialiser, initialised, reset_parameters
+from fpipe.materialisation.loading import Source, loaded
 from fpipe.plan import Plan
 from fpipe.recording import spans_of
 from fpipe.stage import Stage

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 
 from fpipe.assembly import Assembly
+from fpipe.batching.joining import Joining
 from fpipe.executor import Linked
-from fpipe.joining import Joining
 from fpipe.linking import link
 from fpipe.spec import Spec
 from fpipe.stage import Stage

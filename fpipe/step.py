@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe import random
-from fpipe.batch import Batch
+from fpipe.batching.batch import Batch
 from fpipe.capture.contract import Tensors
 from fpipe.errors import InputError
 from fpipe.executor import Inputs, Outcome

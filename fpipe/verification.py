@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fpipe.batching.joining import Joining
 from fpipe.capture.losses import Objective
 from fpipe.errors import MismatchError
-from fpipe.joining import Joining
 from fpipe.one_device import Orders, ReplicaSum
 from fpipe.spec import Spec
 from fpipe.tree import flatten, same_bits

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe.balance import Forbidden, Refusal, balance
+from fpipe.cutting.balance import Forbidden, Refusal, balance
 
 
 @st.composite

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from models import piece
 
 import fpipe
-from fpipe.batch import Batching
-from fpipe.joining import Joining, join
-from fpipe.leaf import Leaf, pieces
+from fpipe.batching.batch import Batching
+from fpipe.batching.joining import Joining, join
+from fpipe.batching.leaf import Leaf, pieces
+from fpipe.batching.weights import scales
 from fpipe.spec import Spec
 from fpipe.tree import broadcast, flatten, same_bits
-from fpipe.weights import scales
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)

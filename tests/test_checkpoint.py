@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from shares import on_meta, ranks_of, union
 
 import fpipe
-from fpipe import checkpoint
+from fpipe.materialisation import checkpoint
 from fpipe.tree import same_bits
 
 A, B = {"a": torch.arange(3), "b": torch.randn(2, 2)}, {"c": torch.ones(2, dtype=torch.bfloat16)}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe.capture.contract import Batch, Buffer, Constant, Observed, Parameter, Unit
-from fpipe.clashes import refusals
+from fpipe.cutting.clashes import refusals
 
 SOURCES = {0: Batch(0), 1: Buffer("b"), 2: Parameter("p"), 3: Constant(None), 4: Batch(1)}
 

@@ -12,7 +12,7 @@ from shares import on_meta, ranks_of, union
 from torch import nn
 
 import fpipe
-from fpipe.initialisation import initialised, leaves, reset_parameters
+from fpipe.materialisation.initialisation import initialised, leaves, reset_parameters
 from fpipe.tree import same_bits
 
 

@@ -13,7 +13,7 @@ from shares import on_meta, ranks_of, union
 from torch import nn
 
 import fpipe
-from fpipe.initialisation import leaves
+from fpipe.materialisation.initialisation import leaves
 from fpipe.tree import same_bits
 
 CASES = ["gpt", "unet", "normalised", "several", "mixed_precision", "fourier", "frozen_below", "one_weight"]

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import CutError
-from fpipe.balance import Forbidden, Refusal
-from fpipe.calls import Calls
 from fpipe.capture.contract import Call, Parameter, Unit
-from fpipe.partition import Barrier, Cuts, Evenly, Explicit, asked, even, explicit, followed
+from fpipe.cutting.balance import Forbidden, Refusal
+from fpipe.cutting.calls import Calls
+from fpipe.cutting.partition import Barrier, Cuts, Evenly, Explicit, asked, even, explicit, followed
 from schedules import gpipe
 
 

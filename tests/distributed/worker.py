@@ -46,7 +46,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fpipe
-from fpipe.initialisation import initialised, leaves, reset_parameters
+from fpipe.materialisation.initialisation import initialised, leaves, reset_parameters
 from fpipe.tree import same_bits
 from schedules import Schedule, chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recompute, split_backward
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
-from fpipe.initialisation import Initialiser, aliases, initialised, leaves
+from fpipe.materialisation.initialisation import Initialiser, aliases, initialised, leaves
 from fpipe.spec import Spec
 from fpipe.state import require_leaf
 from fpipe.tree import same_bits

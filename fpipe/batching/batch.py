@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.batching.leaf import Leaf
+from fpipe.batching.weights import Weight, scales
 from fpipe.errors import InputError
-from fpipe.leaf import Leaf
 from fpipe.spec import Spec
 from fpipe.tree import Structure, broadcast, flatten, require_same_tree
-from fpipe.weights import Weight, scales
 
 Tensors = tuple[Tensor, ...]
 META = torch.device("meta")

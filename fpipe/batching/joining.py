@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of microbatches, put together again: the other end of `fpipe.batch`."""
+"""Outputs of microbatches, put together again: the other end of `fpipe.batching.batch`."""
 
 from __future__ import annotations
 

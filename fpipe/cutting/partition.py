@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from fpipe.balance import Positions, Refusal, balance
-from fpipe.calls import Calls, Selector, is_pattern, said, selects
 from fpipe.capture.contract import Call, Captured, Parameter
-from fpipe.clashes import refusals
+from fpipe.cutting.balance import Positions, Refusal, balance
+from fpipe.cutting.calls import Calls, Selector, is_pattern, said, selects
+from fpipe.cutting.clashes import refusals
 from fpipe.errors import CutError
 from schedules import Schedule
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from fpipe.balance import Forbidden, Positions, Refusal
 from fpipe.capture.contract import Buffer, Captured, Constant, Observed, Parameter, Value
 from fpipe.capture.observation import observe
+from fpipe.cutting.balance import Forbidden, Positions, Refusal
 from fpipe.graph import ClashError, layouts
 
 
