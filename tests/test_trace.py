@@ -614,6 +614,34 @@ def test_either_branch_gets_its_gradients():
     assert fpipe.verify(pipe, model, inputs, targets).eager
 
 
+class Experts(nn.Module):
+    """A mixture of experts whose router says who sees which row: shapes inside depend on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x):
+        probabilities = self.router(x).softmax(-1)
+        chosen, out = probabilities.argmax(-1), torch.zeros_like(x)
+        for k in (torch.nn.functional.one_hot(chosen, 3).sum(0) > 0).nonzero():
+            rows = chosen == k[0]
+            out[rows] = self.experts[int(k)](x[rows]) * probabilities[rows].max(-1, keepdim=True).values
+        return out
+
+
+def test_experts_may_see_any_rows():
+    inputs, targets = rows_of()(9)
+    model, how = nn.Sequential(Experts(), Block(), Experts()), one_f_one_b(ranks=3, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1", "2"], unsplittable=Experts
+    )
+    got, want = run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3)
+    zeros = {name: torch.zeros_like(grad) for name, grad in got.grads.items()}
+    assert_same(got, want._replace(grads=zeros | want.grads))
+
+
 def checking(module, x):
     torch._check_tensor_all(x.isfinite(), lambda: "not finite")
     return torch.sin(x)

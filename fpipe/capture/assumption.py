@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is assumed of values that fake tensors do not have: false, and zero.
+"""What is assumed of values that fake tensors do not have: false, zero, and that nothing is found.
 
 Only for modules that never run but as themselves: which way they take on fake tensors tells the shapes of what they
 return, and nothing else; on real ones they go the right way. And of torch's own checks of all elements it is assumed
@@ -8,7 +8,7 @@ that they pass; they are part of what is played, and then made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +16,64 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 
-ASSUMED: Mapping[Any, Any] = MappingProxyType(
-    {Tensor.__bool__: False, Tensor.item: 0, Tensor.__int__: 0, Tensor.__float__: 0.0}
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _none(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The indices of what is not zero: there is nothing."""
+    return tensor.new_empty((0, tensor.dim()), dtype=torch.int64)
+
+
+def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_none(condition).unbind(1))
+
+
+def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
+    """What a mask selects: nothing."""
+    return tensor.new_empty((0, *tensor.shape[mask.dim() :]))
+
+
+ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        Tensor.__bool__: lambda _: False,
+        Tensor.item: lambda _: 0,
+        Tensor.__int__: lambda _: 0,
+        Tensor.__float__: lambda _: 0.0,
+        Tensor.nonzero: _none,
+        torch.nonzero: _none,
+        torch.where: _nowhere,
+        Tensor.__getitem__: _selected,
+        torch.masked_select: _selected,
+    }
 )
+
+
+class Attached(torch.autograd.Function):
+    """The first tensor as it is, which wants a gradient since others do: they may have been used, and were not."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        """A copy, so that it may be changed in place."""
+        ctx.save_for_backward(*others)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Zeros for the others."""
+        return None, *[torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
+
+
+def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """What a module that branches on data made, wanting gradients whichever way it went."""
+    wanting = [tensor for tensor in others if tensor.requires_grad]
+    if not wanting or not torch.is_grad_enabled():
+        return made
+    missing = [tensor.is_floating_point() and not tensor.requires_grad for tensor in made]
+    apply: Any = Attached.apply
+    return tuple([apply(t, *wanting) if lacks else t for t, lacks in zip(made, missing, strict=True)])
 
 
 check: Any = torch._check_tensor_all_with
@@ -46,7 +98,7 @@ class _Assuming(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
+        except UNKNOWN:
             if func not in ASSUMED:
                 raise
-            return ASSUMED[func]
+            return ASSUMED[func](*args, **(kwargs or {}))

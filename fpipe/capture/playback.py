@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe import random
+from fpipe.capture.assumption import attached
 from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
 from fpipe.capture.modes import Modes, under_modes
 from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
@@ -173,9 +174,8 @@ class Playback:
                 made = pick(out, picks, where)
                 return *made, *[getattr(one.module, one.name) for one in assigned.values()]
 
-        step = self._with_ghosts(
-            span, Step(span.invocation.reads, (*new, *assigned), call if span.touched or span.constants else simply)
-        )
+        step = Step(span.invocation.reads, (*new, *assigned), call if span.touched or span.constants else simply)
+        step = self._with_ghosts(span, _attached(span, step) if span.branching else step)
         draws = self.tape.drawn(span.first_tick, span.last_tick)
         if span.checkpoint:
             return _seeded(step, next(iter(draws.values()), None))
@@ -220,6 +220,16 @@ def _require_open(span: Span, obstacle: str | None) -> None:
             f"module {span.path or '(root)'}: got {span.sealed} in a call that {why}, expected one that can be run "
             "as a whole. Move the cut out of it, pass what it uses as arguments, and return what others use."
         )
+
+
+def _attached(span: Span, step: Step) -> Step:
+    module = span.invocation.function
+    assert isinstance(module, nn.Module), "what branches is a module"
+
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        return attached(step.call(key, *tensors), (*tensors, *module.parameters()))
+
+    return step._replace(call=call)
 
 
 def _keyed(step: Step, draws: Mapping[tuple[Any, int], Draw]) -> Step:

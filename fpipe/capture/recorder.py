@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import ASSUMED, checked
+from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked
 from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Watch
@@ -46,7 +45,7 @@ class Recorder(TorchFunctionMode):
     - `draws`: torch calls that draw random numbers. `calls`: when each function was called. `hooked`: when tensors were
       saved through hooks.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
-      got. `dynamic`: parameters that may be used or not, depending on data.
+      got.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
     """
 
@@ -71,7 +70,6 @@ class Recorder(TorchFunctionMode):
         self.ordinals = defaultdict[str, int](int)
         self.hooked: list[int] = []
         self.used: dict[Value, None] = {}
-        self.dynamic: set[Value] = set()
         self.tick = self.depth = self.regions = 0
         self.inside = False
 
@@ -93,10 +91,10 @@ class Recorder(TorchFunctionMode):
         self.inside = True
         try:
             out = self._drawing(function, tick, lambda: function(*args, **kwargs))
-        except DataDependentOutputException:
+        except UNKNOWN:
             if not self.spans.opaque or function not in ASSUMED:
                 raise
-            out = ASSUMED[function]
+            out = ASSUMED[function](*args, **kwargs)
             self._branches()
         finally:
             self.inside = False
@@ -106,11 +104,12 @@ class Recorder(TorchFunctionMode):
     def _branches(self) -> None:
         """The innermost module goes one way or the other: it may use all that it holds, and write to any buffer."""
         self.spans.seal("control flow on data")
+        for span in self.spans.stack:
+            span.branching = True
         module = self.spans.module
         held = self.values.within([*module.parameters(), *module.buffers()])
         self.used.update(dict.fromkeys(held))
         self.watch.written |= {self.values.storage[value] for value in self.values.within([*module.buffers()])}
-        self.dynamic.update(self.values.within([p for p in module.parameters() if p.requires_grad]))
 
     def _drawing(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
         """Run a torch call; if it draws random numbers, give it a label."""

@@ -115,6 +115,7 @@ class Span:
     - `assigned`: tensors that were assigned to attributes meanwhile; `touched`: all attributes that were.
     - `ticks`: from which torch call to which, those that left no unit included.
     - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function.
+    - `branching`: whether what happens in it depends on data.
     """
 
     path: str
@@ -124,6 +125,7 @@ class Span:
     start: int
     first_tick: int
     checkpoint: bool = False
+    branching: bool = False
     stop: int = 0
     last_tick: int = 0
     sealed: str = ""

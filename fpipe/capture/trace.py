@@ -111,7 +111,7 @@ class _Tracer:
             trainable=self.trainable,
             calls=tuple(_calls(tape.spans)),
             observed=Observed(values.storage, recorder.written, recorder.random, values.views()),
-            dynamic=frozenset(s.name for s in map(values.sources.get, recorder.dynamic) if isinstance(s, Parameter)),
+            dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
             fuse=playback.fuse,
         )
 
