@@ -163,7 +163,8 @@ def _edges(rows: tuple[str, ...], stages: int) -> dict[str, set[Edge]]:
             if peer is None or peer == stage:
                 continue
             edge = (peer, stage) if (kind[:4] == "RECV") != (kind[-1] == "B") else (stage, peer)
-            if not edge[0] < edge[1] < stages:
+            ordered = kind[-1] == "G" or edge[0] < edge[1]
+            if not ordered or max(edge) >= stages:
                 raise TableError(
                     f"line {rank + 1}: got {action}, expected a transfer between two of the {stages} stages, "
                     f"{_WAYS[kind[-1]]}. Correct its stage, its kind or its peer."
@@ -172,7 +173,7 @@ def _edges(rows: tuple[str, ...], stages: int) -> dict[str, set[Edge]]:
     return found
 
 
-_WAYS = {"F": "from the earlier to the later", "B": "from the later to the earlier", "G": "from the owner to the later"}
+_WAYS = {"F": "from the earlier to the later", "B": "from the later to the earlier", "G": "either way"}
 
 
 def read_csv(file: File) -> Schedule | Listing:

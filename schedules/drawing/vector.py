@@ -17,6 +17,7 @@ from schedules.drawing.strips import Strip, lanes, strip
 from schedules.replay import Span
 
 LEFT, RIGHT, TITLE, ROW, GRAPH, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
+SHORTEST = 1e-300  # a shorter time is none: its inverse is not finite
 CELL, NARROW, WIDE, WIDEST = 26, 640, 2400, 8000
 FONTS, GLYPH = (11, 9, 7.5), 0.62  # sizes of a label, the largest that fits; width of a character in them
 IDLE, HELD, INK, FAINT = "#f1f1f1", "#c9c2d8", "#202020", "#808080"
@@ -46,7 +47,8 @@ def svg(
     ('<svg', 8, True)
     """
     strips = {name: strip(spans) for name, spans in timelines.items()}
-    duration = max((drawn.duration for drawn in strips.values()), default=0) or 1
+    duration = max((drawn.duration for drawn in strips.values()), default=0)
+    duration = duration if duration > SHORTEST else 1
     room = max(width - LEFT - RIGHT, 1) if width else _room(list(strips.values()), duration)
 
     framed = frozenset(span for spans in marked.values() for span in spans)
