@@ -365,5 +365,6 @@ def test_what_is_no_question_is_code_2(capsys, arguments):
 
 def test_the_table_in_the_readme_is_what_compare_prints(capsys):
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    found = re.search(r"^    python -m schedules (compare [^\n]*)\n\n```text\n(.*?)```", readme, re.MULTILINE | re.DOTALL)
+    shown = r"^    python -m schedules (compare [^\n]*)\n\n```text\n(.*?)```"
+    found = re.search(shown, readme, re.MULTILINE | re.DOTALL)
     assert answer(capsys, *found[1].split())[1] == found[2]
