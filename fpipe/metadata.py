@@ -23,7 +23,7 @@ from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
 from fpipe.spec import Spec
-from fpipe.splitting import search
+from fpipe.splitting import Graph, search
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def _undeferred(
     if run.watch.hooked:
         return dict.fromkeys(wanted, "tensors have hooks")
     refused = {k: "data decide how it is used" for k, value in enumerate(wanted) if _unsure(captured, value)}
-    return {wanted[k]: why for k, why in search(roots, [run.leaves[v] for v in wanted], refused).reasons.items()}
+    leaves = [run.leaves[value] for value in wanted]
+    return {wanted[k]: why for k, why in search(Graph(roots, 0), leaves, refused).reasons.items()}
 
 
 def _grads(

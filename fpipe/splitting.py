@@ -13,14 +13,14 @@ A weight is deferred if one node alone uses it, and one that has a formula. View
 are done by autograd, later. All other weights get their gradient in the first half, which is always right.
 
 The same stage makes the same graph for every microbatch. So it is searched once, and afterwards the shortest ways to
-the nodes in question are followed, which are few. On the way it is verified that the graph is the same: the classes of
-its nodes, the order in which they were made, counted from the end, and the weights. If not, it is searched again; and
+the nodes in question are followed, which are few. On the way it is verified that the graph is the same: how many nodes
+it has, and for those in question their classes, which ones they are, and the weights. If not, it is searched again; and
 it is always searched if the stage reads the values of tensors, which may decide what it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,6 +32,9 @@ from fpipe.formulas import Formula, Kept, Node, Operand, formula_of
 
 Root: TypeAlias = Tensor | GradientEdge
 AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
+
+made_so_far: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
+"""How many nodes autograd has made in this thread."""
 
 VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand", "Alias")
 BETWEEN = frozenset(f"{name}Backward0" for name in (*VIEWS, "ToCopy"))
@@ -46,13 +49,29 @@ class Task(NamedTuple):
     operands: tuple[Operand, ...]
 
 
+class Graph(NamedTuple):
+    """What autograd has recorded: from node number `start` on, up to those of `roots`."""
+
+    roots: Sequence[Root]
+    start: int
+
+    def nodes(self) -> list[Node]:
+        """Those of the roots; a leaf's is the one where its gradient is accumulated."""
+        return [r.node if isinstance(r, GradientEdge) else r.grad_fn or get_gradient_edge(r).node for r in self.roots]
+
+    def length(self, nodes: Sequence[Node]) -> int:
+        """How many nodes were made up to the youngest of these."""
+        return max([n._sequence_nr() for n in nodes if type(n) is not AccumulateGrad], default=self.start) - self.start
+
+
 @dataclass(frozen=True)
 class Split:
     """What is deferred in the backward of a stage, and how to find it.
 
     - `hops`: from the roots to the nodes that compute deferred gradients, and on to the weights: from which place among
       those followed so far, through which input.
-    - `sites`: where these nodes are then, and how many nodes are made after each, up to the youngest root.
+    - `sites`: where these nodes are then, and how many nodes are made before each.
+    - `length`: how many nodes are made up to the youngest root.
     - `kinds`: the classes of these nodes and of those between them and the weights; `ends`: the weights. Each by place.
     - `tasks`: what is to be done with what the nodes saved; `behind`: for their operands that are made of a weight, in
       order, the site and the input.
@@ -61,18 +80,20 @@ class Split:
 
     hops: tuple[tuple[int, int], ...]
     sites: tuple[tuple[int, int], ...]
+    length: int
     kinds: tuple[tuple[int, type[Any]], ...]
     ends: tuple[tuple[int, int], ...]
     tasks: tuple[Task, ...]
     behind: tuple[tuple[int, int], ...]
     reasons: Mapping[int, str]
 
-    def follow(self, roots: Sequence[Root], weights: Sequence[Tensor]) -> list[Node] | None:
-        """The nodes at the sites, if the graph behind these roots is like the one that was searched."""
+    def follow(self, graph: Graph, weights: Sequence[Tensor]) -> list[Node] | None:
+        """The nodes at the sites, if the graph is like the one that was searched."""
         if not self.sites:
             return []
-        nodes: list[Node] = [_node(root) for root in roots]
-        newest = _newest(nodes)
+        nodes = graph.nodes()
+        if graph.length(nodes) != self.length:
+            return None
         try:
             for place, number in self.hops:
                 nodes.append(nodes[place].next_functions[number][0])
@@ -82,7 +103,7 @@ class Split:
             if type(nodes[place]) is not kind:
                 return None
         for place, age in self.sites:
-            if newest - nodes[place]._sequence_nr() != age:
+            if nodes[place]._sequence_nr() - graph.start != age:
                 return None
         for place, k in self.ends:
             if type(nodes[place]) is not AccumulateGrad or nodes[place].variable is not weights[k]:
@@ -106,7 +127,7 @@ class Half(NamedTuple):
     def grads(self, incoming: Sequence[Tensor | None], weights: Sequence[Tensor]) -> dict[int, Tensor]:
         """The deferred gradients, of the gradients that came in at `edges`, by weight; where none came in, none."""
         found: dict[int, Tensor] = {}
-        made: list[tuple[GradientEdge, int, Tensor]] = []
+        onto: list[tuple[GradientEdge, int, Tensor]] = []
         onward = iter(self.behind)
         for (node, formula, operands), kept in zip(self.split.tasks, self.kept, strict=True):
             gradient = incoming[node]
@@ -116,13 +137,13 @@ class Half(NamedTuple):
                 if grad is not None and edge is None:
                     found[operand.weight] = grad
                 elif grad is not None and edge is not None:
-                    made.append((edge, operand.weight, grad))
-        return found | _carried(made, weights) if made else found
+                    onto.append((edge, operand.weight, grad))
+        return found | _carried(onto, weights) if onto else found
 
 
-def _carried(made: Sequence[tuple[GradientEdge, int, Tensor]], weights: Sequence[Tensor]) -> dict[int, Tensor]:
+def _carried(onto: Sequence[tuple[GradientEdge, int, Tensor]], weights: Sequence[Tensor]) -> dict[int, Tensor]:
     """The gradients of weights, given those of what was made of them."""
-    edges, numbers, grads = zip(*made, strict=True)
+    edges, numbers, grads = zip(*onto, strict=True)
     found = torch.autograd.grad(edges, [weights[k] for k in numbers], grads)
     return dict(zip(numbers, found, strict=True))
 
@@ -139,12 +160,12 @@ class Splitter:
         self.refused, self.alike = refused, alike
         self.split: Split | None = None
 
-    def half(self, roots: Sequence[Root], weights: Sequence[Tensor]) -> Half:
-        """The first half of the backward from `roots`, while the graph has all that it saved."""
-        nodes = self.split.follow(roots, weights) if self.split is not None and self.alike else None
+    def half(self, graph: Graph, weights: Sequence[Tensor]) -> Half:
+        """The first half of the backward, while the graph has all that it saved."""
+        nodes = self.split.follow(graph, weights) if self.split is not None and self.alike else None
         if self.split is None or nodes is None:
-            self.split = search(roots, weights, self.refused)
-            nodes = self.split.follow(roots, weights)
+            self.split = search(graph, weights, self.refused)
+            nodes = self.split.follow(graph, weights)
             assert nodes is not None, "a graph is like itself"
         return _half(self.split, nodes)
 
@@ -159,13 +180,13 @@ def _half(split: Split, nodes: Sequence[Node]) -> Half:
     )
 
 
-def search(roots: Sequence[Root], weights: Sequence[Tensor], refused: Mapping[int, str]) -> Split:
-    """What can be deferred in the backward from `roots`; not the `refused` weights, each with the reason."""
-    graph = _Graph(roots, weights)
+def search(graph: Graph, weights: Sequence[Tensor], refused: Mapping[int, str]) -> Split:
+    """What can be deferred in the backward; not the `refused` weights, each with the reason."""
+    users = _Search(graph, weights)
     reasons, tasks = dict(refused), dict[tuple[Node, Formula], list[Operand]]()
     for k, weight in enumerate(weights):
         if k not in refused:
-            found = graph.use(weight, k)
+            found = users.use(weight, k)
             if isinstance(found, str):
                 reasons[k] = found
             else:
@@ -175,18 +196,18 @@ def search(roots: Sequence[Root], weights: Sequence[Tensor], refused: Mapping[in
         if formula.together and len(operands) < sum(node.next_functions[k][0] is not None for k in formula.numbers):
             reasons |= {operand.weight: f"{node.name()} computes others too" for operand in operands}
             del tasks[node, formula]
-    return graph.split(tasks, dict(sorted(reasons.items())))
+    return users.split(tasks, dict(sorted(reasons.items())))
 
 
-class _Graph:
+class _Search:
     """An autograd graph, searched breadth first.
 
     - `first`: through which node and input each node was found.
     - `users`: the nodes and inputs through which each is reached; a root is used from outside, too.
     """
 
-    def __init__(self, roots: Sequence[Root], weights: Sequence[Tensor]) -> None:
-        self.starts = [_node(root) for root in roots]
+    def __init__(self, graph: Graph, weights: Sequence[Tensor]) -> None:
+        self.graph, self.starts = graph, graph.nodes()
         self.first: dict[Node, tuple[Node, int]] = {}
         self.users: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.starts}
         self.weights: dict[int, Node] = {}
@@ -230,11 +251,11 @@ class _Graph:
         ends = {o.weight: self.weights[o.weight] for operands in tasks.values() for o in operands}
         hops, places = self._ways([*nodes, *ends.values()])
         between = [node for end in ends.values() for node in self._between(end, nodes)]
-        newest = _newest(self.starts)
         found = tuple(Task(nodes.index(node), formula, tuple(using)) for (node, formula), using in tasks.items())
         return Split(
             hops,
-            tuple((places[node], newest - node._sequence_nr()) for node in nodes),
+            tuple((places[node], node._sequence_nr() - self.graph.start) for node in nodes),
+            self.graph.length(self.starts),
             tuple((places[node], type(node)) for node in (*nodes, *between)),
             tuple((places[node], weight) for weight, node in ends.items()),
             found,
@@ -270,13 +291,3 @@ def _refusal(node: Node, formula: Formula, weight: Tensor) -> str:
     if any(getattr(node, name).unpack_hook is not None for name in dir(node) if name.startswith("_raw_saved_")):
         return "checkpointed"
     return "" if formula.fits(node) else f"computed by {node.name()} with factors or as a sparse tensor"
-
-
-def _node(root: Root) -> Node:
-    """A leaf's node is the one where its gradient is accumulated."""
-    return root.node if isinstance(root, GradientEdge) else root.grad_fn or get_gradient_edge(root).node
-
-
-def _newest(nodes: Sequence[Node]) -> int:
-    """The number of the youngest root that was made by an operation."""
-    return max([node._sequence_nr() for node in nodes if not isinstance(node, AccumulateGrad)], default=0)

@@ -33,12 +33,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from fpipe.capture.contract import Function, Tensors
 from fpipe.executor import Port
 from fpipe.spec import Spec
-from fpipe.splitting import Half, Splitter
+from fpipe.splitting import Graph, Half, Splitter, made_so_far
 
 
 class Residuals(NamedTuple):
-    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out."""
+    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out.
 
+    `start` is the number of the graph's first node.
+    """
+
+    start: int
     roots: tuple[Tensor | GradientEdge, ...]
     leaves: Tensors
     arguments: Tensors
@@ -140,6 +144,7 @@ class Stage:
         """Run the stage on one microbatch."""
         wiring = self.wiring
         arguments = [*params, *buffers, *self.constants, *inputs]
+        start = made_so_far()
         for k in wiring.differentiated:
             arguments[k] = arguments[k].detach().requires_grad_()
         given = tuple(arguments)
@@ -151,7 +156,7 @@ class Stage:
         first = len(params)
         new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
-        return outputs, new, self._residuals(values, given) if wiring.leaves else None
+        return outputs, new, self._residuals(start, values, given) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept.
@@ -163,13 +168,13 @@ class Stage:
             outputs, new, _ = self.forward(params, buffers, inputs, key)
         return outputs, new
 
-    def _residuals(self, values: Tensors, given: Tensors) -> Residuals:
+    def _residuals(self, start: int, values: Tensors, given: Tensors) -> Residuals:
         wiring = self.wiring
         roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
         if wiring.loss is not None:
             roots.insert(0, values[wiring.loss])
         scoped = given if self.function.scope is not None else ()
-        return Residuals(tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
+        return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
 
     def backward(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
@@ -185,7 +190,7 @@ class Stage:
             return (), None
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
-        half = self.splitter.half(residuals.roots, weights)
+        half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
         leaves = (*inputs, *[weights[k] for k in half.now])
         found = self._grad(residuals, (*leaves, *half.edges), cotangents)
         grads, incoming = _whole(found[: len(leaves)], leaves), found[len(leaves) :]

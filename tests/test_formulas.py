@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from fpipe.formulas import FORMULAS, Operand
-from fpipe.splitting import Splitter
+from fpipe.splitting import Graph, Splitter
 from fpipe.tree import same_bits
 
 LAYOUTS = {
@@ -29,7 +29,7 @@ def halves(function, inputs, weights, cotangent=None):
     cotangent = torch.randn(out.shape).to(out.dtype) if cotangent is None else cotangent(out)
     whole = torch.autograd.grad(out, [*inputs, *weights], cotangent)
     out = function(*inputs, *weights)
-    half = Splitter({}, True).half([out], weights)
+    half = Splitter({}, True).half(Graph([out], 0), weights)
     now = [weights[k] for k in half.now]
     found = torch.autograd.grad(out, [*inputs, *now, *half.edges], cotangent)
     grads = half.grads(found[len(inputs) + len(now) :], weights)
@@ -90,7 +90,9 @@ def products(draw):
 def test_products(case):
     function, given_, weights, layout, deferred = case
     got = halves(function, [given_], weights, lambda out: LAYOUTS[layout](torch.randn(out.shape).to(out.dtype)))
-    assert got & {0} == deferred & {0}, "torch may add the bias apart"
+    assert got <= deferred
+    if 1 not in (*given_.shape, *weights[0].shape):  # torch may multiply by one element instead, or add a bias apart
+        assert got & {0} == deferred & {0}
 
 
 @settings(max_examples=few(100))
@@ -138,7 +140,7 @@ def test_embeddings(shape, padding, scaled, layout):
 def test_sparse_gradients_are_not_deferred():
     weight = leaf((5, 3))
     out = functional.embedding(torch.tensor([1, 1]), weight, sparse=True)
-    half = Splitter({}, True).half([out], [weight])
+    half = Splitter({}, True).half(Graph([out], 0), [weight])
     assert half.now == (0,)
 
 
