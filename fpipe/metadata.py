@@ -165,9 +165,7 @@ def _backward(
     metadata.undeferred[s] = {value: undeferred[value] for value in metadata.grads[s] if value in undeferred}
 
 
-def _undeferred(
-    run: _Run, roots: Sequence[Tensor], wanted: Sequence[Value], captured: Captured
-) -> dict[Value, str]:
+def _undeferred(run: _Run, roots: Sequence[Tensor], wanted: Sequence[Value], captured: Captured) -> dict[Value, str]:
     """The parameters whose gradients cannot be deferred, and why."""
     if run.watch.hooked:
         return dict.fromkeys(wanted, "tensors have hooks")

@@ -264,3 +264,23 @@ def test_a_convolution_s_weight_and_bias_go_together():
         0: "ConvolutionBackward0 computes others too",
         1: "used 2 times",
     }
+
+
+def test_where_data_decide_the_graph_is_searched_each_time():
+    def either(m, x):
+        return (
+            functional.linear(x, m.weight, m.bias) if x.sum() > 0 else functional.linear(x.sin(), m.weight) @ m.weight
+        )
+
+    torch.manual_seed(1)
+    model, inputs, targets = nn.Sequential(nn.Linear(W, W), Written(either)), (torch.randn(8, W),), torch.randn(8, W)
+    how = split_backward(one_f_one_b(ranks=2, microbatches=8))
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1"], unsplittable=[Written]
+    )
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    want = loop(model, mse, inputs, targets, 8)
+    assert same_bits(step.loss, want.loss)
+    assert all(same_bits(grads[k], want.grads[k]) for k in want.grads)
+    assert [stage.varying for stage in pipe.stages] == [False, True]
+    assert set(pipe.stages[1].undeferred.values()) == {"data decide how it is used"}
