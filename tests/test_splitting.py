@@ -191,6 +191,7 @@ def graphs():
         "a a": lambda: (x @ a).sin() @ a,
         "transposed": lambda: (x @ a.t()).sin() @ b.t(),
         "viewed": lambda: (x @ a.transpose(0, 1)).sin() @ b.mT,
+        "reshaped": lambda: (x @ a.view(W, W)).sin() @ b.view(W, W),
         "one": lambda: x @ a,
         "three": lambda: ((x @ a).sin() @ b).sin() @ c,
         "sum": lambda: (x @ a).sin() @ b + c.sum().sin(),
