@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import ASSUMED, assuming
+from fpipe.capture.assumption import READING, assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
@@ -135,7 +135,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func in (Tensor.register_hook, GRAD_FN)
-        self.varying |= func in ASSUMED
+        self.varying |= func in READING
         return func(*args, **(kwargs or {}))
 
 
