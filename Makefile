@@ -24,6 +24,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/overhead.py --end-to-end
 	$(BIN)/python benchmarks/schedules.py --incumbent
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/splitting.py
 	$(BIN)/python benchmarks/front_ends.py
 
 .venv/installed: pyproject.toml constraints.txt

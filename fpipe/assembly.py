@@ -100,7 +100,7 @@ class _Builder:
         """Stage `s`, with its function."""
         layout, sources, metadata = self.found[s], self.captured.sources, self.metadata
         pulls, pulled_by = metadata.pulls(s, layout), metadata.pulled_by(layout)
-        shares = self._shares(s)
+        shares, undeferred = self._shares(s), metadata.undeferred[s]
         shared_by = {p: these[s] for p in range(len(self.found)) if s in (these := self._shares(p))}
         return Stage(
             index=s,
@@ -123,6 +123,8 @@ class _Builder:
             grads=self._names(metadata.grads[s]),
             totals=tuple(metadata.specs[v] for v in metadata.grads[s]),
             wiring=self._wiring(s, pulls, pulled_by),
+            undeferred=dict(zip(self._names(undeferred), undeferred.values(), strict=True)),
+            varying=s in metadata.varying,
         )
 
     def _wiring(self, s: int, pulls: Routes, pulled_by: Routes) -> Wiring:

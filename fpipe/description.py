@@ -28,15 +28,15 @@ MOST = 12
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def describe(assembly: Assembly, model: nn.Module, placement: Placement) -> str:
-    """The stages of `model`, on the ranks where they live."""
+def describe(assembly: Assembly, model: nn.Module, placement: Placement, split: bool) -> str:
+    """The stages of `model`, on the ranks where they live; and how their backwards are split, if they are."""
     held = _held(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _Shown(assembly, Calls.of(assembly.captured, model))
     lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
     for stage in assembly.stages:
         ranks = placement.replicas(stage.index)
         lines += ["", f"stage {stage.index} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"]
-        lines += [f"  {line}" for line in shown.stage(stage)]
+        lines += [f"  {line}" for line in (*shown.stage(stage), *(_undeferred(stage) if split else ()))]
     tied = _shortened(list(_tied(assembly.stages, model)), "... {} more")
     lines += ["", "tied parameters"] if tied else []
     return "\n".join([*lines, *[line for one in tied for line in _lines(one, "  ", "    ")]])
@@ -100,6 +100,13 @@ class _Shown:
         inside = [call for calls in self.whole for call in calls if call.start <= k < call.stop]
         path = self.label[inside[0]] if inside else self.assembly.captured.units[k].path
         return path or "the model itself"
+
+
+def _undeferred(stage: Stage) -> Iterator[str]:
+    """The parameters whose gradients the input half of the backward computes, by reason."""
+    for why in dict.fromkeys(stage.undeferred.values()):
+        names = [name for name, reason in stage.undeferred.items() if reason == why]
+        yield from _lines(f"{', '.join(_shortened(names, '{} more', 3))}: {why}", "undeferred  ", " " * 12)
 
 
 def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[str], noun: str) -> str:

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import assuming
+from fpipe.capture.assumption import READING, assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
 from fpipe.spec import Spec
+from fpipe.splitting import Graph, search
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,16 @@ class Metadata:
     - `differentiable`: the values that require a gradient.
     - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
     - `grads`: per stage, the parameters that it owns and that get a gradient.
+    - `undeferred`: per stage, those of them whose gradients cannot be left for the weight half, and why.
+    - `varying`: the stages that read values of tensors, so that these may decide what they do.
     """
 
     specs: dict[Value, Spec] = field(default_factory=dict)
     differentiable: set[Value] = field(default_factory=set)
     cotangents: dict[tuple[int, Value], Spec] = field(default_factory=dict)
     grads: dict[int, tuple[Value, ...]] = field(default_factory=dict)
+    undeferred: dict[int, dict[Value, str]] = field(default_factory=dict)
+    varying: set[int] = field(default_factory=set)
 
     def pulls(self, s: int, layout: Layout) -> Routes:
         """Per earlier stage, the values for which stage `s` sends it a cotangent."""
@@ -55,11 +62,12 @@ def _merge(tables: Sequence[Routes], keep: Callable[[int, Value], bool]) -> Rout
 
 @dataclass(frozen=True)
 class _Run:
-    """One stage's fake forward: its function, its arguments as leaves, and what was made of them."""
+    """One stage's fake forward: its function, its arguments as leaves, what was made of them, and what was noticed."""
 
     function: Function
     leaves: Mapping[Value, Tensor]
     made: Mapping[Value, Tensor]
+    watch: _Watch
 
 
 def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Function]) -> Metadata:
@@ -94,7 +102,8 @@ def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], me
     leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in layout.inputs}
     arguments = [leaf.clone() if value in layout.modified else leaf for value, leaf in leaves.items()]
     try:
-        made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
+        with _Watch() as watch:
+            made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = next((unit.path for unit in layout.units if unit.path), "(root)")
         raise CaptureError(
@@ -106,7 +115,28 @@ def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], me
         metadata.specs[value] = Spec.of(tensor)
         if tensor.requires_grad:
             metadata.differentiable.add(value)
-    return _Run(function, leaves, made)
+    return _Run(function, leaves, made, watch)
+
+
+GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+"""What torch calls when a tensor is asked for its node."""
+
+
+class _Watch(TorchFunctionMode):
+    """Notices what makes a backward harder to split.
+
+    - `hooked`: nodes of the autograd graph may have hooks, which run in autograd's backward only.
+    - `varying`: values of tensors are read, so the graph may be another one for other values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = self.varying = False
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.hooked |= func in (Tensor.register_hook, GRAD_FN)
+        self.varying |= func in READING
+        return func(*args, **(kwargs or {}))
 
 
 def _backward(
@@ -121,6 +151,7 @@ def _backward(
     previous = [v for routes in (layout.gets, layout.earlier) for values in routes.values() for v in values]
     wanted = [v for v in dict.fromkeys((*previous, *layout.parameters)) if v in metadata.differentiable]
     leaves = [run.leaves[value] for value in wanted]
+    undeferred = _undeferred(run, roots, [value for value in wanted if value not in previous], captured)
     grads = _grads(s, run, roots, leaves, incoming) if roots and leaves else ()
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
     if roots:  # what may be used or not gets a gradient in any case
@@ -130,6 +161,17 @@ def _backward(
             found[s, value] = flowing[value]
             metadata.cotangents[s, value] = Spec.of(flowing[value])
     metadata.grads[s] = tuple(value for value in flowing if value not in previous)
+    metadata.varying.update({s} if run.watch.varying else ())
+    metadata.undeferred[s] = {value: undeferred[value] for value in metadata.grads[s] if value in undeferred}
+
+
+def _undeferred(run: _Run, roots: Sequence[Tensor], wanted: Sequence[Value], captured: Captured) -> dict[Value, str]:
+    """The parameters whose gradients cannot be deferred, and why."""
+    if run.watch.hooked:
+        return dict.fromkeys(wanted, "tensors have hooks")
+    refused = {k: "data decide how it is used" for k, value in enumerate(wanted) if _unsure(captured, value)}
+    leaves = [run.leaves[value] for value in wanted]
+    return {wanted[k]: why for k, why in search(Graph(roots, 0), leaves, refused).reasons.items()}
 
 
 def _grads(

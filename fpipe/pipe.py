@@ -237,8 +237,10 @@ class Pipeline:
             return self.ranks.run(execution)
 
     def __str__(self) -> str:
-        described = describe(self.training.assembly, self.model, self.schedule.placement)
-        return f"Pipeline of {type(self.model).__name__} under {self.schedule!r}\n{described}"
+        how = self.schedule
+        split = any(action.kind == "W" for rank in range(how.ranks) for action in how.actions(rank))
+        described = describe(self.training.assembly, self.model, how.placement, split)
+        return f"Pipeline of {type(self.model).__name__} under {how!r}\n{described}"
 
 
 def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ In terms of tuples of tensors:
 it gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only passed
 on stands there too. Nothing that is passed in is modified. A stage in which nothing wants a gradient keeps no graph.
 
-The weight half is a second `autograd.grad` over the retained graph: exact, and the input half does not wait for it.
+The input half frees what the forward kept, but for what the weight half needs; `splitting` says how.
 
 Invariant: a tensor that a later stage uses too is a root as well as a leaf of the backward, so autograd adds the
 stage's own share to the incoming cotangent in the order of one device.
@@ -21,8 +21,9 @@ stage's own share to the incoming cotangent in the order of one device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -32,21 +33,28 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from fpipe.capture.contract import Function, Tensors
 from fpipe.executor import Port
 from fpipe.spec import Spec
+from fpipe.splitting import Graph, Half, Splitter, made_so_far
 
 
 class Residuals(NamedTuple):
-    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out."""
+    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out.
 
+    `start` is the number of the graph's first node.
+    """
+
+    start: int
     roots: tuple[Tensor | GradientEdge, ...]
     leaves: Tensors
     arguments: Tensors
 
 
 class Deferred(NamedTuple):
-    """What the input half keeps for the weight half."""
+    """What the input half keeps for the weight half: gradients that it has already, and what others are made of."""
 
-    residuals: Residuals
-    cotangents: tuple[Tensor | None, ...]
+    weights: Tensors
+    half: Half
+    grads: Tensors
+    incoming: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,9 @@ class Stage:
     - `gets`, `gives`: what travels forward; `pulls`, `pulled_by`: cotangents, to earlier and from later stages.
     - `shares`, `shared_by`: gradients of shared parameters, to other holders and from them; `shared_names`: which of
       its own it sends, by the stage at the other end.
-    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes.
+    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes; `undeferred`: those of
+      them whose gradients the input half computes, and why.
+    - `varying`: whether what it does may depend on the values of tensors.
     """
 
     index: int
@@ -107,6 +117,14 @@ class Stage:
     grads: tuple[str, ...]
     totals: tuple[Spec, ...]
     wiring: Wiring
+    undeferred: Mapping[str, str]
+    varying: bool
+
+    @cached_property
+    def splitter(self) -> Splitter:
+        """How the backward is split; it remembers the graph of the last microbatch."""
+        refused = {k: self.undeferred[name] for k, name in enumerate(self.grads) if name in self.undeferred}
+        return Splitter(refused, not self.varying)
 
     def __str__(self) -> str:
         given = [f"{' '.join(map(str, port.specs))} to stage {port.peer}" for port in self.gives]
@@ -126,6 +144,7 @@ class Stage:
         """Run the stage on one microbatch."""
         wiring = self.wiring
         arguments = [*params, *buffers, *self.constants, *inputs]
+        start = made_so_far()
         for k in wiring.differentiated:
             arguments[k] = arguments[k].detach().requires_grad_()
         given = tuple(arguments)
@@ -137,7 +156,7 @@ class Stage:
         first = len(params)
         new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
-        return outputs, new, self._residuals(values, given) if wiring.leaves else None
+        return outputs, new, self._residuals(start, values, given) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept.
@@ -149,19 +168,19 @@ class Stage:
             outputs, new, _ = self.forward(params, buffers, inputs, key)
         return outputs, new
 
-    def _residuals(self, values: Tensors, given: Tensors) -> Residuals:
+    def _residuals(self, start: int, values: Tensors, given: Tensors) -> Residuals:
         wiring = self.wiring
         roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
         if wiring.loss is not None:
             roots.insert(0, values[wiring.loss])
         scoped = given if self.function.scope is not None else ()
-        return Residuals(tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
+        return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
 
     def backward(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
         if residuals is None:
             return (), ()
-        found = self._grad(residuals, residuals.leaves, self._incoming(cotangents))
+        found = _whole(self._grad(residuals, residuals.leaves, cotangents), residuals.leaves)
         split = len(self.wiring.cotangents)
         return self._outgoing(found[:split]), found[split:]
 
@@ -169,17 +188,22 @@ class Stage:
         """The cotangents for earlier stages, and what is needed for the rest."""
         if residuals is None:
             return (), None
-        incoming = self._incoming(cotangents)
-        leaves = residuals.leaves[: len(self.wiring.cotangents)]
-        found = self._grad(residuals, leaves, incoming, retain_graph=bool(self.grads))
-        return self._outgoing(found), Deferred(residuals, incoming)
+        split = len(self.wiring.cotangents)
+        inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
+        half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
+        leaves = (*inputs, *[weights[k] for k in half.now])
+        found = self._grad(residuals, (*leaves, *half.edges), cotangents)
+        grads, incoming = _whole(found[: len(leaves)], leaves), found[len(leaves) :]
+        return self._outgoing(grads[:split]), Deferred(weights, half, grads[split:], incoming)
 
     def backward_weight(self, deferred: Deferred | None) -> Tensors:
         """The gradients of this stage's parameters."""
         if deferred is None:
             return ()
-        residuals, incoming = deferred
-        return self._grad(residuals, residuals.leaves[len(self.wiring.cotangents) :], incoming)
+        weights, half, grads, incoming = deferred
+        found = half.grads(incoming, weights)
+        found.update(zip(half.now, grads, strict=True))
+        return _whole([found.get(k) for k in range(len(weights))], weights)
 
     def _incoming(self, cotangents: Tensors) -> tuple[Tensor | None, ...]:
         """One per root; the loss has none, autograd begins there with one."""
@@ -189,14 +213,15 @@ class Stage:
         return tuple([spec.like(cotangent) for spec, cotangent in zip(self.wiring.cotangents, found, strict=True)])
 
     def _grad(
-        self, residuals: Residuals, leaves: Tensors, incoming: tuple[Tensor | None, ...], retain_graph: bool = False
-    ) -> Tensors:
+        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Tensors
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients at `leaves`, if there are any; the graph is freed."""
         if not leaves or not residuals.roots:
-            return ()
+            return (None,) * len(leaves)
         with self.function.placed(self._copied(residuals.arguments)):
-            roots = cast("tuple[Tensor, ...]", residuals.roots)  # torch takes tensors and edges together
-            found = torch.autograd.grad(roots, leaves, incoming, retain_graph=retain_graph, allow_unused=True)
-        return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)])
+            # torch takes tensors and edges together
+            roots, ends = cast("tuple[Tensor, ...]", residuals.roots), cast("tuple[Tensor, ...]", leaves)
+            return torch.autograd.grad(roots, ends, self._incoming(cotangents), allow_unused=True)
 
     def _copied(self, arguments: Tensors) -> Tensors:
         """Arguments for what is run again in a backward: what it modifies is cloned, as in the forward, and dropped."""
@@ -217,6 +242,11 @@ class Stage:
             return tuple(torch._foreach_add(total, grads))
         torch._foreach_add_(total, grads)
         return total
+
+
+def _whole(grads: Sequence[Tensor | None], leaves: Tensors) -> Tensors:
+    """The gradients, zeros where there is none."""
+    return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)])
 
 
 def _dropped(saved: object) -> None:

@@ -65,6 +65,13 @@ def test_what_is_shown(case, words):
     assert not [word for word in words if word not in text], text
 
 
+def test_weights_whose_gradients_are_not_deferred():
+    case = ZOO["gpt"]
+    text = str(build(case, SCHEDULES["split_backward"](4, 2), 4, capture="trace")[0])
+    assert "  undeferred  embed.weight: also used by other stages" in text, text
+    assert "undeferred" not in str(build(case, SCHEDULES["one_f_one_b"](4, 2), 4, capture="trace")[0])
+
+
 def test_ranks_of_replicas():
     pipe, *_ = build(ZOO["mlp"], dualpipe(ranks=4, microbatches=4), 8)
     assert "stage 1 on ranks 1, 2" in str(pipe)

@@ -51,6 +51,13 @@ ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 )
 
 
+READING = frozenset(
+    {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
+    | {Tensor.nonzero, torch.nonzero}
+)
+"""Calls after which what happens may depend on the values of tensors."""
+
+
 class Attached(torch.autograd.Function):
     """The first tensor as it is, which wants a gradient since others do: they may have been used, and were not."""
 
