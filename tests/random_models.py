@@ -380,7 +380,7 @@ class Body(nn.Module):
         super().__init__()
         self.kind, self.feeds = nest.kind, [part.feeds for part in nest.parts]
         self.parts = nn.ModuleList([made(part, layers) for part in nest.parts])
-        around = nest.kind == "method" and any(part.sealed for part in self.parts)  # whose calls nobody sees
+        around = nest.kind in ("method", "object") and any(part.sealed for part in self.parts)  # whole or not at all
         self.sealed = nest.kind in SEALED_NESTS or around
         if self.kind == "eval":
             self.eval()
