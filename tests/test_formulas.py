@@ -85,7 +85,7 @@ def products(draw):
     return function, made(*given_), [made(*shape) for shape in weights], draw(layouts), deferred
 
 
-@settings(max_examples=few(300))
+@settings(max_examples=few(150))
 @given(products())
 def test_products(case):
     function, given_, weights, layout, deferred = case
@@ -95,7 +95,7 @@ def test_products(case):
         assert got & {0} == deferred & {0}
 
 
-@settings(max_examples=few(100))
+@settings(max_examples=few(40))
 @given(
     dims=st.integers(1, 3),
     transposed=st.booleans(),
@@ -121,7 +121,7 @@ def test_convolutions(dims, transposed, groups, stride, padding, bias, last, dty
     assert halves(function, [x.requires_grad_()], weights) == set(range(len(weights)))
 
 
-@settings(max_examples=few(60))
+@settings(max_examples=few(40))
 @given(
     shape=st.lists(sizes, max_size=3),
     padding=st.sampled_from([None, 0, 3, -1]),

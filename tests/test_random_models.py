@@ -93,20 +93,20 @@ def require_exact(description, data, capture, names):
         assert_same(got, want)
 
 
-@settings(max_examples=few(40))
+@settings(max_examples=few(24))
 @given(descriptions(), st.data())
 def test_any_model_cut_anywhere(description, data):
     require_exact(description, data, "trace", places(description))
 
 
-@settings(max_examples=few(10))
+@settings(max_examples=few(4))
 @given(descriptions(sequence=True), st.data())
 def test_any_sequence_of_parts(description, data):
     names = [f"{k}" for k in range(2, len(description.parts) + 2)]
     require_exact(description, data, data.draw(st.sampled_from(["modules", "trace"])), names)
 
 
-@settings(max_examples=few(6))
+@settings(max_examples=few(4))
 @given(descriptions(graph=True), st.data())
 def test_any_graph(description, data):
     capture = data.draw(st.sampled_from(["fx", "export", "dynamo"]))
