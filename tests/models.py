@@ -221,6 +221,20 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 # -------------------------------------------------------------------------------------------------------------- models
 
 
+class Tripled(torch.autograd.Function):
+    """A backward that no derivative formula gives."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 + x
+
+
 @dataclass(frozen=True)
 class Case:
     """A model in a zoo; `batch(rows)` makes (inputs, targets), and `cuts` makes four stages of it.

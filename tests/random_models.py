@@ -15,27 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from models import WIDTH, WORDS, Case, mse
+from models import WIDTH, WORDS, Case, Tripled, mse
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------------------- kinds
-
-
-class Tripled(torch.autograd.Function):
-    """A backward that no derivative formula gives."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * 3 + x
 
 
 class Kind(NamedTuple):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import WIDTH, Case, assert_same, build, few, loop, mse, rows_of, run, run_reference
+from models import WIDTH, Case, Tripled, assert_same, build, few, loop, mse, rows_of, run, run_reference
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,20 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.capture.contract import Call
 from schedules import gpipe, one_f_one_b, split_backward
-
-
-class Tripled(torch.autograd.Function):
-    """A backward that no derivative formula gives."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * 3 + x
 
 
 class Block(nn.Module):
