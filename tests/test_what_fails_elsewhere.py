@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.tree import same_bits
-from schedules import B, F, check, gpipe, linear, one_f_one_b, schedule, split_backward
+from schedules import B, F, check, gpipe, linear, one_f_one_b, schedule, split_backward, zb_h1
 
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(one_f_one_b(ranks=4, microbatches=3))}
 every = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
@@ -230,3 +230,18 @@ def test_a_microbatch_s_activations_are_kept_alive_by_hooks_that_hold_them():
     gc.collect()
     assert seen
     assert not [ref for ref in seen if ref() is not None]
+
+
+# ------------------------------------------------------------------------------------------------------------- compiled
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+def test_compiled_modules_are_refused_under_zero_bubble():
+    """They run as they are; their weights are not deferred, and `print(pipe)` says so."""
+    inputs, targets = rows_of()(8)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    model = nn.Sequential(*[torch.compile(block, backend="aot_eager") for block in blocks])
+    how = zb_h1(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1"])
+    assert fpipe.verify(pipe, model, inputs, targets).eager
+    assert "computed by CompiledFunctionBackward" in str(pipe)
