@@ -232,6 +232,25 @@ class Sinking(Block):
         return h
 
 
+class Leaving(Block):
+    """Leaves a tensor in a list, and reads none."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        h = super().forward(x)
+        self.shared.append(h.sin())
+        return h
+
+
+def leaving():
+    model = Sharing()
+    model.blocks = nn.ModuleList([Leaving(model.shared) for _ in range(4)])
+    return model
+
+
 class Sharing(nn.Module):
     """Blocks that speak to each other through a list."""
 
@@ -342,6 +361,7 @@ MODELS = {
     "dataclass": (Travelling, AT_BLOCKS, INSIDE),
     "object": (Cached, AT_BLOCKS, INSIDE),
     "a list": (Sharing, AT_BLOCKS, INSIDE),
+    "left in a list": (leaving, AT_BLOCKS, INSIDE),
     "counter": (Counted, AT_BLOCKS, INSIDE),
     "methods": (Indirect, ("blocks.0", "blocks.1", "blocks.2"), ("blocks.0.b", "blocks.1.b", "blocks.2.b")),
 }
