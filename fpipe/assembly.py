@@ -11,11 +11,13 @@ import torch
 
 from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Value
 from fpipe.capture.observation import observe
+from fpipe.differentiation.autograd import Autograd
+from fpipe.differentiation.contract import Functions, Wiring
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
 from fpipe.metadata import Metadata, infer, made_by
 from fpipe.spec import Spec
-from fpipe.stage import Stage, Wiring
+from fpipe.stage import Stage
 from fpipe.ties import sends
 from fpipe.tree import require_transparent
 from fpipe.uncut import uncut
@@ -100,15 +102,14 @@ class _Builder:
         """Stage `s`, with its function."""
         layout, sources, metadata = self.found[s], self.captured.sources, self.metadata
         pulls, pulled_by = metadata.pulls(s, layout), metadata.pulled_by(layout)
-        shares, undeferred = self._shares(s), metadata.undeferred[s]
+        wiring = self._wiring(s, pulls, pulled_by)
+        shares = self._shares(s)
         shared_by = {p: these[s] for p in range(len(self.found)) if s in (these := self._shares(p))}
         return Stage(
             index=s,
-            function=function,
             parameters=self._names(layout.parameters),
             buffers=self._names(layout.buffers),
             unused=self._unused() if s == 0 else (),
-            constants=tuple(x.tensor for x in (sources[v] for v in layout.constants) if isinstance(x, Constant)),
             batch=tuple(x.leaf for x in (sources[v] for v in layout.batch) if isinstance(x, Batch)),
             results=tuple(metadata.specs[value] for value in layout.results),
             gets=self._ports(layout.gets),
@@ -122,10 +123,16 @@ class _Builder:
             shared_names={peer: self._names(values) for peer, values in shares.items()},
             grads=self._names(metadata.grads[s]),
             totals=tuple(metadata.specs[v] for v in metadata.grads[s]),
-            wiring=self._wiring(s, pulls, pulled_by),
-            undeferred=dict(zip(self._names(undeferred), undeferred.values(), strict=True)),
-            varying=s in metadata.varying,
+            wiring=wiring,
+            functions=self._functions(s, function, wiring),
         )
+
+    def _functions(self, s: int, function: Function, wiring: Wiring) -> Functions:
+        layout, metadata = self.found[s], self.metadata
+        sources = [self.captured.sources[value] for value in layout.constants]
+        constants = tuple([source.tensor for source in sources if isinstance(source, Constant)])
+        undeferred = {k: why for k, v in enumerate(metadata.grads[s]) if (why := metadata.undeferred[s].get(v))}
+        return Autograd(function, wiring, constants, undeferred, s in metadata.varying)
 
     def _wiring(self, s: int, pulls: Routes, pulled_by: Routes) -> Wiring:
         layout, metadata = self.found[s], self.metadata
@@ -139,6 +146,8 @@ class _Builder:
         leaves = (*previous, *metadata.grads[s])
         loss = self.captured.loss
         return Wiring(
+            parameters=len(layout.parameters),
+            buffers=len(layout.buffers),
             trained=frozenset(argument[v] for v in layout.parameters if v in metadata.differentiable),
             differentiated=tuple(argument[v] for v in received if v in metadata.differentiable),
             modified=tuple(argument[v] for v in layout.inputs if v in layout.modified),

@@ -23,7 +23,7 @@ from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
 from fpipe.spec import Spec
-from fpipe.splitting import Graph, search
+from fpipe.differentiation.splitting import Graph, search
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure stage functions: forward, backward, and the two halves of the backward.
+"""A stage: a piece of the model as pure functions, and its ports to the others.
 
 In terms of tuples of tensors:
 
@@ -11,82 +11,30 @@ In terms of tuples of tensors:
 
 `params` are leaves as `Stage.leaves` makes them, once a step. `inputs` are the stage's leaves of the batch, then what
 it gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only passed
-on stands there too. Nothing that is passed in is modified. A stage in which nothing wants a gradient keeps no graph.
+on stands there too. Nothing that is passed in is modified. A stage in which nothing wants a gradient keeps nothing, and
+has `None` for residuals.
 
-The input half frees what the forward kept, but for what the weight half needs; `splitting` says how.
-
-Invariant: a tensor that a later stage uses too is a root as well as a leaf of the backward, so autograd adds the
-stage's own share to the incoming cotangent in the order of one device.
+What the functions do is the business of `fpipe.differentiation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from fpipe.capture.contract import Function, Tensors
+from fpipe.capture.contract import Tensors
+from fpipe.differentiation.contract import Functions, Wiring
 from fpipe.executor import Port
 from fpipe.spec import Spec
-from fpipe.splitting import Graph, Half, Splitter, made_so_far
-
-
-class Residuals(NamedTuple):
-    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out.
-
-    `start` is the number of the graph's first node.
-    """
-
-    start: int
-    roots: tuple[Tensor | GradientEdge, ...]
-    leaves: Tensors
-    arguments: Tensors
-
-
-class Deferred(NamedTuple):
-    """What the input half keeps for the weight half: gradients that it has already, and what others are made of."""
-
-    weights: Tensors
-    half: Half
-    grads: Tensors
-    incoming: tuple[Tensor | None, ...]
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """Which tensor goes where inside a stage.
-
-    Arguments are counted in the order parameters, buffers, constants, batch, received values; values are the outputs of
-    the function, then the arguments named by `passed`.
-
-    - `trained`: arguments that are parameters and want a gradient; `differentiated`: received values that do.
-    - `modified`: arguments that the function modifies in place, cloned first.
-    - `passed`: arguments that are needed behind the function: values passed on, shared parameters.
-    - `outputs`: the values that leave, in order, and their layouts.
-    - `loss`: the value from which the backward begins, on the stage that computes the loss.
-    - `roots`: the values at which cotangents enter, in the order in which they are received.
-    - `leaves`: arguments at which gradients come out: for earlier stages, laid out as `cotangents`, then own ones.
-    """
-
-    trained: frozenset[int]
-    differentiated: tuple[int, ...]
-    modified: tuple[int, ...]
-    passed: tuple[int, ...]
-    outputs: tuple[tuple[int, Spec], ...]
-    loss: int | None
-    roots: tuple[int, ...]
-    leaves: tuple[int, ...]
-    cotangents: tuple[Spec, ...]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of the model as pure functions. Positions count the arguments or the outputs of `function`.
+    """A piece of the model. Positions count the arguments or the outputs of its functions.
 
     - `parameters`, `buffers`: names, in the order of the arguments; `unused`: held here, read by no operation.
     - `batch`: which tensor leaves of (inputs, targets) it reads.
@@ -94,17 +42,14 @@ class Stage:
     - `gets`, `gives`: what travels forward; `pulls`, `pulled_by`: cotangents, to earlier and from later stages.
     - `shares`, `shared_by`: gradients of shared parameters, to other holders and from them; `shared_names`: which of
       its own it sends, by the stage at the other end.
-    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes; `undeferred`: those of
-      them whose gradients the input half computes, and why.
-    - `varying`: whether what it does may depend on the values of tensors.
+    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes.
+    - `functions`: what is computed.
     """
 
     index: int
-    function: Function
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     unused: tuple[str, ...]
-    constants: Tensors
     batch: tuple[int, ...]
     results: tuple[Spec, ...]
     gets: tuple[Port, ...]
@@ -117,14 +62,12 @@ class Stage:
     grads: tuple[str, ...]
     totals: tuple[Spec, ...]
     wiring: Wiring
-    undeferred: Mapping[str, str]
-    varying: bool
+    functions: Functions
 
-    @cached_property
-    def splitter(self) -> Splitter:
-        """How the backward is split; it remembers the graph of the last microbatch."""
-        refused = {k: self.undeferred[name] for k, name in enumerate(self.grads) if name in self.undeferred}
-        return Splitter(refused, not self.varying)
+    @property
+    def undeferred(self) -> Mapping[str, str]:
+        """The parameters whose gradients the input half computes, and why."""
+        return {self.grads[k]: why for k, why in self.functions.undeferred.items()}
 
     def __str__(self) -> str:
         given = [f"{' '.join(map(str, port.specs))} to stage {port.peer}" for port in self.gives]
@@ -134,98 +77,30 @@ class Stage:
         return f"stage {self.index}: {'; '.join(parts)}"
 
     def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
-        """This stage's parameters as leaves of its own; those that want a gradient require it."""
-        wanted = self.wiring.trained
-        return tuple(params[name].detach().requires_grad_(k in wanted) for k, name in enumerate(self.parameters))
+        """This stage's parameters, as its functions take them."""
+        return self.functions.leaves(tuple([params[name] for name in self.parameters]))
 
     def forward(
         self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
-    ) -> tuple[Tensors, Tensors, Residuals | None]:
+    ) -> tuple[Tensors, Tensors, Any | None]:
         """Run the stage on one microbatch."""
-        wiring = self.wiring
-        arguments = [*params, *buffers, *self.constants, *inputs]
-        start = made_so_far()
-        for k in wiring.differentiated:
-            arguments[k] = arguments[k].detach().requires_grad_()
-        given = tuple(arguments)
-        for k in wiring.modified:
-            arguments[k] = arguments[k].clone()
-        with torch.set_grad_enabled(bool(wiring.leaves)):
-            made = self.function(key, *arguments)
-        values = (*made, *[arguments[k] for k in wiring.passed])
-        first = len(params)
-        new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
-        outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
-        return outputs, new, self._residuals(start, values, given) if wiring.leaves else None
+        return self.functions.forward(params, buffers, inputs, key)
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
-        """The outputs and buffers of `forward`, bit for bit, and nothing kept.
+        """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
+        return self.functions.evaluate(params, buffers, inputs, key)
 
-        Some operations choose their kernel by whether an argument requires a gradient, so autograd records here too;
-        but what it would save is dropped at once.
-        """
-        with saved_tensors_hooks(_dropped, _never):
-            outputs, new, _ = self.forward(params, buffers, inputs, key)
-        return outputs, new
-
-    def _residuals(self, start: int, values: Tensors, given: Tensors) -> Residuals:
-        wiring = self.wiring
-        roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
-        if wiring.loss is not None:
-            roots.insert(0, values[wiring.loss])
-        scoped = given if self.function.scope is not None else ()
-        return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
-
-    def backward(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+    def backward(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Tensors]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
-        if residuals is None:
-            return (), ()
-        found = _whole(self._grad(residuals, residuals.leaves, cotangents), residuals.leaves)
-        split = len(self.wiring.cotangents)
-        return self._outgoing(found[:split]), found[split:]
+        return self.functions.backward(residuals, cotangents)
 
-    def backward_input(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Deferred | None]:
+    def backward_input(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Any]:
         """The cotangents for earlier stages, and what is needed for the rest."""
-        if residuals is None:
-            return (), None
-        split = len(self.wiring.cotangents)
-        inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
-        half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
-        leaves = (*inputs, *[weights[k] for k in half.now])
-        found = self._grad(residuals, (*leaves, *half.edges), cotangents)
-        grads, incoming = _whole(found[: len(leaves)], leaves), found[len(leaves) :]
-        return self._outgoing(grads[:split]), Deferred(weights, half, grads[split:], incoming)
+        return self.functions.backward_input(residuals, cotangents)
 
-    def backward_weight(self, deferred: Deferred | None) -> Tensors:
+    def backward_weight(self, deferred: Any) -> Tensors:
         """The gradients of this stage's parameters."""
-        if deferred is None:
-            return ()
-        weights, half, grads, incoming = deferred
-        found = half.grads(incoming, weights)
-        found.update(zip(half.now, grads, strict=True))
-        return _whole([found.get(k) for k in range(len(weights))], weights)
-
-    def _incoming(self, cotangents: Tensors) -> tuple[Tensor | None, ...]:
-        """One per root; the loss has none, autograd begins there with one."""
-        return cotangents if self.wiring.loss is None else (None, *cotangents)
-
-    def _outgoing(self, found: Tensors) -> Tensors:
-        return tuple([spec.like(cotangent) for spec, cotangent in zip(self.wiring.cotangents, found, strict=True)])
-
-    def _grad(
-        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Tensors
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients at `leaves`, if there are any; the graph is freed."""
-        if not leaves or not residuals.roots:
-            return (None,) * len(leaves)
-        with self.function.placed(self._copied(residuals.arguments)):
-            # torch takes tensors and edges together
-            roots, ends = cast("tuple[Tensor, ...]", residuals.roots), cast("tuple[Tensor, ...]", leaves)
-            return torch.autograd.grad(roots, ends, self._incoming(cotangents), allow_unused=True)
-
-    def _copied(self, arguments: Tensors) -> Tensors:
-        """Arguments for what is run again in a backward: what it modifies is cloned, as in the forward, and dropped."""
-        return tuple([t.clone() if k in self.wiring.modified else t for k, t in enumerate(arguments)])
+        return self.functions.backward_weight(deferred)
 
     def shared(self, total: Tensors, peer: int) -> Tensors:
         """The gradients of the parameters of which stage `peer` holds copies."""
@@ -242,21 +117,3 @@ class Stage:
             return tuple(torch._foreach_add(total, grads))
         torch._foreach_add_(total, grads)
         return total
-
-
-def _whole(grads: Sequence[Tensor | None], leaves: Tensors) -> Tensors:
-    """The gradients, zeros where there is none."""
-    return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)])
-
-
-def _dropped(saved: object) -> None:
-    """What is left of a tensor that autograd saves."""
-
-
-def _never(saved: object) -> Tensor:
-    raise AssertionError("nobody asks for what was dropped")
-
-
-def _edge(tensor: Tensor) -> Tensor | GradientEdge:
-    """Where a cotangent enters, without keeping the tensor's data: a leaf stands for itself."""
-    return tensor if tensor.is_leaf else get_gradient_edge(tensor)

@@ -9,8 +9,8 @@ from models import few
 from torch import nn
 from torch.nn import functional
 
-from fpipe.formulas import FORMULAS, Operand
-from fpipe.splitting import Graph, Splitter
+from fpipe.differentiation.formulas import FORMULAS, Operand
+from fpipe.differentiation.splitting import Graph, Splitter
 from fpipe.tree import same_bits
 
 LAYOUTS = {

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.splitting import Graph, Splitter, made_so_far, search
+from fpipe.differentiation.splitting import Graph, Splitter, made_so_far, search
 from fpipe.tree import same_bits
 from schedules import one_f_one_b, split_backward
 
@@ -283,5 +283,5 @@ def test_where_data_decide_the_graph_is_searched_each_time():
     want = loop(model, mse, inputs, targets, 8)
     assert same_bits(step.loss, want.loss)
     assert all(same_bits(grads[k], want.grads[k]) for k in want.grads)
-    assert [stage.varying for stage in pipe.stages] == [False, True]
+    assert [stage.functions.varying for stage in pipe.stages] == [False, True]
     assert set(pipe.stages[1].undeferred.values()) == {"data decide how it is used"}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fpipe.formulas import Formula, Kept, Node, Operand, formula_of
+from fpipe.differentiation.formulas import Formula, Kept, Node, Operand, formula_of
 
 Root: TypeAlias = Tensor | GradientEdge
 AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage differentiated by autograd, anew for every microbatch.
+
+Invariant: a tensor that a later stage uses too is a root as well as a leaf of the backward, so autograd adds the
+stage's own share to the incoming cotangent in the order of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from fpipe.capture.contract import Function, Tensors
+from fpipe.differentiation.contract import Wiring
+from fpipe.differentiation.splitting import Graph, Half, Splitter, made_so_far
+
+
+class Residuals(NamedTuple):
+    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out.
+
+    `start` is the number of the graph's first node.
+    """
+
+    start: int
+    roots: tuple[Tensor | GradientEdge, ...]
+    leaves: Tensors
+    arguments: Tensors
+
+
+class Deferred(NamedTuple):
+    """What the input half keeps for the weight half: gradients that it has already, and what others are made of."""
+
+    weights: Tensors
+    half: Half
+    grads: Tensors
+    incoming: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """The functions of a stage, by autograd; the input half frees what it can, `splitting` says how.
+
+    - `undeferred`: the gradients that the input half computes, and why.
+    - `varying`: whether what the stage does may depend on the values of tensors.
+    """
+
+    function: Function
+    wiring: Wiring
+    constants: Tensors
+    undeferred: Mapping[int, str]
+    varying: bool
+
+    @property
+    def remark(self) -> str:
+        """Nothing: this is the way that takes everything."""
+        return ""
+
+    @cached_property
+    def splitter(self) -> Splitter:
+        """How the backward is split; it remembers the graph of the last microbatch."""
+        return Splitter(self.undeferred, not self.varying)
+
+    def leaves(self, params: Tensors) -> Tensors:
+        """Leaves of this step's own; those that want a gradient require it."""
+        wanted = self.wiring.trained
+        return tuple([tensor.detach().requires_grad_(k in wanted) for k, tensor in enumerate(params)])
+
+    def forward(
+        self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
+    ) -> tuple[Tensors, Tensors, Residuals | None]:
+        """Run the stage on one microbatch."""
+        wiring = self.wiring
+        arguments = [*params, *buffers, *self.constants, *inputs]
+        start = made_so_far()
+        for k in wiring.differentiated:
+            arguments[k] = arguments[k].detach().requires_grad_()
+        given = tuple(arguments)
+        for k in wiring.modified:
+            arguments[k] = arguments[k].clone()
+        with torch.set_grad_enabled(bool(wiring.leaves)):
+            made = self.function(key, *arguments)
+        values = (*made, *[arguments[k] for k in wiring.passed])
+        first = len(params)
+        new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
+        outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
+        return outputs, new, self._residuals(start, values, given) if wiring.leaves else None
+
+    def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
+        """The outputs and buffers of `forward`, bit for bit, and nothing kept.
+
+        Some operations choose their kernel by whether an argument requires a gradient, so autograd records here too;
+        but what it would save is dropped at once.
+        """
+        with saved_tensors_hooks(_dropped, _never):
+            outputs, new, _ = self.forward(params, buffers, inputs, key)
+        return outputs, new
+
+    def _residuals(self, start: int, values: Tensors, given: Tensors) -> Residuals:
+        wiring = self.wiring
+        roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
+        if wiring.loss is not None:
+            roots.insert(0, values[wiring.loss])
+        scoped = given if self.function.scope is not None else ()
+        return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
+
+    def backward(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+        """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
+        if residuals is None:
+            return (), ()
+        found = _whole(self._grad(residuals, residuals.leaves, cotangents), residuals.leaves)
+        split = len(self.wiring.cotangents)
+        return self._outgoing(found[:split]), found[split:]
+
+    def backward_input(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Deferred | None]:
+        """The cotangents for earlier stages, and what is needed for the rest."""
+        if residuals is None:
+            return (), None
+        split = len(self.wiring.cotangents)
+        inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
+        half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
+        leaves = (*inputs, *[weights[k] for k in half.now])
+        found = self._grad(residuals, (*leaves, *half.edges), cotangents)
+        grads, incoming = _whole(found[: len(leaves)], leaves), found[len(leaves) :]
+        return self._outgoing(grads[:split]), Deferred(weights, half, grads[split:], incoming)
+
+    def backward_weight(self, deferred: Deferred | None) -> Tensors:
+        """The gradients of this stage's parameters."""
+        if deferred is None:
+            return ()
+        weights, half, grads, incoming = deferred
+        found = half.grads(incoming, weights)
+        found.update(zip(half.now, grads, strict=True))
+        return _whole([found.get(k) for k in range(len(weights))], weights)
+
+    def _incoming(self, cotangents: Tensors) -> tuple[Tensor | None, ...]:
+        """One per root; the loss has none, autograd begins there with one."""
+        return cotangents if self.wiring.loss is None else (None, *cotangents)
+
+    def _outgoing(self, found: Tensors) -> Tensors:
+        return tuple([spec.like(cotangent) for spec, cotangent in zip(self.wiring.cotangents, found, strict=True)])
+
+    def _grad(
+        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Tensors
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients at `leaves`, if there are any; the graph is freed."""
+        if not leaves or not residuals.roots:
+            return (None,) * len(leaves)
+        with self.function.placed(self._copied(residuals.arguments)):
+            # torch takes tensors and edges together
+            roots, ends = cast("tuple[Tensor, ...]", residuals.roots), cast("tuple[Tensor, ...]", leaves)
+            return torch.autograd.grad(roots, ends, self._incoming(cotangents), allow_unused=True)
+
+    def _copied(self, arguments: Tensors) -> Tensors:
+        """Arguments for what is run again in a backward: what it modifies is cloned, as in the forward, and dropped."""
+        return tuple([t.clone() if k in self.wiring.modified else t for k, t in enumerate(arguments)])
+
+
+def _whole(grads: Sequence[Tensor | None], leaves: Tensors) -> Tensors:
+    """The gradients, zeros where there is none."""
+    return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)])
+
+
+def _dropped(saved: object) -> None:
+    """What is left of a tensor that autograd saves."""
+
+
+def _never(saved: object) -> Tensor:
+    raise AssertionError("nobody asks for what was dropped")
+
+
+def _edge(tensor: Tensor) -> Tensor | GradientEdge:
+    """Where a cotangent enters, without keeping the tensor's data: a leaf stands for itself."""
+    return tensor if tensor.is_leaf else get_gradient_edge(tensor)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a way of differentiating a stage is: its pure functions, on tuples of tensors.
+
+Which tensor is which is said once, by `Wiring`, for all ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fpipe.capture.contract import Tensors
+from fpipe.spec import Spec
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which tensor goes where inside a stage.
+
+    Arguments are counted in the order parameters, buffers, constants, batch, received values; values are the outputs of
+    the function, then the arguments named by `passed`.
+
+    - `parameters`, `buffers`: how many of them there are.
+    - `trained`: arguments that are parameters and want a gradient; `differentiated`: received values that do.
+    - `modified`: arguments that the function modifies in place, cloned first.
+    - `passed`: arguments that are needed behind the function: values passed on, shared parameters.
+    - `outputs`: the values that leave, in order, and their layouts.
+    - `loss`: the value from which the backward begins, on the stage that computes the loss.
+    - `roots`: the values at which cotangents enter, in the order in which they are received.
+    - `leaves`: arguments at which gradients come out: for earlier stages, laid out as `cotangents`, then own ones.
+    """
+
+    parameters: int
+    buffers: int
+    trained: frozenset[int]
+    differentiated: tuple[int, ...]
+    modified: tuple[int, ...]
+    passed: tuple[int, ...]
+    outputs: tuple[tuple[int, Spec], ...]
+    loss: int | None
+    roots: tuple[int, ...]
+    leaves: tuple[int, ...]
+    cotangents: tuple[Spec, ...]
+
+
+class Functions(Protocol):
+    """The functions of a stage, which `fpipe.stage` explains; nothing that is passed in is modified."""
+
+    @property
+    def undeferred(self) -> Mapping[int, str]:
+        """The gradients that the input half computes, by their number among the stage's own, and why."""
+
+    @property
+    def remark(self) -> str:
+        """What users may want to know of how this stage is differentiated; empty if there is nothing."""
+
+    def leaves(self, params: Tensors) -> Tensors:
+        """Parameters in the form that `forward` takes."""
+
+    def forward(
+        self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
+    ) -> tuple[Tensors, Tensors, Any | None]:
+        """Outputs, buffers, and residuals; `None` where nothing wants a gradient."""
+
+    def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
+        """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
+
+    def backward(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+        """Cotangents for earlier stages, and gradients."""
+
+    def backward_input(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Any]:
+        """Cotangents for earlier stages, and what is needed for the rest."""
+
+    def backward_weight(self, deferred: Any) -> Tensors:
+        """Gradients."""
