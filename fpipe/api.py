@@ -27,6 +27,7 @@ from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Asked, Cuts, asked
 from fpipe.one_device import one_device, orders
 from fpipe.pipe import Pipeline
+from fpipe.recording import Record
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
 from fpipe.ties import Tied, summed
@@ -35,7 +36,7 @@ from fpipe.transport.distributed import DistributedRanks
 from fpipe.transport.local import LocalRanks
 from fpipe.variant import TRAINING, Variant
 from fpipe.verification import Computed, eagerly, require_equal
-from schedules import Schedule, Span
+from schedules import Schedule
 
 
 class ValueAndGrad(Protocol):
@@ -126,7 +127,7 @@ def pipeline(
     return pipe
 
 
-def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span], None] | None = None) -> ValueAndGrad:
+def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None = None) -> ValueAndGrad:
     """The function that computes loss and gradients of one step.
 
     It takes parameters and buffers as `pipe.init` returns them, a whole batch, and a seed, new for each step, if the
@@ -142,8 +143,9 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
     `None` for them if they are as in the example, or tensors on the meta device, which tell it the shapes:
     `x.to("meta")`.
 
-    With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span` in seconds for every
-    compute action of this process.
+    With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span`, in seconds of
+    `time.perf_counter`, for every compute action of this process, and for every transfer that it waited for; on an
+    accelerator after the step, with the device's times. `fpipe.timeline` makes one timeline of what all ranks recorded.
     """
     require_backward(pipe.schedule)
     variant = Variant(training=True, loss=True, outputs=outputs)
@@ -164,12 +166,13 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Callable[[Span
     return step
 
 
-def evaluate(pipe: Pipeline) -> Callable[..., Step]:
+def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
     """The function that computes outputs, and with targets the loss, in eval mode: forward only, no graph kept.
 
     It takes what the function of `value_and_grad` takes. Where the model computes its own loss, there always is one.
     The outputs are joined in microbatch order and are on the rank of the last stage. Under torch.distributed every rank
-    must call the function in the same order; whether there are targets must be clear to at least one of them.
+    must call the function in the same order; whether there are targets must be clear to at least one of them. `record`
+    is that of `value_and_grad`.
     """
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
@@ -179,7 +182,7 @@ def evaluate(pipe: Pipeline) -> Callable[..., Step]:
             loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
             batch = pipe.batch(inputs, targets, loss)
             plan = pipe.connected(Variant(training=False, loss=loss, outputs=True), batch.signature)
-            outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed))
+            outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed), record)
             return gather(plan, pipe.ranks, outcomes, buffers)
 
     return step

@@ -17,7 +17,6 @@ Invariant: an entry is removed by its one use, so what a microbatch held is free
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fpipe.transport.contract import Handle, Message, Payload, Route, Transport
@@ -160,8 +159,6 @@ Handler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload
 class Execution:
     """One rank's run of one program: its state, and where it stands (`at`).
 
-    `record`, if given, is called with each action, and when its handler began and ended; waiting is outside.
-
     - `kept`: payloads made on this rank, until they are sent or used here.
     - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
     - `residuals`, `deferred`: what a stage's forward, or input half, keeps for what follows.
@@ -170,14 +167,8 @@ class Execution:
 
     at: Instruction | None = None
 
-    def __init__(
-        self,
-        program: Linked,
-        transport: Transport,
-        inputs: Inputs,
-        record: Callable[[Action, float, float], None] | None = None,
-    ) -> None:
-        self.program, self.transport, self.inputs, self.record = program, transport, inputs, record
+    def __init__(self, program: Linked, transport: Transport, inputs: Inputs) -> None:
+        self.program, self.transport, self.inputs = program, transport, inputs
         self.buffers = {s: inputs.buffers[s] for s in program.stages}
         self.grads: dict[int, Any] = dict.fromkeys(self.buffers, ())
         self.counts = dict.fromkeys(self.buffers, 0)
@@ -191,7 +182,7 @@ class Execution:
 
     def run(self) -> Generator[Handle, None, Outcome]:
         """Interpret the program: yields handles that are not done, returns the outcome."""
-        kept, posted, record = self.kept, self.posted, self.record
+        kept, posted = self.kept, self.posted
         channels = [self.transport.channel(source, target) for source, target in self.program.channels]
         for instruction in self.program.instructions:
             self.at = instruction
@@ -211,12 +202,7 @@ class Execution:
                     arrived += handle.take()
                 else:
                     arrived += kept.pop(number)
-            if record is None:
-                values = handler(self, action, stage, arrived)
-            else:
-                start = perf_counter()
-                values = handler(self, action, stage, arrived)
-                record(action, start, perf_counter())
+            values = handler(self, action, stage, arrived)
             for number, part in made:
                 kept[number] = values[part]
             del arrived, values

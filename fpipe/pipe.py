@@ -10,7 +10,7 @@ captured, and a plan, are made once and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -31,11 +31,11 @@ from fpipe.executor import Execution, Inputs, Outcome
 from fpipe.materialisation.initialisation import Initialiser, initialised, reset_parameters
 from fpipe.materialisation.loading import Source, loaded
 from fpipe.plan import Plan
-from fpipe.recording import spans_of
+from fpipe.recording import Record, recorded
 from fpipe.stage import Stage
 from fpipe.transport.contract import Ranks, Transport
 from fpipe.variant import TRAINING, Variant
-from schedules import Program, Schedule, Span, check, forwards, lower
+from schedules import Program, Schedule, check, forwards, lower
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,15 +226,21 @@ class Pipeline:
                 owners.setdefault(name, self.schedule.placement.homes[stage.index])
         return tuple(name for name in self.training.params if owners[name] in self.ranks.ranks)
 
-    def run(self, plan: Plan, inputs: Inputs, record: Callable[[Span], None] | None = None) -> dict[int, Outcome]:
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.captures.batchings[True].home
+
+    def run(self, plan: Plan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
         """Run the plan's program on this process's ranks; the outcome of each. `record` gets a span per action."""
 
         def execution(rank: int, transport: Transport) -> Execution:
-            recorded = None if record is None else spans_of(rank, record)
-            return Execution(plan.linked[rank], transport, inputs, recorded)
+            return Execution(plan.linked[rank], transport, inputs)
 
         with random.preserved(plan.devices):
-            return self.ranks.run(execution)
+            if record is None:
+                return self.ranks.run(execution)
+            return recorded(self.ranks, plan.linked, inputs, self.device, record)
 
     def __str__(self) -> str:
         how = self.schedule

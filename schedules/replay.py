@@ -30,12 +30,25 @@ _BAD = (KeyError, TypeError, ValueError)  # what comes of taking something else 
 
 
 class Span(NamedTuple):
-    """`rank` was busy with `action` from `start` to `end`."""
+    """`rank` was busy with `action` from `start` to `end`; or waited for it, if it is a transfer.
+
+    A simulation has no spans of waits: a rank waits wherever it is not busy.
+    """
 
     rank: int
     action: Action
     start: float
     end: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waited for a transfer: `RECV` for what it needed, `WAIT` for a send to be done.
+
+        >>> from schedules import F, parse
+        >>> Span(1, F(1, 0), 2, 3).waits, Span(1, parse("1RECV_F0<0"), 0, 2).waits
+        (False, True)
+        """
+        return self.action.peer is not None
 
 
 def needs(action: Action, graph: Graph) -> list[Token]:

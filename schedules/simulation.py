@@ -6,6 +6,9 @@ Problem. Whether a schedule is good depends on the costs; trying it on machines 
 Idea. `replay` plays all ranks: an action starts when its rank is free and its last value has arrived. A timeline is a
 stream of `Span`s; `summarize` folds it, whether it was simulated or measured, and `simulate` does so on the way.
 Nothing is kept but what is in flight.
+
+From its first action to its last a rank is busy, or waits for others, or, where the timeline was measured, is about to
+post transfers.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Timeline:
     - `makespan`: from the first start to the last end on any rank.
     - `span`: the longest time from one rank's first start to its last end (arXiv 2401.10241, section 5.3).
     - `busy`: per rank, the time spent in actions.
+    - `waited`: per rank, the time from its first action to its last that it waited for others.
     - `peak_memory`: per rank, the most that was held at once; without sizes in units of one rank's activations of one
       microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights are counted too, once
       for each version of them that is kept.
@@ -43,6 +47,7 @@ class Timeline:
     makespan: float
     span: float
     busy: tuple[float, ...]
+    waited: tuple[float, ...]
     peak_memory: tuple[float, ...]
 
     @property
@@ -92,21 +97,39 @@ def simulate(
         next(running)
     except StopIteration as done:
         played = done.value
-    return _timeline(schedule, sizes, played.begin, played.clock, played.busy, played.peak)
+    return _timeline(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
 
 
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
-    """Fold a timeline of `schedule`, simulated or measured, that has at least one span per rank, per rank in order."""
+    """Fold a timeline of `schedule`, simulated or measured, that has at least one span per rank, per rank in order.
+
+    Waits are not busy, and `makespan` and `span` go from action to action. A timeline without spans of waits is taken
+    for one in which a rank waited wherever it was not busy, as a simulated one.
+
+    >>> from schedules import B, F, gpipe, parse
+    >>> measured = [Span(0, F(0, 0), 0, 1), Span(0, parse("0RECV_B0<1"), 1.5, 5), Span(0, B(0, 0), 5, 7)]
+    >>> measured += [Span(1, parse("1RECV_F0<0"), 0, 2), Span(1, F(1, 0), 2, 3), Span(1, B(1, 0), 3, 5)]
+    >>> timeline = summarize(measured, gpipe(ranks=2, microbatches=1))
+    >>> timeline.busy, timeline.waited, timeline.idle
+    ((3.0, 3.0), (3.5, 0.0), (4.0, 4.0))
+    """
     P = schedule.ranks
     require_stages(sizes or UNITS, schedule.stages)
     begin, finish = [inf] * P, [0.0] * P
     busy, held, peak = [0.0] * P, [0.0] * P, [0.0] * P
+    waited, pending, measured = [0.0] * P, [0.0] * P, False
     for rank, action, start, end in timeline:
+        if action.peer is not None:
+            measured, pending[rank] = True, pending[rank] + end - start
+            continue
+        if begin[rank] < inf:
+            waited[rank] += pending[rank]
+        pending[rank] = 0.0
         begin[rank], finish[rank] = min(begin[rank], start), max(finish[rank], end)
         busy[rank] += end - start
         held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices * schedule.backward
         peak[rank] = max(peak[rank], held[rank])
-    return _timeline(schedule, sizes, begin, finish, busy, peak)
+    return _timeline(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
 
 
 def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
@@ -137,14 +160,18 @@ def _timeline(
     finish: list[float],
     busy: list[float],
     peak: list[float],
+    waited: list[float] | None,
 ) -> Timeline:
-    span = max((f - b for f, b in zip(finish, begin, strict=True) if b < inf), default=0.0)
+    """Sum up; without `waited`, ranks waited wherever they were not busy."""
+    lasted = [f - b if b < inf else 0.0 for f, b in zip(finish, begin, strict=True)]
+    if waited is None:
+        waited = [max(0.0, whole - at_work) for whole, at_work in zip(lasted, busy, strict=True)]
     if sizes is None:
         unit = schedule.stages / schedule.ranks
         memory = tuple(most / unit for most in peak)
     else:
         memory = tuple(most + _weights(schedule, rank, sizes) for rank, most in enumerate(peak))
-    return Timeline(max(0.0, max(finish) - min(begin)), span, tuple(busy), memory)
+    return Timeline(max(0.0, max(finish) - min(begin)), max(lasted), tuple(busy), tuple(waited), memory)
 
 
 def _weights(schedule: Schedule, rank: int, sizes: Sizes) -> float:

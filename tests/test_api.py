@@ -192,7 +192,12 @@ def test_one_inside_the_other():
     inner = build(ZOO["dropping"], one_f_one_b(ranks=4, microbatches=3), 6)
     pipe, model, inputs, targets = outer = build(ZOO["normalised"], one_f_one_b(ranks=4, microbatches=3), 6)
     want, found = (run(*outer), run(*inner, seed=1)), []
-    step = fpipe.value_and_grad(pipe, outputs=True, record=lambda span: found.append(run(*inner, seed=1)))
+
+    def record(span):
+        if not span.waits:
+            found.append(run(*inner, seed=1))
+
+    step = fpipe.value_and_grad(pipe, outputs=True, record=record)
     out, grads = step(*pipe.init(model), inputs, targets)
     assert_same(Result(out.loss, out.outputs, grads, out.buffers), want[0])
     assert len(found) == 4 * 3 * 2
@@ -235,7 +240,7 @@ def test_spans_are_those_of_the_schedule():
     spans = []
     fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
     for rank in range(4):
-        mine = [span for span in spans if span.rank == rank]
+        mine = [span for span in spans if span.rank == rank and not span.waits]
         assert [span.action for span in mine] == list(pipe.schedule.actions(rank))
         assert all(0 < span.start <= span.end for span in mine)
 

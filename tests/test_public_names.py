@@ -21,7 +21,7 @@ SIGNATURES = {
         "*tied='exact' *batch_dims=0 *output_dims=0 *weight=None *group=None"
     ),
     "value_and_grad": "pipe outputs=False record=None",
-    "evaluate": "pipe",
+    "evaluate": "pipe record=None",
     "reference": "pipe outputs=False",
     "safetensors": "paths",
     "verify": "pipe model inputs targets=None *seed=None",

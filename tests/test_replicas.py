@@ -122,7 +122,8 @@ def test_measured_timelines_have_the_sums_too():
     spans = []
     fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
     for rank in range(4):
-        assert [span.action for span in spans if span.rank == rank] == list(pipe.schedule.actions(rank))
+        mine = [span.action for span in spans if span.rank == rank and not span.waits]
+        assert mine == list(pipe.schedule.actions(rank))
     assert summarize(spans, pipe.schedule).makespan > 0
 
 

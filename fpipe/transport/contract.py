@@ -28,7 +28,13 @@ Route: TypeAlias = tuple[int, int]
 
 
 class Handle(Protocol):
-    """A posted send or receive, to be waited for by the driver that knows its transport."""
+    """A posted send or receive, to be waited for by the driver that knows its transport.
+
+    - `end`, `message`: which end of which transfer was posted: `SEND` or `RECV`.
+    """
+
+    end: str
+    message: Message
 
     @property
     def done(self) -> bool:
@@ -90,6 +96,14 @@ def message(action: Action) -> Message:
     if kind.startswith("RECV"):
         return kind[5:], peer, microbatch, stage
     return kind[5:], stage, microbatch, peer
+
+
+def awaited(handle: Handle) -> Action:
+    """The transfer that whoever waits for the handle waits for: a receive, or a send that is to be let go of."""
+    what, source, microbatch, target = handle.message
+    if handle.end == "RECV":
+        return Action(f"RECV_{what}", target, microbatch, source)
+    return Action(f"WAIT_{what}", source, microbatch, target)
 
 
 def posted(end: str, carried: Message) -> str:

@@ -35,7 +35,10 @@ class Posted:
 
     done = False
 
-    def __init__(self, works: Sequence[dist.Work | None], data: Tensors, specs: Specs) -> None:
+    def __init__(
+        self, end: str, message: Message, works: Sequence[dist.Work | None], data: Tensors, specs: Specs
+    ) -> None:
+        self.end, self.message = end, message
         self.works, self.data, self.specs = works, data, specs
 
     def wait(self) -> None:
@@ -64,13 +67,13 @@ class DistributedChannel(NamedTuple):
         """Post the send of a tuple of tensors."""
         data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
         works = [dist.isend(bytes_, dst=self.target, group=self.group) for bytes_ in data if bytes_.numel()]
-        return Posted(works, data, ())
+        return Posted("SEND", message, works, data, ())
 
     def receive(self, message: Message, specs: Specs) -> Posted:
         """Post the receive of tensors of these specs."""
         data = tuple([spec.buffer() for spec in specs])
         works = [dist.irecv(bytes_, src=self.source, group=self.group) for bytes_ in data if bytes_.numel()]
-        return Posted(works, data, specs)
+        return Posted("RECV", message, works, data, specs)
 
 
 class DistributedTransport:

@@ -357,7 +357,7 @@ def spans_are_recorded(rank, size):
     pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
     spans = []
     fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
-    assert [span.action for span in spans] == list(pipe.schedule.actions(rank))
+    assert [span.action for span in spans if not span.waits] == list(pipe.schedule.actions(rank))
     assert {span.rank for span in spans} == {rank}
 
 
