@@ -14,6 +14,7 @@ from schedules.errors import (
     TableError,
     VocabularyError,
 )
+from schedules.estimation import estimate
 from schedules.families import (
     breadth_first,
     chimera,
@@ -84,6 +85,7 @@ __all__ = [
     "check",
     "critical_path",
     "dag",
+    "estimate",
     "forwards",
     "gpipe",
     "linear",

@@ -65,9 +65,9 @@ class ProgramError(PipelineError, RuntimeError):
 
 
 class TimelineError(PipelineError, ValueError):
-    """A timeline has a span that ends before it starts, or that starts or ends at no time at all.
+    """A timeline has a span that ends before it starts, or that starts or ends at no time at all, or lacks a stage.
 
-    Raised by `schedules.drawing`. The message names rank and action.
+    Raised by `schedules.drawing` and `estimate`. The message names rank and action, or the stage.
     """
 
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs from measured timelines, so that what was measured can be simulated, and compared.
+
+Problem. A simulation is as good as its costs, and what an action costs is known best from having run it.
+
+Idea. The time of an action is the median over microbatches and steps: a few that were disturbed do not count. The time
+of a transfer shows only where somebody was already waiting when its value was made; then it lasted from there to the
+end of the wait. Elsewhere it was hidden behind compute, and lasted any time up to that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any, TypeAlias
+
+from schedules.actions import KINDS
+from schedules.authoring import Schedule
+from schedules.costs import Costs
+from schedules.errors import TimelineError
+from schedules.replay import Span
+
+Times: TypeAlias = Mapping[str, float]
+"""Of one stage, by kind."""
+
+
+def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
+    """The costs that one or more measured timelines of `schedule` show, each of all ranks on one clock.
+
+    Of each kind and stage the median, for a whole microbatch; of transfers between ranks the median too, and 0 where no
+    rank waited for one from before it was sent. `B`, if only the halves were measured, is their sum; if only `B` was,
+    each half is half of it. A kind that was not measured costs what `Costs` says of it.
+
+    Raises `TimelineError` for a stage without a forward, or a backward if there is one in the schedule.
+
+    >>> from schedules import B, F, gpipe, parse
+    >>> times = {F(0, 0): (0, 1), F(1, 0): (3, 5), B(1, 0): (5, 9), B(0, 0): (10, 12)}
+    >>> measured = [Span(action.stage, action, *ends) for action, ends in times.items()]
+    >>> waited = [Span(1, parse("1RECV_F0<0"), 0, 3), Span(0, parse("0RECV_B0<1"), 1, 10)]
+    >>> costs = estimate(gpipe(ranks=2, microbatches=1), [*measured, *waited])
+    >>> costs.F, costs.B, costs.comm
+    ((1, 2), (2, 4), 1.5)
+    """
+    found, transfers = defaultdict[tuple[str, int], list[float]](list), list[float]()
+    for timeline in map(list, timelines):
+        transfers += _transfers(timeline)
+        for _, action, start, end in (span for span in timeline if not span.waits):
+            share = schedule.slices if KINDS[action.kind].after else 1
+            found[action.kind, action.stage].append((end - start) * share)
+    medians = {key: median(times) for key, times in found.items()}
+    stages = [{kind: time for (kind, s), time in medians.items() if s == stage} for stage in range(schedule.stages)]
+    whole = [_completed(stage, times, schedule.backward) for stage, times in enumerate(stages)]
+    costs: dict[str, Any] = {
+        kind: tuple(times.get(kind, 0.0 if kind in "GU" else times["F"]) for times in whole)
+        for kind in sorted(set[str]().union(*whole))
+    }
+    return Costs(comm=median(transfers) if transfers else 0.0, **costs)
+
+
+def _completed(stage: int, times: Times, backward: bool) -> Times:
+    """The times of one stage, and those of `F`, `B`, `I` and `W` that follow from others."""
+    forward = next((times[kind] for kind in ("F", "C", "OVERLAP_F", "R") if kind in times), None)
+    halves = times["I"] + times["W"] if {"I", "W"} <= times.keys() else None
+    whole = times.get("B", halves)
+    if forward is None or (whole is None and backward):
+        raise TimelineError(
+            f"stage {stage}: got spans of {sorted(times) or 'nothing'}, expected a forward"
+            f"{' and a backward' if backward else ''} of every stage. Pass one timeline of all ranks: fpipe.timeline "
+            "makes it of what each of them recorded in a step."
+        )
+    if whole is None:
+        return {"F": forward, **times}
+    return {"F": forward, "B": whole, "I": whole / 2, "W": whole / 2, **times}
+
+
+def _transfers(timeline: Iterable[Span]) -> Iterator[float]:
+    """How long transfers took that somebody waited for before they were sent; a fused pair sends at its end only."""
+    made, waits = defaultdict[tuple[str, int, int, int | None], list[float]](list), list[Span]()
+    for span in timeline:
+        kind, stage, i, _, part = span.action
+        if span.action.kind.startswith("RECV"):
+            waits.append(span)
+        elif KINDS[kind].crosses and kind != "OVERLAP_F":
+            made[KINDS[kind].crosses, stage, i, part].append(span.end)
+    for _, (kind, _, i, source, part), start, end in waits:
+        assert source is not None, "a transfer has a peer stage"
+        sent = max((time for time in made.get((kind[5:], source, i, part), ()) if time <= end), default=start)
+        if sent > start:
+            yield end - sent
