@@ -21,11 +21,7 @@ nightly: .venv/installed
 	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -n auto --dist worksteal
 
 bench: .venv/installed
-	$(BIN)/python benchmarks/overhead.py --end-to-end
-	$(BIN)/python benchmarks/schedules.py --incumbent
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/splitting.py
-	$(BIN)/python benchmarks/front_ends.py
+	$(BIN)/python -m benchmarks
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

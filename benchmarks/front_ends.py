@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a front end costs: to build a pipeline with it, and in every step.
 
-    python benchmarks/front_ends.py
+    python -m benchmarks.front_ends
 
 A transformer of 8 layers, once of width 32, where Python is all that counts, and once of width 128. Four stages in one
 process take 4 microbatches, forward and backward; beside it a plain loop calls the user's own model and `.backward()`.
@@ -14,12 +14,8 @@ import datetime
 import gc
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.remove(str(Path(__file__).parent))  # its schedules.py is a benchmark, not the package
 
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of four ranks that hold a quarter each of a model that none of them ever builds.
 
-    python benchmarks/memory.py
+    python -m benchmarks.memory
 
 A GPT of 118 million parameters (float32) is built on meta and cut into four stages. Every rank is a process of its own,
 over Gloo, and makes its share in one of three ways: from an initialiser, from safetensors files, or, to compare, out of
@@ -16,25 +16,21 @@ a point, in MiB over what the process had after all imports:
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from datetime import date
+from collections.abc import Mapping
 from pathlib import Path
-
-sys.path.remove(str(Path(__file__).parent))  # its schedules.py is a benchmark, not the package
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 import fpipe
+from benchmarks.common import ranks
+from benchmarks.common.models import cross_entropy, gpt, starts
+from benchmarks.common.rows import row
 from schedules import one_f_one_b
 
 RANKS, BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 8, 1024, 16, 8192, 32
@@ -42,38 +38,8 @@ MIB = 2**20
 WAYS = ("initialiser", "safetensors", "whole model")
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward part, both residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.feed = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add both parts to `x`."""
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.feed(x)
-
-
-class GPT(nn.Module):
-    """A transformer; its head is a matrix of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits."""
-        x = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def made() -> nn.Sequential:
+    return gpt(BLOCKS, WIDTH, HEADS, WORDS, LENGTH)
 
 
 def peak() -> float:
@@ -82,19 +48,15 @@ def peak() -> float:
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def rank(way: str, folder: str) -> None:
-    """What one rank does; writes its figures into `folder`."""
+    """What one rank does; reports its figures."""
     torch.set_num_threads(1)
     peaks = {"imports": peak()}
     dist.init_process_group("gloo")
     batch = torch.zeros(RANKS, LENGTH, dtype=torch.int64)
     with torch.device("cpu" if way == "whole model" else "meta"):
-        model = GPT()
-    cuts = [f"blocks.{BLOCKS * k // RANKS}" for k in range(1, RANKS)]
+        model = made()
+    cuts = [str(layer) for layer in starts(BLOCKS, RANKS)]
     pipe = fpipe.pipeline(
         model,
         example=(batch,),
@@ -111,8 +73,8 @@ def rank(way: str, folder: str) -> None:
     fpipe.value_and_grad(pipe)(params, buffers, (batch,), batch)
     peaks["step"] = peak()
     share = sum(value.nbytes for value in params.values()) / MIB
-    found = {"rank": dist.get_rank(), "share": share, "seconds": seconds, "peaks": peaks}
-    (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    over = {name: value - peaks["imports"] for name, value in peaks.items() if name != "imports"}
+    ranks.report({"holds": share, **over, "seconds": seconds})
     dist.destroy_process_group()
 
 
@@ -124,49 +86,29 @@ def source(way: str, folder: str, model: nn.Module) -> nn.Module | Mapping[str, 
 def save(folder: str) -> None:
     """A checkpoint in two files."""
     torch.manual_seed(0)
-    values = list(GPT().state_dict().items())
+    values = list(made().state_dict().items())
     (Path(folder) / "model").mkdir()
     for k in (0, 1):
         save_file(dict(values[k::2]), Path(folder) / "model" / f"{k}.safetensors")
 
 
-def run(folder: str, *commands: str) -> None:
-    """Run this file in other processes: one, or all ranks."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    launch = launch if commands[0] == "rank" else []
-    subprocess.run([sys.executable, *launch, __file__, *commands, folder], check=True, env=ENVIRONMENT)
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-COMMANDS: dict[str, Callable[..., None]] = {"rank": rank, "save": save}
-
-
-def table(folder: str) -> None:
-    """Run all ways and print what was measured."""
-    with torch.device("meta"):
-        whole = sum(parameter.nbytes for parameter in GPT().parameters()) / MIB
-    print(f"GPT of {whole:.0f} MiB on {RANKS} ranks; torch {torch.__version__}, {date.today()}\n")
-    columns = ("share", "imports", "pipeline", "made", "of share", "step", "of share", "seconds")
-    print(f"{'MiB':<14}{'rank':>5}" + "".join(f"{column:>10}" for column in columns))
-    for way in WAYS:
-        run(folder, "rank", way)
-        for k in range(RANKS):
-            found = json.loads((Path(folder) / f"{k}.json").read_text())
-            base, share, peaks = found["peaks"]["imports"], found["share"], found["peaks"]
-            over = {name: value - base for name, value in peaks.items()}
-            cells = f"{share:>10.0f}{base:>10.0f}{over['pipeline']:>10.0f}"
-            cells += "".join(f"{over[name]:>10.0f}{over[name] / share:>10.2f}" for name in ("share", "step"))
-            print(f"{way if not k else '':<14}{k:>5}{cells}{found['seconds']:>10.1f}")
-
-
 def main() -> None:
-    if len(sys.argv) > 1:
-        COMMANDS[sys.argv[1]](*sys.argv[2:])
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        run(folder, "save")
-        table(folder)
+    with TemporaryDirectory() as folder:
+        save(folder)
+        found = {way: ranks.start("benchmarks.memory", RANKS, way, folder) for way in WAYS}
+    with torch.device("meta"):
+        whole = sum(parameter.nbytes for parameter in made().parameters()) / MIB
+    for way, reports in found.items():
+        most = ranks.maxima(reports)["step"]
+        print(row(f"peak memory of a rank in a step, over imports, GPT of {whole:.0f} MiB, {way}", "MiB", most, None))
+    print(f"\n## Memory of {RANKS} ranks\n\nGPT of {whole:.0f} MiB; peaks in MiB, over imports.\n")
+    columns = ("holds", "pipeline", "share", "step", "seconds")
+    print(f"| parameters from | rank | {' | '.join(columns)} |\n|---|---|---|---|---|---|---|")
+    for way, reports in found.items():
+        for k, report in enumerate(reports):
+            cells = " | ".join(f"{report[column]:.0f}" for column in columns[:-1])
+            print(f"| {way} | {k} | {cells} | {report['seconds']:.1f} |")
 
 
 if __name__ == "__main__":
-    main()
+    rank(*sys.argv[1:]) if ranks.inside() else main()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs to split a backward in two, beside torch.distributed.pipelining in the same run.
 
-    python benchmarks/splitting.py
+    python -m benchmarks.splitting
 
 A stage in the middle of a pipeline, one microbatch, one thread. Per stage:
 
@@ -13,44 +13,21 @@ A stage in the middle of a pipeline, one microbatch, one thread. Per stage:
 
 from __future__ import annotations
 
-import gc
-import platform
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import date
-from pathlib import Path
 from typing import Any
-
-sys.path.remove(str(Path(__file__).parent))  # its schedules.py is a benchmark, not the package
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.nn import functional
 
 import fpipe
+from benchmarks.common.models import Block
+from benchmarks.common.rows import figure, most, row
+from benchmarks.common.turns import device, seconds, without_collection
 from schedules import one_f_one_b
 
 HEADS, MIB = 4, 2**20
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward part, both residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add both parts to `x`."""
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.feed(x)
 
 
 def mean(outputs: Tensor) -> Tensor:
@@ -62,10 +39,10 @@ Times = dict[str, list[float]]
 
 
 def timed(times: list[float], function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function, and append its processor time in microseconds."""
-    start = time.process_time_ns()
+    """Call the function, and append its time in microseconds."""
+    start = seconds()
     result = function(*args)
-    times.append((time.process_time_ns() - start) / 1e3)
+    times.append((seconds() - start) * 1e6)
     return result
 
 
@@ -73,7 +50,7 @@ class Ours:
     """A stage of a pipeline."""
 
     def __init__(self, layers: nn.Sequential, x: Tensor) -> None:
-        model = nn.Sequential(nn.Linear(x.shape[-1], x.shape[-1]), layers, nn.Identity())
+        model = nn.Sequential(nn.Linear(x.shape[-1], x.shape[-1], device=x.device), layers, nn.Identity())
         how = one_f_one_b(ranks=3, microbatches=1)
         pipe = fpipe.pipeline(model, example=(x,), loss=mean, schedule=how, cuts=["1", "2"])
         params, _ = pipe.init(model)
@@ -160,18 +137,16 @@ def least(layers: nn.Sequential, x: Tensor) -> int:
 
 def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[dict[str, float], int]]:
     """For both libraries, medians in microseconds, and bytes kept between the halves."""
-    sides: dict[str, Ours | Theirs] = {"fpipe": Ours(layers, x), "torch": Theirs(layers, x)}
+    sides: dict[str, Ours | Theirs] = {"fpipe": Ours(layers, x), "incumbent": Theirs(layers, x)}
     times: dict[str, Times] = {name: {"B": [], "I": [], "W": []} for name in sides}
     kept: dict[str, list[Tensor]] = {}
     for side in sides.values():  # once for nothing
         side.halves({"I": [], "W": []})
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
-        for name, side in sides.items():
-            side.whole(times[name])
-            kept[name] = side.halves(times[name])
-    gc.enable()
+    with without_collection():
+        for _ in range(rounds):
+            for name, side in sides.items():
+                side.whole(times[name])
+                kept[name] = side.halves(times[name])
     return {
         name: (
             {kind: statistics.median(values) for kind, values in times[name].items()},
@@ -182,27 +157,32 @@ def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[di
 
 
 STAGES = {
-    "4 GPT blocks, width 256, 4 x 128 tokens": (4, lambda: Block(256), (4, 128, 256), 21),
-    "16 GPT blocks, width 64, 4 x 32 tokens": (16, lambda: Block(64), (4, 32, 64), 41),
-    "Linear(8, 8), 4 rows": (1, lambda: nn.Linear(8, 8), (4, 8), 3001),
+    "4 GPT blocks, width 256, 4 x 128 tokens": (4, lambda: Block(256, HEADS), (4, 128, 256), 41, most(1.02)),
+    "16 GPT blocks, width 64, 4 x 32 tokens": (16, lambda: Block(64, HEADS), (4, 32, 64), 101, most(1.1)),
+    "Linear(8, 8), 4 rows": (1, lambda: nn.Linear(8, 8), (4, 8), 3001, most(1.3)),
 }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, one thread, torch {torch.__version__}")
-    print("processor time in microseconds, medians\n")
-    columns = ("B", "I", "W", "(I + W) / B", "kept MiB", "of the least")
-    print(f"{'':<42}{'':<7}" + "".join(f"{column:>13}" for column in columns))
-    for title, (count, make, shape, rounds) in STAGES.items():
-        layers, x = nn.Sequential(*[make() for _ in range(count)]), torch.randn(shape)
-        needed = least(layers, x)
-        for name, (found, kept) in measure(layers, x, rounds).items():
-            cells = "".join(f"{found[kind]:>13,.0f}" for kind in ("B", "I", "W"))
-            ratio = (found["I"] + found["W"]) / found["B"]
-            print(f"{title:<42}{name:<7}{cells}{ratio:>13.2f}{kept / MIB:>13.4g}{kept / needed:>13.2f}", flush=True)
-            title = ""
+    memory, details = [], []
+    for title, (count, make, shape, rounds, reach) in STAGES.items():
+        layers = nn.Sequential(*[make() for _ in range(count)]).to(device())
+        x = torch.randn(shape, device=device())
+        needed, found = least(layers, x), measure(layers, x, rounds)
+        ours, theirs = ((times["I"] + times["W"]) / times["B"] for times, _ in found.values())
+        print(row(f"(I + W) / full backward, {title}", "", ours, theirs, reach), flush=True)
+        ours, theirs = (kept / needed for _, kept in found.values())
+        memory.append(row(f"bytes kept between I and W over the minimum, {title}", "", ours, theirs, most(1)))
+        for name, (times, kept) in found.items():
+            cells = [figure(times[kind]) for kind in ("B", "I", "W")] + [figure(kept / MIB)]
+            details.append(f"| {title} | {name} | {' | '.join(cells)} |")
+    print(*memory, sep="\n")
+    print(
+        "\n## Halves of a backward, in microseconds\n\n| stage | | B | I | W | kept, MiB |\n|---|---|---|---|---|---|"
+    )
+    print(*details, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs to work with large schedules, beside torch.distributed.pipelining in the same run.
 
-    python benchmarks/schedules.py              # ours, whole; the incumbent at a sixteenth of the microbatches
-    python benchmarks/schedules.py --incumbent  # the incumbent whole, too: minutes
+    python -m benchmarks.planning              # ours, whole; the incumbent at a sixteenth of the microbatches
+    python -m benchmarks.planning --incumbent  # the incumbent whole, too: minutes
 
 1. Generate, check, lower and simulate interleaved 1F1B for 256 ranks x 2 chunks x 1024 microbatches: 1.05 million
    compute actions, on one core. The incumbent makes, lowers and simulates the same schedule.
-2. Simulate 1F1B for 4,096 ranks, streaming, and the memory that it takes as microbatches grow.
+2. Simulate 1F1B for 1,024 ranks, streaming, and the memory that it takes as microbatches grow.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]  # this file's name
-
-from schedules import (  # noqa: E402
+from benchmarks.common.rows import figure, row
+from schedules import (
     Costs,
     Schedule,
     check,
@@ -34,6 +31,7 @@ from schedules import (  # noqa: E402
 )
 
 RANKS, CHUNKS, MICROBATCHES = 256, 2, 1024
+STEPS = ("generate", "check", "lower", "simulate")
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -95,15 +93,14 @@ def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> d
     return found
 
 
-def table(rows: dict[str, dict[str, float]], actions: dict[str, int]) -> None:
-    steps = ("generate", "check", "lower", "simulate")
-    print(
-        f"{'seconds':<34}{'actions':>10}" + "".join(f"{step:>10}" for step in steps) + f"{'all':>10}{'us/action':>11}"
-    )
+def details(rows: dict[str, dict[str, float]], actions: dict[str, int]) -> None:
+    """The second table: every step in seconds."""
+    print("\n## Large schedules, in seconds\n\n| | actions |", " | ".join(STEPS), "| all | us per action |")
+    print("|---" * (len(STEPS) + 4) + "|")
     for name, found in rows.items():
-        cells = "".join(f"{found[step]:>10.2f}" if step in found else f"{'-':>10}" for step in steps)
+        cells = [figure(found.get(step)) for step in STEPS]
         whole = sum(found.values())
-        print(f"{name:<34}{actions[name]:>10,}{cells}{whole:>10.2f}{whole / actions[name] * 1e6:>11.2f}")
+        print(f"| {name} | {actions[name]:,} | {' | '.join(cells)} | {whole:.1f} | {whole / actions[name] * 1e6:.2f} |")
 
 
 def streaming(ranks: int, microbatches: int) -> None:
@@ -111,15 +108,13 @@ def streaming(ranks: int, microbatches: int) -> None:
     schedule = one_f_one_b(ranks=ranks, microbatches=microbatches)
     took, actions = seconds(lambda: simulate(schedule)), 2 * ranks * microbatches
     print(
-        f"\nsimulate 1F1B, {ranks:,} ranks x {microbatches:,} microbatches: {took:.1f} s, "
-        f"{actions / took:,.0f} actions per second"
+        f"\nSimulating 1F1B for {ranks:,} ranks x {microbatches:,} microbatches takes {took:.1f} s: "
+        f"{actions / took:,.0f} actions per second. Peak memory at 64 ranks:"
     )
     for some in (256, 1024, 4096):
         tracemalloc.start()
         simulate(one_f_one_b(ranks=64, microbatches=some))
-        print(
-            f"peak memory at 64 ranks x {some:>5,} microbatches: {tracemalloc.get_traced_memory()[1] / 1024:,.0f} KiB"
-        )
+        print(f"- {some:,} microbatches: {tracemalloc.get_traced_memory()[1] / 1024:,.0f} KiB")
         tracemalloc.stop()
 
 
@@ -139,8 +134,13 @@ def main() -> None:
     for microbatches in (small, *((MICROBATCHES,) if whole else ())):
         found = incumbents(RANKS, CHUNKS, microbatches, simulated=microbatches == small)
         add(f"incumbent, {microbatches} microbatches", microbatches, found)
-    table(rows, actions)
-    streaming(4096, 4096)
+    mine, other = (list(rows)[k] for k in (1, -1))
+    for step in ("generate", "lower"):
+        both = [rows[name][step] / actions[name] * 1e6 for name in (mine, other)]
+        print(row(f"{step} interleaved 1F1B, {RANKS} ranks, per action", "us", *both))
+    print(row(f"generate, check, lower and simulate, {actions[mine]:,} actions", "s", sum(rows[mine].values()), None))
+    details(rows, actions)
+    streaming(1024, 1024)
 
 
 if __name__ == "__main__":

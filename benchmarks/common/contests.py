@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same model under the same schedule by both libraries: functions that take one step, forward and backward.
+
+Both start from new gradients in every step and make the loss known where it arises; neither puts outputs together.
+`torch.distributed.pipelining` has no ZB-H1 of that name; its `ScheduleInterleavedZeroBubble` with one stage per rank is
+the paper's ZB-1P, the same order up to where the weight halves stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as theirs
+
+import fpipe
+from benchmarks.common.models import cross_entropy, parts, starts
+from schedules import Schedule, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+
+Step = Callable[[], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A schedule, by our factory and by the incumbent's class, and how many stages a rank has."""
+
+    name: str
+    factory: Callable[..., Schedule]
+    incumbent: Callable[..., Any]
+    chunks: int = 1
+
+    @property
+    def title(self) -> str:
+        """Both names."""
+        return f"{self.name} (`{self.factory.__name__}`, `{self.incumbent.__name__}`)"
+
+
+CONTESTS: Final = {
+    contest.name: contest
+    for contest in (
+        Contest("1F1B", one_f_one_b, theirs.Schedule1F1B),
+        Contest("interleaved", interleaved_1f1b, theirs.ScheduleInterleaved1F1B, 2),
+        Contest("ZB-H1", zb_h1, theirs.ScheduleInterleavedZeroBubble),
+        Contest("ZB-V", zb_v, theirs.ScheduleZBVZeroBubble, 2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, the number of its blocks, a batch, and how many microbatches it is cut into."""
+
+    model: nn.Sequential
+    blocks: int
+    tokens: Tensor
+    targets: Tensor
+    microbatches: int
+
+
+def ours(contest: Contest, task: Task) -> Step:
+    """A step of this rank by fpipe: its gradients."""
+    how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
+    cuts = [str(layer) for layer in starts(task.blocks, how.stages)]
+    batch = (task.tokens,)
+    pipe = fpipe.pipeline(task.model, example=batch, targets=task.targets, loss=cross_entropy, schedule=how, cuts=cuts)
+    state, step = pipe.init(task.model), fpipe.value_and_grad(pipe)
+    return lambda: step(*state, batch, task.targets)[1]
+
+
+def incumbents(contest: Contest, task: Task) -> Step:
+    """A step of this rank by the incumbent: its gradients."""
+    how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
+    held = how.placement.stages_on(dist.get_rank())
+    modules = parts(task.model, starts(task.blocks, how.stages))
+    stages = [PipelineStage(modules[s], s, how.stages, torch.device("cpu")) for s in held]
+    runner = contest.incumbent(stages if _several(contest) else stages[0], task.microbatches, loss_fn=cross_entropy)
+    given = (task.tokens,) if 0 in held else ()
+    wanted = {"target": task.targets, "losses": []} if how.stages - 1 in held else {}
+    named = {
+        name: p
+        for name, p in task.model.named_parameters()
+        if any(p is q for s in held for q in modules[s].parameters())
+    }
+
+    def step() -> dict[str, Tensor]:
+        for parameter in named.values():
+            parameter.grad = None
+        runner.step(*given, **wanted, return_outputs=False)
+        return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+
+    return step
+
+
+def _several(contest: Contest) -> bool:
+    """Whether the incumbent's class takes a list of stages."""
+    return issubclass(contest.incumbent, theirs.PipelineScheduleMulti)
+
+
+def require_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Fail unless both have computed the same gradients, up to rounding."""
+    assert mine.keys() == other.keys(), (sorted(mine), sorted(other))
+    for name, grad in mine.items():
+        torch.testing.assert_close(grad, other[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table that all benchmarks write into: a `Row` prints as one of its lines.
+
+>>> print(HEADER, row("a step", "s", 1.0, 2.0, most(0.6, of="ratio")), sep="\\n")
+| what | unit | fpipe | incumbent | fpipe / incumbent | reach | reached |
+|---|---|---|---|---|---|---|
+| a step | s | 1.00 | 2.00 | 0.500 | ratio <= 0.6 | yes |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+HEADER: Final = (
+    "| what | unit | fpipe | incumbent | fpipe / incumbent | reach | reached |\n|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What is wanted: a limit for our figure, or for its ratio to the incumbent's."""
+
+    limit: float
+    relation: Literal["<=", ">="]
+    of: Literal["figure", "ratio"]
+
+    def met(self, figure: float) -> bool:
+        """Whether a figure is within the limit."""
+        return figure <= self.limit if self.relation == "<=" else figure >= self.limit
+
+    def __str__(self) -> str:
+        return f"{'ratio ' if self.of == 'ratio' else ''}{self.relation} {self.limit:g}"
+
+
+def most(limit: float, of: Literal["figure", "ratio"] = "figure") -> Reach:
+    """At most this."""
+    return Reach(limit, "<=", of)
+
+
+def least(limit: float, of: Literal["figure", "ratio"] = "figure") -> Reach:
+    """At least this."""
+    return Reach(limit, ">=", of)
+
+
+def row(what: str, unit: str, ours: float, theirs: float | None, reach: Reach | None = None) -> str:
+    """A line of the table."""
+    ratio = None if theirs is None else ours / theirs
+    judged = ours if reach is None or reach.of == "figure" else ratio
+    reached = "" if reach is None or judged is None else "yes" if reach.met(judged) else "no"
+    cells = (what, unit, figure(ours), figure(theirs), figure(ratio), "" if reach is None else str(reach), reached)
+    return f"| {' | '.join(cells)} |"
+
+
+def figure(value: float | None) -> str:
+    """A number to three digits, or nothing."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:#.3g}"

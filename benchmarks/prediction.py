@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a step takes as long as the simulator says: measured over simulated, for every schedule.
+
+    python -m benchmarks.prediction                      # 4 and 8 ranks
+    python -m benchmarks.prediction 8 zb_v dualpipe      # some
+
+Every rank is a process, over Gloo. Two cores cannot compute for eight ranks, so stages sleep: each function of a stage
+of Linear(8, 8) lasts as long as its action costs, computing included. All else is as in any step: program, executor and
+transport. Simulated with these costs, and with the time of one transfer, measured between two ranks, as `comm`. A step
+goes from the first start on any rank to the last end; medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fpipe
+import schedules
+from benchmarks.common import ranks
+from benchmarks.common.rows import most, row
+from fpipe.executor import Execution
+from fpipe.linking import link
+from fpipe.stage import Stage
+from fpipe.step import scatter
+from fpipe.transport.contract import Transport
+from schedules import Costs, Schedule, simulate
+
+UNIT: Final = 0.010  # seconds
+COSTS: Final = {"F": UNIT, "B": 2 * UNIT, "I": UNIT, "W": UNIT}
+WIDTH, ROUNDS, PINGS = 8, 3, 50
+FAMILIES: Final = (
+    *("gpipe", "one_f_one_b", "eager_1f1b", "kfkb", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble"),
+    *("zb_h1", "zb_h2", "zb_auto", "zb_v", "v_half", "v_min", "v_schedule", "v_1f1b", "dualpipe_v", "dualpipe"),
+    *("chimera", "hanayo"),
+)
+
+
+class Sleeping:
+    """A stage whose functions last as long as their actions cost."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.forward = lasting(COSTS["F"], stage.forward)
+        self.backward = lasting(COSTS["B"], stage.backward)
+        self.backward_input = lasting(COSTS["I"], stage.backward_input)
+        self.backward_weight = lasting(COSTS["W"], stage.backward_weight)
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the stage's."""
+        return getattr(self.stage, name)
+
+
+def lasting(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which returns so many seconds after it was called."""
+
+    def slow(*args: Any) -> Any:
+        end = time.perf_counter() + seconds
+        result = function(*args)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return result
+
+    return slow
+
+
+def step_of(how: Schedule) -> Callable[[], object]:
+    """One step of this rank, with stages that sleep."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(how.stages)])
+    x = torch.randn(how.microbatches, WIDTH)
+    cuts = [str(stage) for stage in range(1, how.stages)]
+    pipe = fpipe.pipeline(model, example=(x,), loss=Tensor.mean, schedule=how, cuts=cuts)
+    plan, (rank,) = pipe.training, pipe.ranks.ranks
+    stages = {s: Sleeping(pipe.stages[s]) for s in how.placement.stages_on(rank)}
+    linked = link(plan.program.actions(rank), stages, how.placement)
+    inputs = scatter(plan, *pipe.init(model), pipe.batch((x,), None), None)
+
+    def execution(rank: int, transport: Transport) -> Execution:
+        return Execution(linked, transport, inputs)
+
+    return lambda: pipe.ranks.run(execution)
+
+
+def measured(how: Schedule) -> float:
+    """Median seconds of a step."""
+    step, times = step_of(how), []
+    for turn in range(1 + ROUNDS):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        times += [ranks.makespan(start, time.perf_counter())] * bool(turn)
+    return statistics.median(times)
+
+
+def transfer() -> float:
+    """Median seconds of one transfer between ranks 0 and 1: half of there and back."""
+    data, times = torch.zeros(WIDTH), []
+    for _ in range(PINGS if dist.get_rank() < 2 else 0):
+        time.sleep(UNIT)  # both have gone to sleep, as in a step
+        start = time.perf_counter()
+        if dist.get_rank() == 0:
+            dist.send(data, 1)
+            dist.recv(data, 1)
+        else:
+            dist.recv(data, 0)
+            dist.send(data, 0)
+        times.append((time.perf_counter() - start) / 2)
+    return ranks.everywhere(statistics.median(times) if times else 0.0)[0]
+
+
+def rank(*names: str) -> None:
+    """One rank: seconds, measured and simulated, of each schedule."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    count, found, comm = dist.get_world_size(), {}, transfer()
+    for name in names or FAMILIES:
+        how = getattr(schedules, name)(ranks=count, microbatches=2 * count)
+        simulated = simulate(how, Costs(**COSTS, comm=comm)).makespan
+        found[name] = measured(how), simulated
+    ranks.report({"comm": comm, "found": found})
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    counts = [int(word) for word in sys.argv[1:] if word.isdigit()] or [4, 8]
+    names = [word for word in sys.argv[1:] if not word.isdigit()]
+    reports = {count: ranks.start("benchmarks.prediction", count, *names)[0] for count in counts}
+    for count, report in reports.items():
+        ratios = {name: step / simulated for name, (step, simulated) in report["found"].items()}
+        worst = max(ratios, key=ratios.__getitem__)
+        what = f"measured / simulated step, sleeping stages, {count} ranks, the worst of {len(ratios)}: `{worst}`"
+        print(row(what, "", ratios[worst], None, most(1.03)))
+        median = statistics.median(ratios.values())
+        print(row(f"the same, the median of {len(ratios)}", "", median, None, most(1.03)))
+    print("\n## Measured and simulated step\n")
+    unit = f"F = I = W = {UNIT * 1e3:g} ms, B = {2 * UNIT * 1e3:g} ms"
+    comms = ", ".join(f"{report['comm'] * 1e6:.0f} us on {count} ranks" for count, report in reports.items())
+    print(f"{unit}; twice as many microbatches as ranks. A transfer, measured: {comms}. Milliseconds.\n")
+    print("| schedule |" + "".join(f" {count} ranks: measured | simulated | ratio |" for count in counts))
+    print("|---|" + "---|---|---|" * len(counts))
+    for name in names or FAMILIES:
+        cells = [report["found"][name] for report in reports.values()]
+        print(f"| `{name}` |" + "".join(f" {a * 1e3:.1f} | {b * 1e3:.1f} | {a / b:.3f} |" for a, b in cells))
+
+
+if __name__ == "__main__":
+    rank(*[word for word in sys.argv[1:] if not word.isdigit()]) if ranks.inside() else main()
