@@ -19,6 +19,7 @@ from fpipe.materialisation.checkpoint import safetensors
 from fpipe.parts import ModuleGraph, Part
 from fpipe.pipe import Pipeline
 from fpipe.step import Step
+from fpipe.timelines import costs, timeline
 
 __all__ = [
     "CaptureError",
@@ -37,10 +38,12 @@ __all__ = [
     "TransportError",
     "Verification",
     "VocabularyError",
+    "costs",
     "evaluate",
     "pipeline",
     "reference",
     "safetensors",
+    "timeline",
     "value_and_grad",
     "verify",
 ]

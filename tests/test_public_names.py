@@ -11,8 +11,8 @@ import fpipe
 
 NAMES = """
 CaptureError CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline PipelineError
-ScheduleError SizeError Step TransportError Verification VocabularyError evaluate pipeline reference safetensors
-value_and_grad verify
+ScheduleError SizeError Step TransportError Verification VocabularyError costs evaluate pipeline reference safetensors
+timeline value_and_grad verify
 """
 
 SIGNATURES = {
@@ -24,6 +24,8 @@ SIGNATURES = {
     "evaluate": "pipe record=None",
     "reference": "pipe outputs=False",
     "safetensors": "paths",
+    "timeline": "pipe spans",
+    "costs": "pipe timelines",
     "verify": "pipe model inputs targets=None *seed=None",
 }
 

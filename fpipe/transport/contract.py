@@ -83,6 +83,12 @@ class Ranks(Protocol):
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
 
+    def ahead(self) -> float:
+        """By how many seconds the clock of this process is ahead of that of the first rank's."""
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """The rows that every process passes, the first rank's first; as many columns everywhere, on the CPU."""
+
 
 def message(action: Action) -> Message:
     """What a transfer carries, the same at both ends.

@@ -24,6 +24,7 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
+from fpipe.transport import clocks
 from fpipe.transport.contract import Message, Payload, Route, Transport
 
 Tensors: TypeAlias = tuple[Tensor, ...]
@@ -170,13 +171,16 @@ class DistributedRanks:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Count the step; raise `TransportError` if an earlier one broke off in the middle."""
-        if self.failure is not None:
-            raise TransportError(
-                f"rank {self.ranks[0]}: got another step after one that broke off ({self.failure}), expected none: the "
-                "other ranks' messages no longer fit. End the process, and start again from a checkpoint."
-            )
+        self._require_whole("another step")
         self.steps += 1
         yield
+
+    def _require_whole(self, what: str) -> None:
+        if self.failure is not None:
+            raise TransportError(
+                f"rank {self.ranks[0]}: got {what} after one that broke off ({self.failure}), expected none: the "
+                "other ranks' messages no longer fit. End the process, and start again from a checkpoint."
+            )
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Run this process's rank to its end, waiting where it must."""
@@ -214,3 +218,21 @@ class DistributedRanks:
         value = torch.tensor([int(flag)], device=self.device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return bool(value.item())
+
+    def ahead(self) -> float:
+        """By how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
+        self._require_whole("a timeline to put together")
+        return clocks.ahead(self.group, self.device)
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """The rows of all ranks; every rank must call this."""
+        count, columns = rows.shape
+        size = dist.get_world_size(self.group)
+        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(size)]
+        dist.all_gather(counts, torch.tensor([count], device=self.device), group=self.group)
+        most = max(int(one.item()) for one in counts)
+        mine = rows.new_zeros(most, columns, device=self.device)
+        mine[:count] = rows
+        found = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(found, mine, group=self.group)
+        return [one[: int(length.item())].cpu() for one, length in zip(found, counts, strict=True)]

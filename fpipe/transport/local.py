@@ -135,6 +135,14 @@ class LocalRanks:
         """The flag: every rank is here."""
         return flag
 
+    def ahead(self) -> float:
+        """Nothing: there is one clock."""
+        return 0.0
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """The rows: every rank is here."""
+        return [rows]
+
 
 def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[int, Outcome]:
     """Step these executions in turn, each as far as it goes; raises `DeadlockError` when none can go on."""

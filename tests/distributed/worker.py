@@ -46,9 +46,23 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fpipe
+from fpipe import recording
 from fpipe.materialisation.initialisation import initialised, leaves, reset_parameters
+from fpipe.transport import clocks
 from fpipe.tree import same_bits
-from schedules import Schedule, chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recompute, split_backward
+from schedules import (
+    Action,
+    B,
+    F,
+    Schedule,
+    chimera,
+    dualpipe,
+    dualpipe_v,
+    mirror,
+    one_f_one_b,
+    recompute,
+    split_backward,
+)
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
 CASES: dict[str, Callable[[int, int], None]] = {}
@@ -359,6 +373,52 @@ def spans_are_recorded(rank, size):
     fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
     assert [span.action for span in spans if not span.waits] == list(pipe.schedule.actions(rank))
     assert {span.rank for span in spans} == {rank}
+
+
+@case
+def timelines_of_all_ranks(rank, size):
+    """Every rank gets the same one, in which nothing is used before it is made: also where clocks are far apart."""
+    clock = time.perf_counter
+    for apart, tolerance in ((0.0, 0.0), (1000.0, 0.03)):
+        recording.perf_counter = clocks.perf_counter = lambda late=apart * rank: clock() - late
+        pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+        spans = []
+        fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
+        found = fpipe.timeline(pipe, spans)
+        assert found == gathered(found)[0]
+        assert min(span.start for span in found) == 0 <= max(span.end for span in found) < 100
+        require_causal(pipe, found, tolerance)
+        own = [span for span in found if span.rank == rank]
+        mine = spans[len(spans) - len(own) :]  # without the waits that ended before the step began elsewhere
+        assert [span.action for span in own] == [span.action for span in mine]
+        for got, want in zip(own[1:], mine[1:], strict=True):
+            assert abs((got.end - got.start) - (want.end - want.start)) < 1e-6
+        costs = fpipe.costs(pipe, found)
+        assert 0 < costs.comm < 100
+        assert len(costs.F) == len(costs.B) == size
+        spans.clear()
+        fpipe.evaluate(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
+        forwards = [span.action for span in fpipe.timeline(pipe, spans) if not span.waits]
+        assert forwards == [F(stage, i) for stage in range(size) for i in range(4)]
+    recording.perf_counter = clocks.perf_counter = clock
+    with raises(fpipe.InputError, "spans[0]: got", f"of rank {(rank + 1) % size}", f"of ranks [{rank}]"):
+        fpipe.timeline(pipe, [span for span in found if span.rank == (rank + 1) % size])
+
+
+def require_causal(pipe, found, tolerance):
+    """Actions are those of the schedule, and none begins, nor does the wait for it end, before its value is made."""
+    ended = {span.action: span.end for span in found}
+    for r in range(pipe.schedule.ranks):
+        actions = [span.action for span in found if span.rank == r and not span.waits]
+        assert actions == list(pipe.schedule.actions(r))
+    for span in found:
+        kind, s, i, peer, _ = span.action
+        if kind.startswith("RECV"):
+            assert span.end >= ended[Action(kind[5:], peer, i)] - tolerance
+        if kind == "F" and s:
+            assert span.start >= ended[F(s - 1, i)] - tolerance
+        if kind == "B" and s < pipe.schedule.stages - 1:
+            assert span.start >= ended[B(s + 1, i)] - tolerance
 
 
 @case

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One timeline of what all ranks recorded, and the costs that it shows.
+
+Problem. Every process has the spans of its own ranks, on a clock of its own.
+
+Idea. A span is a row of numbers, so rows travel as tensors. Each process puts its times on the first one's clock
+(`fpipe.transport.clocks`) before it sends them. What comes out has the form of `schedules.spans`, and can be summed up,
+drawn and simulated like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.pipe import Pipeline
+from schedules import KINDS, Action, Costs, Span, estimate
+
+WORDS: Final = tuple(KINDS)
+NONE: Final = -1  # in the row of an action without peer or slice
+
+
+def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The spans of all ranks, in seconds from the start of the first action, rank by rank in the order of time.
+
+    `spans` are those that this process recorded, of a step say (`value_and_grad(pipe, record=spans.append)`); under
+    torch.distributed every rank must call this. A wait that began before the first action begins at 0, so what ranks
+    waited for the step before is left out. Hosts have clocks of their own, which are told apart to within the shortest
+    round trip of a message; processes of one host have one clock.
+
+    Raises `InputError` for spans of ranks that are not in this process.
+
+    >>> import torch, fpipe
+    >>> from schedules import drawing, gpipe, spans, summarize
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean,
+    ...                       schedule=gpipe(ranks=2, microbatches=2), cuts=["1"])
+    >>> recorded = []
+    >>> step = fpipe.value_and_grad(pipe, record=recorded.append)
+    >>> _ = step(*pipe.init(model), (torch.ones(2, 4),))
+    >>> measured = fpipe.timeline(pipe, recorded)
+    >>> " ".join(str(span.action) for span in measured if span.rank == 0)
+    '0F0 0F1 0RECV_B0<1 0B0 0B1'
+    >>> simulated = spans(pipe.schedule, fpipe.costs(pipe, measured), pipe.program.graph)
+    >>> picture = drawing.svg({"measured": measured, "simulated": simulated})
+    """
+    mine = list(spans)
+    _require_own(mine, pipe.ranks.ranks)
+    rows = _rows(mine, pipe.ranks.ahead())
+    every = [_span(row) for found in pipe.ranks.collect(rows) for row in found.tolist()]
+    begin = min((span.start for span in every if not span.waits), default=0.0)
+    moved = (_moved(span, begin) for span in sorted(every, key=lambda span: span.rank))
+    return tuple(span for span in moved if not (span.waits and span.end <= 0))
+
+
+def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
+    """The costs that these timelines of training steps show, in seconds, for simulating the pipeline's schedule.
+
+    As `schedules.estimate` finds them. Where all ranks are in this process transfers cost nothing: a rank that waits
+    waits for its turn. Raises `TimelineError` for a stage without spans.
+    """
+    alone = len(pipe.ranks.ranks) == pipe.schedule.ranks
+    return estimate(pipe.schedule, *([span for span in one if not (alone and span.waits)] for one in timelines))
+
+
+def _require_own(spans: Sequence[Span], ranks: tuple[int, ...]) -> None:
+    """Raise `InputError` for a span that this process cannot have recorded."""
+    for position, span in enumerate(spans):
+        if span.rank not in ranks:
+            raise InputError(
+                f"spans[{position}]: got {span.action} of rank {span.rank}, expected spans of ranks {list(ranks)}, "
+                "which this process recorded. Pass what record= was called with, on each rank its own."
+            )
+
+
+def _rows(spans: Sequence[Span], ahead: float) -> Tensor:
+    """A row of numbers for each span, its times by the clock of the first process."""
+    rows = [
+        (rank, WORDS.index(kind), stage, i, *(NONE if one is None else one for one in more), start - ahead, end - ahead)
+        for rank, (kind, stage, i, *more), start, end in spans
+    ]
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(Action._fields) + 3)
+
+
+def _span(row: Sequence[float]) -> Span:
+    """The span of a row."""
+    *numbers, start, end = row
+    rank, word, stage, i, peer, part = map(int, numbers)
+    action = Action(WORDS[word], stage, i, None if peer == NONE else peer, None if part == NONE else part)
+    return Span(rank, action, start, end)
+
+
+def _moved(span: Span, begin: float) -> Span:
+    """The span counted from `begin`; what was waited before is left out."""
+    return span._replace(start=max(0.0, span.start - begin), end=span.end - begin)

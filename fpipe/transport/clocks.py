@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clocks of processes, compared by messages there and back.
+
+Problem. `time.perf_counter` counts from another beginning on every host.
+
+Idea. Each process asks the first one for its time, a few times, and takes the shortest round trip: the answer was read
+somewhere between question and return, so the middle of the two is wrong by half of that trip at most. An offset within
+that cannot be told from none and counts as none, so that processes of one host, which have one clock, are not moved;
+then it is wrong by the whole trip at most. On one idle host a trip takes 150 to 200 microseconds over Gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from time import perf_counter
+from typing import Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+TRIPS: Final = 16
+Trip: TypeAlias = tuple[float, float, float]
+"""When the question was sent, and the answer was back, by our clock; in between, what theirs said."""
+
+
+def ahead(group: dist.ProcessGroup, device: torch.device) -> float:
+    """By how many seconds this process's clock is ahead of the group's first; every process of it must call this."""
+    world, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    if rank:
+        return difference(_ask(world[0], group, device))
+    for other in world[1:]:
+        _answer(other, group, device)
+    return 0.0
+
+
+def difference(trips: Iterable[Trip]) -> float:
+    """By how much our clock is ahead of theirs, as the shortest of these round trips says; none if it cannot say.
+
+    >>> difference([(10.0, 4.0, 14.0), (20.0, 13.0, 22.0)]), difference([(1.0, 1.5, 3.0)])
+    (8.0, 0.0)
+    """
+    asked, theirs, back = min(trips, key=lambda trip: trip[2] - trip[0])
+    found = (asked + back) / 2 - theirs
+    return found if abs(found) > (back - asked) / 2 else 0.0
+
+
+def _ask(first: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[Trip]:
+    """Round trips to the first process."""
+    time = torch.zeros(1, dtype=torch.float64, device=device)
+    for _ in range(TRIPS):
+        asked = perf_counter()
+        dist.send(time, dst=first, group=group)
+        dist.recv(time, src=first, group=group)
+        theirs = time.item()
+        yield asked, theirs, perf_counter()
+
+
+def _answer(other: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Tell another process the time, as often as it asks."""
+    question = torch.zeros(1, dtype=torch.float64, device=device)
+    for _ in range(TRIPS):
+        dist.recv(question, src=other, group=group)
+        question.item()  # has arrived, also where receives only queue up
+        dist.send(torch.tensor([perf_counter()], dtype=torch.float64, device=device), dst=other, group=group)
