@@ -25,6 +25,7 @@ from fpipe.capture.modules import as_module
 from fpipe.captures import Captures
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Asked, Cuts, asked
+from fpipe.differentiation.ways import Backward, Way, way
 from fpipe.one_device import one_device, orders
 from fpipe.pipe import Pipeline
 from fpipe.recording import Record
@@ -59,6 +60,7 @@ def pipeline(
     stages: int | None = None,
     unsplittable: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd = "trace",
+    backward: Backward = "autograd",
     tied: Tied = "exact",
     batch_dims: Any = 0,
     output_dims: Any = 0,
@@ -93,6 +95,10 @@ def pipeline(
     - `stages`: how many, if there are no names or indices; the schedule's number, which may be left out.
     - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin. With the default front
       end their control flow may depend on data, as long as shapes do not.
+    - `backward`: how stages are differentiated: `"autograd"`, anew for every microbatch; `"graph"`, recorded once and
+      then run operator by operator, the same bits for less Python; or `"inductor"`, or another backend of
+      `torch.compile`, by name or itself: recorded and compiled, which is close and not bit for bit. What is recorded
+      does for ever what it did then; a stage that cannot be is left to autograd (`print(pipe)` says why).
     - `tied`: how gradients of parameters that several stages use are put together: `"exact"`, through cotangents that
       travel in every microbatch, bit for bit as on one device; `"sum"`, by adding up the stages' own gradients once, at
       the end of the step; or a dict of these by parameter name, any of its names, where the others are exact.
@@ -122,7 +128,7 @@ def pipeline(
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
-    pipe = _bound(module, batchings, output_dims, loss, schedule, where, seen_by, sums, group)
+    pipe = _bound(module, batchings, output_dims, loss, schedule, where, seen_by, sums, way(backward), group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -234,8 +240,12 @@ def verify(
     targets: Any = None,
     *,
     seed: int | None = None,
+    tolerance: float = 0,
 ) -> Verification:
     """Run one step three ways and compare loss, outputs (if they are trees), gradients and buffers bit for bit.
+
+    With a `tolerance`, a leaf may differ by that share of its largest magnitude: for compiled stages, and for
+    accelerators whose kernels are not deterministic.
 
     The pipeline, the reference, and `model` itself in a plain eager loop, from the model's present parameters. Under
     torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
@@ -249,7 +259,7 @@ def verify(
     whole = {n: p.detach() for n, p in module.named_parameters()}, dict(module.named_buffers())
     step, grads = reference(pipe, outputs)(*whole, inputs, targets, seed=seed)
     wanted = Computed(step.loss, step.outputs, grads, step.buffers).held(params)
-    compared = require_equal(got, wanted, "the reference")
+    compared = require_equal(got, wanted, "the reference", tolerance)
     batch = pipe.batch(inputs, targets)
     plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs), batch.signature)
     if plan.devices:
@@ -261,7 +271,7 @@ def verify(
     eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
     unused = {name: torch.zeros_like(params[name]) for name in pipe.training.assembly.captured.dynamic if name in kept}
     eager = eager._replace(grads=unused | dict(eager.grads))
-    return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly"))
+    return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly", tolerance))
 
 
 def _bound(
@@ -273,6 +283,7 @@ def _bound(
     cuts: Cuts,
     seen_by: FrontEnd,
     sums: frozenset[str],
+    how: Way | None,
     group: dist.ProcessGroup | None,
 ) -> Pipeline:
     """The pipeline of these arguments, without a tensor of the user's; its ranks are known, nothing is planned yet."""
@@ -284,6 +295,7 @@ def _bound(
         output_dims=output_dims,
         ranks=_ranks(schedule, group, device),
         summed=sums,
+        way=how,
     )
 
 

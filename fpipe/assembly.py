@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 
@@ -13,6 +14,8 @@ from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, 
 from fpipe.capture.observation import observe
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.contract import Functions, Wiring
+from fpipe.differentiation.joint import Examples
+from fpipe.differentiation.ways import Way
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
 from fpipe.metadata import Metadata, infer, made_by
@@ -53,6 +56,28 @@ class Assembly:
     def _specs(self, kind: type[Parameter | Buffer]) -> Mapping[str, Spec]:
         fakes = self.captured.fakes
         return {s.name: Spec.of(fakes[v]) for v, s in self.captured.sources.items() if isinstance(s, kind)}
+
+
+def differentiated(assembly: Assembly, way: Way, held: Collection[int]) -> Assembly:
+    """The stages `held` by this process with the functions that `way` makes of theirs; those of others as they are."""
+    stages = [
+        replace(stage, functions=_made(way, assembly.captured, layout, stage)) if stage.index in held else stage
+        for stage, layout in zip(assembly.stages, assembly.layouts, strict=True)
+    ]
+    return replace(assembly, stages=tuple(stages))
+
+
+def _made(way: Way, captured: Captured, layout: Layout, stage: Stage) -> Functions:
+    fakes = captured.fakes
+    with captured.mode:
+        arriving = tuple([spec.strided() for port in stage.gets for spec in port.specs])
+        cotangents = tuple([spec.strided() for port in stage.pulled_by for spec in port.specs])
+    params, buffers, constants, batch = (
+        tuple([fakes[value] for value in values])
+        for values in (layout.parameters, layout.buffers, layout.constants, layout.batch)
+    )
+    examples = Examples(params, buffers, constants, (*batch, *arriving), cotangents, captured.mode)
+    return way(cast("Autograd", stage.functions), examples)
 
 
 def assemble(

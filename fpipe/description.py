@@ -36,7 +36,7 @@ def describe(assembly: Assembly, model: nn.Module, placement: Placement, split: 
     for stage in assembly.stages:
         ranks = placement.replicas(stage.index)
         lines += ["", f"stage {stage.index} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"]
-        lines += [f"  {line}" for line in (*shown.stage(stage), *(_undeferred(stage) if split else ()))]
+        lines += [f"  {line}" for line in (*shown.stage(stage), *_backward(stage, split))]
     tied = _shortened(list(_tied(assembly.stages, model)), "... {} more")
     lines += ["", "tied parameters"] if tied else []
     return "\n".join([*lines, *[line for one in tied for line in _lines(one, "  ", "    ")]])
@@ -102,8 +102,12 @@ class _Shown:
         return path or "the model itself"
 
 
-def _undeferred(stage: Stage) -> Iterator[str]:
-    """The parameters whose gradients the input half of the backward computes, by reason."""
+def _backward(stage: Stage, split: bool) -> Iterator[str]:
+    """How it is differentiated, if that is worth a word; the gradients that the input half computes, by reason."""
+    if stage.functions.remark:
+        yield from _lines(stage.functions.remark, "backward    ", " " * 12)
+    if not split:
+        return
     for why in dict.fromkeys(stage.undeferred.values()):
         names = [name for name, reason in stage.undeferred.items() if reason == why]
         yield from _lines(f"{', '.join(_shortened(names, '{} more', 3))}: {why}", "undeferred  ", " " * 12)

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import READING, assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
+from fpipe.differentiation.splitting import Graph, search
 from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
 from fpipe.spec import Spec
-from fpipe.differentiation.splitting import Graph, search
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 
 from fpipe import random
 from fpipe.agreement import require_alike
-from fpipe.assembly import Assembly, assemble
-from fpipe.batching.batch import Batch, Signature
+from fpipe.assembly import Assembly, assemble, differentiated
+from fpipe.batching.batch import Batch, Microbatch, Signature
 from fpipe.batching.joining import Joining
 from fpipe.capture.contract import Captured
 from fpipe.captures import Captures
 from fpipe.description import describe
+from fpipe.differentiation.ways import Way
 from fpipe.errors import CutError, InputError, PipelineError
 from fpipe.executor import Execution, Inputs, Outcome
+from fpipe.footprint import sizes
 from fpipe.materialisation.initialisation import Initialiser, initialised, reset_parameters
 from fpipe.materialisation.loading import Source, loaded
 from fpipe.plan import Plan
@@ -35,7 +38,7 @@ from fpipe.recording import Record, recorded
 from fpipe.stage import Stage
 from fpipe.transport.contract import Ranks, Transport
 from fpipe.variant import TRAINING, Variant
-from schedules import Program, Schedule, check, forwards, lower
+from schedules import Program, Schedule, Sizes, check, forwards, lower
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,7 @@ class Pipeline:
     - `output_dims`: how outputs are joined.
     - `ranks`: which pipeline ranks this process runs: one of them under torch.distributed, else all.
     - `summed`: the parameters whose gradients are summed over stages.
+    - `way`: how stages are differentiated, if not by autograd.
     """
 
     schedule: Schedule
@@ -53,6 +57,7 @@ class Pipeline:
     output_dims: Any
     ranks: Ranks
     summed: frozenset[str] = frozenset()
+    way: Way | None = None
     plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
     connections: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
 
@@ -75,6 +80,26 @@ class Pipeline:
     def training(self) -> Plan:
         """The plan for loss and gradients of a batch like the example."""
         return self.plan(TRAINING)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """What a microbatch like the example's first holds on each stage, in bytes, for `schedules.simulate`.
+
+        Found on fake tensors, without allocating anything. `activation`: after a forward; `inputs`: after a
+        checkpointed one; `residual`: after the input half of a backward. Only what is the microbatch's counts, not the
+        step's batch, which is held throughout. `weight`: one version of the stage's parameters.
+
+        >>> import torch, fpipe
+        >>> from schedules import Costs, one_f_one_b, simulate
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(6, 4),), loss=torch.mean,
+        ...                       schedule=one_f_one_b(ranks=2, microbatches=3), cuts=["2"])
+        >>> pipe.sizes.activation, pipe.sizes.weight  # 2 rows of 8 and their loss, or what comes of them; 32 + 8 floats
+        ((64, 68), (160, 36))
+        >>> simulate(pipe.schedule, Costs(F=1, B=2), pipe.program.graph, pipe.sizes).peak_memory
+        (288.0, 104.0)
+        """
+        return sizes(self.training.assembly, self.schedule.placement)
 
     @property
     def computes_loss(self) -> bool:
@@ -107,10 +132,7 @@ class Pipeline:
 
     def _plan(self, variant: Variant, signature: Signature) -> Plan:
         microbatches = self.captures.batchings[variant.loss].split(signature)
-        made = {
-            one: assemble(*self.captures.of(variant, one), variant.outputs, self.schedule.placement, self.summed)
-            for one in dict.fromkeys(microbatches)
-        }
+        made = {one: self._assembly(variant, one) for one in dict.fromkeys(microbatches)}
         assemblies = tuple(made[one] for one in microbatches)
         require_alike(assemblies)
         schedule, graph = self.schedule, assemblies[0].graph
@@ -122,6 +144,13 @@ class Pipeline:
             _require_one_state(stage, schedule.placement.replicas(stage.index))
         joining = _joining(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
         return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining)
+
+    def _assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
+        placement = self.schedule.placement
+        made = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
+        if self.way is None:
+            return made
+        return differentiated(made, self.way, {s for rank in self.ranks.ranks for s in placement.stages_on(rank)})
 
     def connected(self, variant: Variant, signature: Signature | None = None) -> Plan:
         """The plan, its channels ready; every rank must ask for the same ones in the same order."""

@@ -71,7 +71,7 @@ class Spec:
             )
         if tensor.stride() == self.stride:
             return tensor
-        return self._strided().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
+        return self.strided().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """An uninitialised tensor in this layout; without gaps and repetitions, so that it can be written."""
@@ -92,7 +92,7 @@ class Spec:
         if self._dense:
             return packed.as_strided(self.shape, self.stride)
         inverse = [self._order.index(dim) for dim in range(len(self.shape))]
-        tensor = self._strided()
+        tensor = self.strided()
         self._once(tensor).copy_(packed.permute(inverse))
         return tensor
 
@@ -103,7 +103,8 @@ class Spec:
                 tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))
         return tensor
 
-    def _strided(self) -> Tensor:
+    def strided(self) -> Tensor:
+        """An uninitialised tensor of this shape and stride."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     @cached_property

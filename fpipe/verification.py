@@ -98,8 +98,11 @@ def _put_back(model: nn.Module) -> Iterator[None]:
             buffer.copy_(old)
 
 
-def require_equal(got: Computed, expected: Computed, against: str) -> int:
-    """Raise `MismatchError` at the first leaf that differs in any bit; return how many were compared."""
+def require_equal(got: Computed, expected: Computed, against: str, tolerance: float = 0) -> int:
+    """Raise `MismatchError` at the first leaf that differs; return how many were compared.
+
+    In any bit, or, where there is a `tolerance`, by more than that share of the leaf's largest magnitude.
+    """
     count = 0
     for name, mine, theirs in _pairs(got, expected):
         count += 1
@@ -108,14 +111,25 @@ def require_equal(got: Computed, expected: Computed, against: str) -> int:
             raise MismatchError(
                 f"{name}: got {which}, expected {'a tensor' if mine is None else 'nothing'} as {against} has."
             )
-        if not same_bits(mine, theirs):
-            far = (mine.double() - theirs.double()).abs().max().item() if mine.shape == theirs.shape else float("nan")
+        if not same_bits(mine, theirs) and not (tolerance and _close(mine, theirs, tolerance)):
+            far = _difference(mine, theirs) if mine.shape == theirs.shape else float("nan")
+            what = f"closer than {tolerance} of the largest magnitude" if tolerance else "the same"
             raise MismatchError(
-                f"{name}: got other bits than {against}, expected the same; the largest difference is {far:.3g}. "
+                f"{name}: got other bits than {against}, expected {what}; the largest difference is {far:.3g}. "
                 "Compare the number of intra-op threads (torch.get_num_threads()) and deterministic kernels on both "
                 "sides first."
             )
     return count
+
+
+def _close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    return _difference(mine, theirs) <= tolerance * float(theirs.abs().max().double())
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine.double() - theirs.double()).abs().max())
 
 
 def _pairs(got: Computed, expected: Computed) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:

@@ -8,7 +8,7 @@ would miss the statistics of batch normalisation, whose operators do not declare
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -92,17 +92,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        for position, declared in enumerate(func._schema.arguments):
-            undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING]
-            if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
-                self._write(args[position] if position < len(args) else kwargs.get(declared.name))
+        for argument in written(func, args, kwargs):
+            self._write(argument)
         self.foreign |= any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
         out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, "dropout_p", args, kwargs) != 0:
-            tensors = out if isinstance(out, tuple | list) else (out,)
-            self.drawn.update({tensor.device: None for tensor in tensors if isinstance(tensor, Tensor)})
+        self.drawn.update(dict.fromkeys(drawn(func, args, kwargs, out)))
         return out
 
     def _write(self, argument: Any) -> None:
@@ -111,6 +105,26 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.written.add(memory(tensor))
             elif isinstance(tensor, Tensor):
                 self.unregistered = True
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments of a call of an operator that it writes to."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return
+    for position, declared in enumerate(func._schema.arguments):
+        undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING]
+        if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
+            yield args[position] if position < len(args) else kwargs.get(declared.name)
+
+
+def drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
+    """From which devices' generators a call of an operator, which returned `out`, draws random numbers."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return []
+    if _argument(func, "dropout_p", args, kwargs) == 0:
+        return []
+    tensors = out if isinstance(out, tuple | list) else (out,)
+    return list(dict.fromkeys(tensor.device for tensor in tensors if isinstance(tensor, Tensor)))
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

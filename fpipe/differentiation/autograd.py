@@ -48,6 +48,7 @@ class Autograd:
 
     - `undeferred`: the gradients that the input half computes, and why.
     - `varying`: whether what the stage does may depend on the values of tensors.
+    - `remark`: why it is autograd that does it, where something else was asked for.
     """
 
     function: Function
@@ -55,11 +56,7 @@ class Autograd:
     constants: Tensors
     undeferred: Mapping[int, str]
     varying: bool
-
-    @property
-    def remark(self) -> str:
-        """Nothing: this is the way that takes everything."""
-        return ""
+    remark: str = ""
 
     @cached_property
     def splitter(self) -> Splitter:
@@ -127,6 +124,7 @@ class Autograd:
         leaves = (*inputs, *[weights[k] for k in half.now])
         found = self._grad(residuals, (*leaves, *half.edges), cotangents)
         grads, incoming = _whole(found[: len(leaves)], leaves), found[len(leaves) :]
+        half = half._replace(edges=())  # through their nodes the whole graph would stay, and the tensors at its leaves
         return self._outgoing(grads[:split]), Deferred(weights, half, grads[split:], incoming)
 
     def backward_weight(self, deferred: Deferred | None) -> Tensors:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a phase of a stage to a function: a line of Python for each node.
+
+The function takes a list and empties it, and every value is let go of after its last use; so nothing lives longer
+than it is needed, whoever calls. Operators are called as directly as Python can: by torch's own bindings where there is
+one for exactly this operator (`DIRECT`), else past the dispatcher's Python frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fpipe.differentiation.joint import CONSTANT
+from fpipe.differentiation.phases import Phase
+
+Run: TypeAlias = Callable[[list[Any]], tuple[tuple[Any, ...], ...]]
+"""Takes the values of `Phase.takes`, in a list that it empties; returns the groups of `Phase.gives`."""
+
+aten = torch.ops.aten
+DIRECT: Mapping[Any, Any] = MappingProxyType(
+    {
+        aten.mm.default: torch.mm,
+        aten.bmm.default: torch.bmm,
+        aten.addmm.default: torch.addmm,
+        aten.baddbmm.default: torch.baddbmm,
+        aten.t.default: torch.t,
+        aten.transpose.int: torch.transpose,
+        aten.permute.default: torch.permute,
+        aten.view.default: Tensor.view,
+        aten.expand.default: Tensor.expand,
+        aten.unsqueeze.default: torch.unsqueeze,
+        aten.sum.dim_IntList: torch.sum,
+        aten.add.Tensor: torch.add,
+        aten.sub.Tensor: torch.sub,
+        aten.mul.Tensor: torch.mul,
+        aten.div.Tensor: torch.div,
+        aten.relu.default: torch.relu,
+        aten.tanh.default: torch.tanh,
+        aten.gelu.default: torch._C._nn.gelu,
+        aten.native_layer_norm.default: torch.native_layer_norm,
+    }
+)
+
+
+def function(phase: Phase) -> Run:
+    """The phase as a function."""
+    names = {node: f"v{k}" for k, node in enumerate((*phase.takes, *phase.nodes))}
+    writer = _Writer(names)
+    last = _last_uses(phase)
+    lines = ["def run(box):", f"    {_tuple(names[node] for node in phase.takes)} = box" if phase.takes else "    pass"]
+    lines += ["    box.clear()", *writer.dropped(last.pop(None, []))]
+    for node in phase.nodes:
+        lines += [f"    {writer.call(node)}", *writer.dropped(last.get(node, []))]
+    lines.append(f"    return {_tuple(_tuple(names[node] for node in group) for group in phase.gives)}")
+    exec(compile("\n".join(lines), "<stage>", "exec"), writer.namespace)
+    made: Run = writer.namespace["run"]
+    return made
+
+
+def _tuple(entries: Iterable[str]) -> str:
+    return f"({''.join(f'{entry}, ' for entry in entries)})"
+
+
+def _last_uses(phase: Phase) -> dict[Node | None, list[Node]]:
+    """After which node each value is used no more, and is not returned; under `None` what is never used."""
+    returned = {node for group in phase.gives for node in group}
+    last: dict[Node, Node | None] = dict.fromkeys(phase.takes, None)
+    for node in phase.nodes:
+        for used in (node, *node.all_input_nodes):
+            last[used] = node
+    found: dict[Node | None, list[Node]] = {}
+    for value, user in last.items():
+        if value not in returned:
+            found.setdefault(user, []).append(value)
+    return found
+
+
+class _Writer:
+    """Writes calls; `namespace` holds what the text cannot say."""
+
+    def __init__(self, names: Mapping[Node, str]) -> None:
+        self.names = names
+        self.namespace: dict[str, Any] = {}
+        self.known: dict[Any, str] = {}
+
+    def call(self, node: Node) -> str:
+        """The line of a node."""
+        name = self.names[node]
+        if node.op == "get_attr":
+            return f"{name} = {self._named(node.meta[CONSTANT])}"
+        if _item(node):
+            return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
+        arguments = [self._text(one) for one in node.args]
+        arguments += [f"{keyword}={self._text(one)}" for keyword, one in node.kwargs.items()]
+        return f"{name} = {self._named(_callable(node.target))}({', '.join(arguments)})"
+
+    def dropped(self, nodes: list[Node]) -> list[str]:
+        """The line that lets go of these values."""
+        return [f"    del {', '.join(self.names[node] for node in nodes)}"] if nodes else []
+
+    def _text(self, argument: Any) -> str:
+        if isinstance(argument, Node):
+            return self.names[argument]
+        if isinstance(argument, list):
+            return f"[{', '.join(map(self._text, argument))}]"
+        if isinstance(argument, tuple):
+            return _tuple(map(self._text, argument))
+        return repr(argument) if argument is None or isinstance(argument, bool | int) else self._named(argument)
+
+    def _named(self, value: Any) -> str:
+        if id(value) not in self.known:
+            self.known[id(value)] = name = f"c{len(self.known)}"
+            self.namespace[name] = value
+        return self.known[id(value)]
+
+
+def _callable(target: Any) -> Any:
+    return DIRECT.get(target) or (target._op if isinstance(target, torch._ops.OpOverload) else target)
+
+
+def _item(node: Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a phase of a stage to a function, through a compiler: a backend of `torch.compile`.
+
+A compiler fuses operators, and so adds in another order: what comes out is close, and not the same bits. It knows
+nothing of seeds, so a phase that draws random numbers is not given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fpipe import random
+from fpipe.differentiation.code import Run, function
+from fpipe.differentiation.joint import CONSTANT
+from fpipe.differentiation.phases import Phase
+
+Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
+"""`compiler(module, examples)` returns a function like the module; as backends of `torch.compile` do."""
+
+
+def compiled(phase: Phase, compiler: Compiler) -> Run:
+    """The phase as a function that `compiler` makes; operator by operator if it has nothing for it."""
+    if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
+        return function(phase)
+    takes = [node for node in phase.takes if "val" in node.meta]  # not the key
+    wanted = {k for k, node in enumerate(phase.takes) if node in set(takes)}
+    run = compiler(_module(phase, takes), [node.meta["val"] for node in takes])
+    counts = [len(group) for group in phase.gives]
+
+    def call(box: list[Any]) -> tuple[tuple[Any, ...], ...]:
+        given = [value for k, value in enumerate(box) if k in wanted]
+        box.clear()
+        with torch.no_grad():
+            found = iter(run(*given))
+        return tuple([tuple(islice(found, count)) for count in counts])
+
+    return call
+
+
+def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
+    graph, to = Graph(), dict[Node, Node]()
+    holder = torch.nn.Module()
+    for k, node in enumerate(takes):
+        to[node] = graph.placeholder(f"taken_{k}")
+        to[node].meta = node.meta
+    for node in phase.nodes:
+        if node.op == "get_attr":
+            holder.register_buffer(str(node.target), node.meta[CONSTANT])
+        to[node] = graph.node_copy(node, lambda used: to[used])
+    graph.output(tuple(to[node] for node in _flat(phase)))
+    return GraphModule(holder, graph)
+
+
+def _flat(phase: Phase) -> Iterator[Node]:
+    return (node for group in phase.gives for node in group)

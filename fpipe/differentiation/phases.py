@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A joint graph cut into phases: the forward, the backward, and the two halves of the backward.
+
+The forward is what was recorded before the backward began. What the weight half computes is found from its end: from
+each gradient backwards, as long as all that a node makes goes to the weight half and the node is *deferrable*: a
+product, or something light before or behind one (views, casts, sums). So what is kept in between are operands of
+products: for linear layers, their inputs and the gradients of their outputs. All else is computed in the input half.
+
+Invariants. Every phase runs its nodes in the order of the recording. What is written in place in the backward, the
+weight half neither reads nor views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fpipe import random
+from fpipe.capture.observation import memory, written
+from fpipe.differentiation.joint import Joint
+
+aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.convolution_backward.default,
+        aten.embedding_dense_backward.default,
+    }
+)
+VIEWS = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
+LIGHT = VIEWS | SUMS | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
+SAME = frozenset({aten.detach.default, aten.alias.default})
+GETITEM = "getitem"
+
+
+class Phase(NamedTuple):
+    """Nodes that run together: what they take, and what they give, in groups."""
+
+    nodes: tuple[Node, ...]
+    takes: tuple[Node, ...]
+    gives: tuple[tuple[Node, ...], ...]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The functions of a stage as phases of a graph.
+
+    - `forward` takes key and arguments, and gives outputs, buffers, and what is kept.
+    - `backward` takes what is kept and cotangents, and gives outgoing cotangents and gradients.
+    - `input` takes the same, and gives outgoing cotangents and what `weight` takes, which gives the gradients.
+    - `early`: the gradients that `input` computes, by number, and why.
+    """
+
+    forward: Phase
+    backward: Phase
+    input: Phase
+    weight: Phase
+    early: Mapping[int, str]
+
+
+def divide(joint: Joint) -> Phases:
+    """Cut a joint graph."""
+    joint = _simplified(joint)
+    forward, backward = _whole(joint)
+    halves = _halved(joint)
+    first, second = _halves(halves)
+    early = {k: _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
+    return Phases(forward, backward, first, second, early)
+
+
+def _whole(joint: Joint) -> tuple[Phase, Phase]:
+    early = [node for node in joint.calls if node in joint.forward]
+    late = [node for node in joint.calls if node not in joint.forward]
+    made = {*early, *joint.arguments, joint.key}
+    kept = _across(made, late, (*joint.outgoing, *joint.grads))
+    return (
+        Phase(tuple(early), (joint.key, *joint.arguments), (joint.outputs, joint.buffers, kept)),
+        Phase(tuple(late), (*kept, *joint.cotangents), (joint.outgoing, joint.grads)),
+    )
+
+
+def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[Node]) -> tuple[Node, ...]:
+    """Those of the nodes made before a cut that are used behind it, each once."""
+    used = [*(operand for node in behind for operand in node.all_input_nodes), *returned]
+    return tuple(dict.fromkeys(node for node in used if node in made))
+
+
+def _maker(node: Node) -> str:
+    """What computes a gradient."""
+    while node.target in VIEWS or _is_item(node):
+        node = node.all_input_nodes[0]
+    return f"computed by {getattr(node.target, '__name__', node.target)}"
+
+
+def _halves(joint: Joint) -> tuple[Phase, Phase]:
+    _, backward = _whole(joint)
+    deferred = _deferred(joint, backward)
+    first = [node for node in backward.nodes if node not in deferred]
+    second = [node for node in backward.nodes if node in deferred]
+    rest = _across({*first, *backward.takes}, second, joint.grads)
+    return Phase(tuple(first), backward.takes, (joint.outgoing, rest)), Phase(tuple(second), rest, (joint.grads,))
+
+
+def _deferred(joint: Joint, backward: Phase) -> frozenset[Node]:
+    """The nodes of the weight half."""
+    candidates = _candidates(joint, backward)
+    worth = _worth(candidates, backward.nodes)
+    for node in reversed(backward.nodes):  # views in front of what is worth it
+        if node.target in VIEWS and node in candidates and node.users and worth.issuperset(node.users):
+            worth.add(node)
+    return frozenset(worth)
+
+
+def _candidates(joint: Joint, backward: Phase) -> set[Node]:
+    """Deferrable nodes, of which all that they make is used by such nodes, or is a gradient."""
+    needed, untouched = set(joint.outgoing), _untouched(backward.nodes)
+    found: set[Node] = set()
+    for node in reversed(backward.nodes):
+        if node not in needed and _deferrable(node) and untouched(node) and found.issuperset(_users(node)):
+            found.add(node)
+    return found
+
+
+def _deferrable(node: Node) -> bool:
+    return node.target in PRODUCTS or node.target in LIGHT or _is_item(node)
+
+
+def _is_item(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == GETITEM
+
+
+def _users(node: Node) -> Iterator[Node]:
+    return (user for user in node.users if user.op != "output")
+
+
+def _worth(candidates: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
+    """The products among the candidates, what is behind them, and sums of what they take, which is kept anyway."""
+    taken = {_origin(operand) for node in candidates if node.target in PRODUCTS for operand in node.all_input_nodes}
+    found: set[Node] = set()
+    for node in nodes:
+        if node in candidates:
+            behind = not found.isdisjoint(node.all_input_nodes)
+            summed = node.target in SUMS and taken.issuperset(map(_origin, node.all_input_nodes))
+            if node.target in PRODUCTS or behind or summed:
+                found.add(node)
+    return found
+
+
+def _origin(node: Node) -> Node:
+    """What a node is a view of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _untouched(nodes: Iterable[Node]) -> Any:
+    """Whether a node neither is, nor reads, memory that one of `nodes` writes to in place."""
+    values = [_value(argument) for node in nodes for argument in _written(node)]
+    touched = {memory(value) for value in values if value is not None}
+
+    def check(node: Node) -> bool:
+        values = [_value(one) for one in (node, *node.all_input_nodes)]
+        return not touched or all(value is None or memory(value) not in touched for value in values)
+
+    return check
+
+
+def _written(node: Node) -> Iterator[Node]:
+    for argument in written(node.target, node.args, node.kwargs):
+        for one in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(one, Node):
+                yield one
+
+
+def _value(node: Node) -> Tensor | None:
+    """The fake tensor that stood for a node in the recording."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+def _simplified(joint: Joint) -> Joint:
+    """Without what makes nothing new: detached copies, transposes of transposes, and what nobody uses."""
+    graph = Graph()
+    to: dict[Node, Node] = {}
+    for node in joint.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.target in SAME:
+            to[node] = to[node.args[0]]
+        elif node.target is aten.t.default and to[node.args[0]].target is aten.t.default:
+            to[node] = to[node.args[0]].all_input_nodes[0]
+        else:
+            to[node] = graph.node_copy(node, lambda used: to[used])
+    return _used(joint.mapped(graph, to))
+
+
+def _used(joint: Joint) -> Joint:
+    """Without nodes that nobody uses and that do nothing else."""
+    returned = {*joint.outputs, *joint.buffers, *joint.outgoing, *joint.grads}
+    for node in reversed(list(joint.calls)):
+        if not node.users and node not in returned and not _acts(node):
+            joint.graph.erase_node(node)
+    return joint
+
+
+def _acts(node: Node) -> bool:
+    """Whether a node does something besides what it returns: writes, draws, or seeds."""
+    operator = isinstance(node.target, torch._ops.OpOverload)
+    return node.is_impure() or any(True for _ in _written(node)) if operator else node.target is random.reseed
+
+
+def _item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
+    """A copy of a getitem, of the one of two nodes that has it."""
+    first = item.args[1] == 0
+    return graph.node_copy(item, lambda _: pair[0] if first else pair[1])
+
+
+def _is_both(node: Node) -> bool:
+    """Whether a node is the backward of a convolution, to its input and to weights."""
+    mask: Any = node.args[-1] if node.target is aten.convolution_backward.default else (False,)
+    return bool(mask[0]) and any(mask[1:])
+
+
+def _halved(joint: Joint) -> Joint:
+    """With each backward of a convolution as two: what other layers wait for, and what weights do."""
+    graph = Graph()
+    to: dict[Node, Node] = {}
+    for node in joint.graph.nodes:
+        if node not in joint.forward and _is_both(node):
+            *args, mask = node.args
+            given = [to[one] if isinstance(one, Node) else one for one in args]
+            masks = [mask[0], False, False], [False, *mask[1:]]
+            pair = [graph.call_function(node.target, (*given, one)) for one in masks]
+            to.update({item: _item(graph, item, pair) for item in node.users})
+            to[node] = pair[0]
+        elif node not in to:
+            to[node] = graph.node_copy(node, lambda used: to[used])
+    return joint.mapped(graph, to)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to differentiate a stage, by the names that users give.
+
+- `"autograd"`: by autograd, anew for every microbatch. Takes every model as it is.
+- `"graph"`: forward and backward are recorded once, and afterwards only torch's operators are called: the same bits,
+  for less Python. A stage does for ever what it did when it was recorded; what modules do besides in Python (counting
+  calls, printing) they do then only.
+- `"inductor"`, or any other backend of `torch.compile`, by name or itself: the same graphs, compiled. Close, and not
+  the same bits.
+
+A stage that cannot be recorded is left to autograd, and says so (`print(pipe)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from fpipe.differentiation.autograd import Autograd
+from fpipe.differentiation.code import Run, function
+from fpipe.differentiation.compiling import Compiler, compiled
+from fpipe.differentiation.contract import Functions
+from fpipe.differentiation.joint import Examples, record
+from fpipe.differentiation.phases import Phase, divide
+from fpipe.differentiation.recorded import Recorded
+from fpipe.errors import InputError
+
+Backward: TypeAlias = str | Compiler
+Way: TypeAlias = Callable[[Autograd, Examples], Functions]
+
+
+def way(backward: Backward) -> Way | None:
+    """How stages are differentiated, if not as they are; raises `InputError` for a name that is none."""
+    if backward == "autograd":
+        return None
+    if backward == "graph":
+        return partial(recorded, function, "as a graph")
+    compiler, name = _compiler(backward), backward if isinstance(backward, str) else repr(backward)
+    return partial(recorded, partial(compiled, compiler=compiler), f"as a graph, compiled by {name}")
+
+
+def _compiler(backward: Backward) -> Compiler:
+    if callable(backward):
+        return backward
+    known = ["autograd", "graph", *torch._dynamo.list_backends(exclude_tags=())]
+    if backward not in known:
+        raise InputError(
+            f"backward: got {backward!r}, expected one of {', '.join(known)}, or a backend of torch.compile itself. "
+            "Choose one of them."
+        )
+    return cast("Compiler", torch._dynamo.lookup_backend(backward))
+
+
+def recorded(run: Callable[[Phase], Run], remark: str, eager: Autograd, examples: Examples) -> Functions:
+    """The functions of a stage as phases of a graph, each made a function by `run`; or `eager`, with the reason."""
+    if eager.varying:
+        return replace(eager, remark="by autograd: it reads the values of tensors")
+    try:
+        phases = divide(record(eager, examples))
+        forward, backward, first, second = map(run, (phases.forward, phases.backward, phases.input, phases.weight))
+    except Exception as error:  # whatever tracers and compilers may meet, autograd takes it
+        return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
+    return Recorded(eager.wiring, eager.constants, forward, backward, first, second, phases.early, remark)
+
+
+def _first_line(error: Exception) -> Any:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
