@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes a microbatch holds on each stage, before anything is allocated.
+
+Problem. Which schedule fits into memory depends on what stages keep between their actions, and nobody knows that by
+heart: what autograd saves, what is left of it after the input half, what two operations save together.
+
+Idea. A stage's own functions are run once on fake tensors. Whatever they make is watched by weak references to its
+memory; the bytes that are still there when all but their result is dropped are what it keeps, by whatever way: saved by
+autograd, in a closure, on a custom function's context. So no kind of stage is counted in a way of its own.
+
+What counts is what comes and goes with a microbatch, each memory once per stage. Parameters, buffers, constants and the
+leaves of the batch stay for the whole step, whatever the schedule does, so they are not among it: a microbatch of a
+batch is mostly a view of it. What arrives from other stages counts, as if it came from another rank. Gradients, results
+and what is on its way do not: they are in no stage's keeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.assembly import Assembly
+from fpipe.capture.assumption import assuming
+from fpipe.capture.contract import Batch, Buffer, Parameter, Source, Tensors
+from fpipe.executor import Port
+from fpipe.random import preserved
+from fpipe.stage import Stage
+from schedules import Placement, Sizes
+
+
+class Footprint(NamedTuple):
+    """The bytes that a microbatch holds on a stage.
+
+    - `inputs`: after a checkpointed forward; `activation`: after a forward; `residual`: after the input half.
+    """
+
+    inputs: int
+    activation: int
+    residual: int
+
+
+def sizes(assembly: Assembly, placement: Placement) -> Sizes:
+    """The sizes of an assembly's stages in bytes, for `schedules.simulate`.
+
+    `weight` is what the stage's parameters take, one version, without gradients; one that several stages of a rank have
+    is there once.
+    """
+    found = footprints(assembly)
+    return Sizes(
+        activation=tuple(one.activation for one in found),
+        inputs=tuple(one.inputs for one in found),
+        residual=tuple(one.residual for one in found),
+        weight=_weights(assembly, placement),
+    )
+
+
+def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
+    """What a microbatch holds on each stage of an assembly: their functions are run once on fake tensors."""
+    captured = assembly.captured
+    fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
+    devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
+    with (
+        preserved(device for device in devices if device.type in ("cpu", "cuda")),
+        captured.mode,
+        assuming(),
+        torch.enable_grad(),
+    ):
+        return tuple(_footprint(stage, fakes) for stage in assembly.stages)
+
+
+def _footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
+    """One stage's; what is left when all is dropped was never the microbatch's."""
+    params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
+    buffers = tuple([fakes[Buffer(name)] for name in stage.buffers])
+    batch = tuple([fakes[Batch(leaf)] for leaf in stage.batch])
+    with _Made() as made:
+        inputs, residuals = _forward(stage, params, buffers, batch)
+        activation = made.alive()
+        _, deferred = stage.backward_input(residuals, _arriving(stage.pulled_by))
+        del residuals, _
+        residual = made.alive()
+        del deferred
+        stays = made.alive().keys()
+    held = [sum(size for number, size in then.items() if number not in stays) for then in (activation, residual)]
+    return Footprint(inputs, *held)
+
+
+def _forward(stage: Stage, params: Tensors, buffers: Tensors, batch: Tensors) -> tuple[int, Any]:
+    """The bytes from which a forward can be run again, what arrives and modified buffers; and what one keeps."""
+    received = _arriving(stage.gets)
+    _, new, residuals = stage.forward(params, buffers, (*batch, *received), 0)
+    versions = [after for before, after in zip(buffers, new, strict=True) if after is not before]
+    return sum(tensor.untyped_storage().nbytes() for tensor in (*received, *versions)), residuals
+
+
+def _arriving(ports: Sequence[Port]) -> Tensors:
+    """What comes from other stages, as a transport hands it over."""
+    return tuple([spec.unpack(spec.buffer()) for port in ports for spec in port.specs])
+
+
+def _weights(assembly: Assembly, placement: Placement) -> tuple[int, ...]:
+    """Per stage, the bytes of the parameters that no earlier stage brings to all of its ranks."""
+    here: list[set[str]] = []
+    for stage in assembly.stages:
+        ranks = set(placement.replicas(stage.index))
+        earlier = [names for s, names in enumerate(here) if ranks <= set(placement.replicas(s))]
+        here.append({*stage.parameters, *stage.unused}.difference(*earlier))
+    specs = assembly.parameters
+    return tuple(
+        sum(specs[name].dtype.itemsize * prod(specs[name].shape) for name in names & specs.keys()) for names in here
+    )
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices the memory of all that operations return, without keeping it.
+
+    Invariant: a weak reference keeps the identifier of its storage from being used again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in optree.tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self.storages.setdefault(storage._cdata, (reference, storage.nbytes()))
+        return found
+
+    def alive(self) -> dict[int, int]:
+        """The bytes of each memory that is still there."""
+        return {number: size for number, (storage, size) in self.storages.items() if not storage.expired()}  # type: ignore[no-untyped-call]
