@@ -33,8 +33,8 @@ from schedules import (
     transform,
 )
 from schedules.actions import KINDS, Action
-from schedules.drawing import ansi, legend, svg, text, trace
-from schedules.drawing.palette import LOOKS, shade
+from schedules.drawing import ansi, legend, svg, text, texts, trace
+from schedules.drawing.palette import LOOKS, WAIT, shade
 from schedules.drawing.strips import strip
 from schedules.errors import TimelineError
 from schedules.replay import makes, needs
@@ -175,9 +175,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def timelines():
-    """Any spans at all, as a measurement may give them: overlapping, empty, on ranks that have gaps."""
+    """Any spans at all, as a measurement may give them: overlapping, empty, on ranks that have gaps; and waits."""
     kinds, none = st.sampled_from(sorted(LOOKS)), st.none()
     actions = st.builds(Action, kinds, st.integers(0, 9), st.integers(0, 99), none, none)
+    transfers = st.sampled_from(sorted(set(KINDS) - set(LOOKS)))
+    actions |= st.builds(Action, transfers, st.integers(0, 9), st.integers(0, 99), st.integers(0, 9), none)
     times = st.floats(-1e6, 1e6)
     made = st.builds(
         lambda rank, action, start, lasts: Span(rank, action, start, start + lasts),
@@ -289,6 +291,43 @@ def test_the_memory_drawn_is_that_of_the_simulation(case):
             levels = [level for _, level in drawn.held(rank, sizes)]
             assert max(levels) == pytest.approx(peak)
             assert levels[-1] == pytest.approx(0)
+
+
+WAITED = [
+    *(Span(0, F(0, 0), 0, 1), Span(0, parse("0RECV_B0<1"), 1, 5.4), Span(0, B(0, 0), 5.4, 7.6)),
+    *(Span(1, parse("1RECV_F0<0"), 0, 1.6), Span(1, F(1, 0), 1.6, 2.7), Span(1, B(1, 0), 2.8, 5)),
+    Span(1, parse("1WAIT_B0>0"), 5, 5.01),
+]
+
+
+def test_measured_above_simulated():
+    costs = Costs(F=1, B=2, comm=0.5)
+    picture = texts({"measured": WAITED, "simulated": spans(gpipe(2, 1), costs)})
+    assert picture.splitlines() == lines(
+        """
+        measured
+        rank 0 |F0 -  -  -  -  B0       |
+        rank 1 |-  -  F0 B0    .  .  .  |
+        simulated
+        rank 0 |F0 .  .  .  .  B0    .  |
+        rank 1 |.  .  F0 B0    .  .  .  |
+        """
+    )
+
+
+def test_waits_have_a_look_of_their_own():
+    picture = svg({"measured": WAITED})
+    assert "0RECV_B0&lt;1 on rank 0, 1 to 5.4: wait for a transfer</title>" in picture
+    assert picture.count(f'fill="{WAIT.colour}"') == 3 + 1, "and in the legend"
+    assert picture.count(">wait for a transfer</text>") == 1
+    assert WAIT.name not in svg({"": [span for span in WAITED if not span.waits]})
+    assert [event["cat"] for event in events(trace({"": WAITED}), "X")] == ["F", "wait", "B", "wait", "F", "B", "wait"]
+    assert legend(["F", "RECV_F", "WAIT_B"]) == "F forward   - wait for a transfer"
+    assert text(gpipe(1, 1)) == texts({"": spans(gpipe(1, 1), Costs())})
+
+
+def test_timelines_of_nothing():
+    assert texts({}) == texts({"nothing": []}) == ""
 
 
 def events(picture, *kinds):

@@ -27,6 +27,7 @@ from schedules import (
     summarize,
     zb_h1,
 )
+from schedules.drawing import text, texts
 from schedules.errors import TimelineError
 from schedules.testing import schedules
 
@@ -77,6 +78,15 @@ def test_waits_are_what_a_simulated_rank_is_not_busy(data, how):
         tuple(idle - before for idle, before in zip(want.idle, outside(how, costs), strict=True))
     )
     assert (found.makespan, found.span, *found.busy) == pytest.approx((want.makespan, want.span, *want.busy))
+
+
+@given(schedules([gpipe, one_f_one_b, interleaved_1f1b]))
+def test_a_picture_shows_waits_where_a_rank_is_idle_and_changes_nothing_else(how):
+    costs = Costs(F=1, B=2, comm=1)
+    picture = texts({"": measured(how, costs)})
+    assert picture.replace("-", ".") == text(how, costs)
+    for line in picture.splitlines():
+        assert "." not in line[: line.rindex("B")], "each was waited for"
 
 
 def outside(how, costs):

@@ -2,8 +2,8 @@
 """Pictures of timelines: text for terminals, SVG, and trace files for Perfetto and `chrome://tracing`."""
 
 from schedules.drawing.events import trace
-from schedules.drawing.lines import text
+from schedules.drawing.lines import text, texts
 from schedules.drawing.palette import ansi, legend, plain
 from schedules.drawing.vector import svg
 
-__all__ = ["ansi", "legend", "plain", "svg", "text", "trace"]
+__all__ = ["ansi", "legend", "plain", "svg", "text", "texts", "trace"]

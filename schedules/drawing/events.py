@@ -29,10 +29,11 @@ def trace(
 ) -> str:
     """The trace of `timelines`, given by name: a process for each, in it a thread for each rank.
 
-    Actions are complete events, whose arguments are kind, stage, microbatch and slice. An arrow leads from each action
-    to those on other ranks that use what it makes, along `graph`, by default the chain of the stages. A counter per
-    rank says what it holds, by `sizes`, or in units of one rank's activations of one microbatch. A unit of time is
-    drawn as so many `microseconds`. Raises `TimelineError` for times that are none.
+    Actions are complete events, whose arguments are kind, stage, microbatch and slice; those of the category `wait` are
+    transfers that a rank waited for. An arrow leads from each action to those on other ranks that use what it makes,
+    along `graph`, by default the chain of the stages. A counter per rank says what it holds, by `sizes`, or in units of
+    one rank's activations of one microbatch. A unit of time is drawn as so many `microseconds`: a million for times in
+    seconds. Raises `TimelineError` for times that are none.
 
     >>> from schedules import Costs, gpipe, spans
     >>> events = json.loads(trace({"gpipe": spans(gpipe(ranks=2, microbatches=1), Costs())}))["traceEvents"]
@@ -74,7 +75,8 @@ class _Process:
         if action.slice is not None:
             args["slice"] = action.slice
         duration = (end - start) * self.microseconds
-        return self._event("X", str(action), rank, start, dur=duration, cat=action.kind, args=args)
+        tag = "wait" if span.waits else action.kind
+        return self._event("X", str(action), rank, start, dur=duration, cat=tag, args=args)
 
     def arrows(self, graph: Graph) -> Iterator[Event]:
         """From just before the end of each action that makes something to the start of each that uses it."""

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a timeline in lines of text."""
+"""The pictures of timelines in lines of text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import ceil, floor
 from sys import maxsize
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from schedules.actions import Action
 from schedules.authoring import Schedule
@@ -55,15 +57,31 @@ def text(
     """
     timeline, error = _simulated(schedule, costs, graph, error)
     drawn = strip(timeline, map(schedule.placement.stages_on, range(schedule.ranks)))
-    names, rows, width = _table(drawn, error, paint)
-    cells = len(rows[0])
-    count = ceil(cells / max(1, (columns - len(names[0]) - 1) // width))
-    edges = [ceil(cells * block / count) for block in range(count)] + [cells]
-    blocks = (
-        "\n".join(f"{name}{''.join(row[first:last])}|" for name, row in zip(names, rows, strict=True))
-        for first, last in pairwise(edges)
-    )
-    return "\n\n".join(blocks) + (f"\n{error}" if error else "")
+    labels = [_flaw(drawn, error.action)] if error else []
+    grid = _Grid(drawn.unit, 1 + max(map(len, [*labels, *_labels(drawn)]), default=0))
+    return _folded({"": _rows(drawn, grid, error)}, grid, columns, paint) + (f"\n{error}" if error else "")
+
+
+def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint: Paint = plain) -> str:
+    """The pictures of `timelines`, given by name, one under the other on the same scale of time.
+
+    As `text` draws them; every timeline begins at 0, a cell is as wide as the shortest action in any of them takes, and
+    `-` is a wait for a transfer. What takes less than half a cell may not be seen. Raises `TimelineError` for times
+    that are none.
+
+    >>> from schedules import B, F, parse
+    >>> made = [Span(0, F(0, 0), 0, 1), Span(0, parse("0RECV_B0<1"), 1, 3.8), Span(0, B(0, 0), 4, 6)]
+    >>> print(texts({"rank 0, as simulated": [made[0], made[2]], "as measured": made}))
+    rank 0, as simulated
+    rank 0 |F0 .  .  .  B0    |
+    as measured
+    rank 0 |F0 -  -  -  B0    |
+    """
+    strips = {name: strip(spans) for name, spans in timelines.items()}
+    units = [drawn.unit for drawn in strips.values() if drawn.acts]
+    labels = [label for drawn in strips.values() for label in _labels(drawn)]
+    grid = _Grid(min(units, default=1.0), 1 + max(map(len, labels), default=0))
+    return _folded({name: _rows(drawn, grid, None) for name, drawn in strips.items()}, grid, columns, paint)
 
 
 def _simulated(
@@ -109,21 +127,66 @@ class _Cell(NamedTuple):
         return _Cell(self.text[:-1] + letter.lower(), self.colour, True)
 
 
-def _table(drawn: Strip, error: ScheduleError | None, paint: Paint) -> tuple[list[str], list[list[str]], int]:
-    """The names of the lines, their painted cells, and how wide a cell is."""
-    flaw = _flaw(drawn, error.action) if error else ""
-    width = max(map(len, [flaw, *(drawn.label(span.action) for span in drawn.every)])) + 1
-    idle = _Cell("." + " " * (width - 1))
-    names, rows = list[str](), list[list[_Cell]]()
+_Row: TypeAlias = tuple[str, list[_Cell]]
+"""A line's name and its cells."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How much time a cell stands for, and how wide it is."""
+
+    unit: float
+    width: int
+
+    @property
+    def idle(self) -> _Cell:
+        return _Cell(".".ljust(self.width))
+
+    @property
+    def waits(self) -> _Cell:
+        return _Cell("-".ljust(self.width))
+
+    def ticks(self, drawn: Strip, span: Span) -> tuple[int, int]:
+        """The cells in which a span begins, and before which it ends."""
+        first, last = (floor((time - drawn.begin) / self.unit + 0.5) for time in (span.start, span.end))
+        return first, last
+
+
+def _labels(drawn: Strip) -> list[str]:
+    return [drawn.label(span.action) for span in drawn.acts]
+
+
+def _rows(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> list[_Row]:
+    """The lines of one timeline, not all equally long."""
+    rows = list[_Row]()
     for rank, row in enumerate(drawn.spans):
-        lines = _lines(drawn, row, width, idle)
+        lines = _lines(drawn, row, grid)
         if error and rank == error.rank:
-            lines[0].append(_Cell((flaw + "!").ljust(width), MARKED, ends=False))
+            flaw = _flaw(drawn, error.action) + "!"
+            lines[0].append(_Cell(flaw.ljust(grid.width), MARKED, ends=False))
         name = f"rank {rank:>{len(str(drawn.ranks - 1))}} |"
-        names += [name, *[f"{'|':>{len(name)}}"] * (len(lines) - 1)]
-        rows += lines
-    cells = max(map(len, rows))
-    return names, [[cell.painted(paint) for cell in row + [idle] * (cells - len(row))] for row in rows], width
+        names = [name, *[f"{'|':>{len(name)}}"] * (len(lines) - 1)]
+        rows += zip(names, lines, strict=True)
+    return rows
+
+
+def _folded(sections: Mapping[str, Sequence[_Row]], grid: _Grid, columns: int, paint: Paint) -> str:
+    """The lines made equally long, and cut into blocks of time no wider than `columns`, if a cell is not."""
+    rows = [row for section in sections.values() for row in section]
+    gutter, cells = (max(map(len, column), default=0) for column in (zip(*rows, strict=True) if rows else ((), ())))
+    count = ceil(cells / max(1, (columns - gutter - 1) // grid.width))
+    edges = [ceil(cells * block / count) for block in range(count)] + [cells]
+    lines = list[tuple[str, list[str]]]()
+    for title, section in sections.items():
+        lines += [(title, [])] * bool(title)
+        lines += [
+            (name, [cell.painted(paint) for cell in [*row, *[grid.idle] * (cells - len(row))]]) for name, row in section
+        ]
+    blocks = (
+        "\n".join(f"{name}{''.join(line[first:last])}|" if line else name for name, line in lines)
+        for first, last in pairwise(edges)
+    )
+    return "\n\n".join(blocks)
 
 
 def _flaw(drawn: Strip, action: object) -> str:
@@ -131,9 +194,10 @@ def _flaw(drawn: Strip, action: object) -> str:
     return drawn.label(action) if isinstance(action, Action) else str(action or "")
 
 
-def _lines(drawn: Strip, row: tuple[Span, ...], width: int, idle: _Cell) -> list[list[_Cell]]:
-    """The cells of one rank's actions, a line for each lane; no longer than they last."""
-    ticks = {span: (_tick(drawn, span.start), _tick(drawn, span.end)) for span in row}
+def _lines(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]]:
+    """The cells of one rank's actions, a line for each lane, waits in the first; no longer than they last."""
+    width, idle, waits = grid.width, grid.idle, grid.waits
+    ticks = {span: grid.ticks(drawn, span) for span in row if not span.waits}
     shown = {span: tick for span, tick in ticks.items() if tick[0] < tick[1]}
     lines: list[list[_Cell]] = [[]]
     for lane, (span, (first, last)) in zip(lanes(shown.values()), shown.items(), strict=True):
@@ -142,12 +206,11 @@ def _lines(drawn: Strip, row: tuple[Span, ...], width: int, idle: _Cell) -> list
         body = (drawn.label(span.action) + look(span.action.kind).joint).ljust(width * (last - first))
         ends = range(width, len(body) + 1, width)
         lines[lane] += (_Cell(body[end - width : end], drawn.colour(span), end == len(body)) for end in ends)
-    for span in (span for span in row if span not in shown):
+    for span in (span for span in ticks if span not in shown):
         behind = max(0, ticks[span][0] - 1)
         lines[0] += [idle] * (behind + 1 - len(lines[0]))
         lines[0][behind] = lines[0][behind].with_small(look(span.action.kind).letter)
+    for first, last in (grid.ticks(drawn, span) for span in row if span.waits):
+        lines[0] += [idle] * (last - len(lines[0]))
+        lines[0][first:last] = [waits if cell is idle else cell for cell in lines[0][first:last]]
     return lines
-
-
-def _tick(drawn: Strip, time: float) -> int:
-    return floor((time - drawn.begin) / drawn.unit + 0.5)

@@ -43,9 +43,12 @@ LOOKS: Mapping[str, Look] = MappingProxyType(
 )
 
 
+WAIT = Look("-", "#ebe3d0", "wait for a transfer")
+
+
 def look(kind: str) -> Look:
-    """How `kind` is drawn; kinds without a look of their own are light grey."""
-    return LOOKS.get(kind) or Look(kind, "#d0d0d0", KINDS[kind].meaning if kind in KINDS else kind)
+    """How `kind` is drawn; a span of a transfer is a wait, and what is no kind at all is light grey."""
+    return LOOKS.get(kind) or (WAIT if kind in KINDS else Look(kind, "#d0d0d0", kind))
 
 
 @cache
@@ -89,5 +92,5 @@ def legend(kinds: Iterable[str], paint: Paint = plain) -> str:
     """
     used = set(kinds)
     shown = [kind for kind in LOOKS if kind in used] + sorted(used - set(LOOKS))
-    looks = [look(kind) for kind in shown]
+    looks = dict.fromkeys(look(kind) for kind in shown)
     return "   ".join(f"{paint(one.letter + one.joint, one.colour)} {one.name}" for one in looks)

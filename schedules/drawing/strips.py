@@ -2,7 +2,7 @@
 """What all pictures of a timeline have in common: who holds which stages, labels, lanes, and what was held when.
 
 Spans may come from a simulation or from a measurement, and may overlap on a rank; nothing is assumed but that start and
-end are finite.
+end are finite. Spans of transfers are waits: they have no label, and do not count where cells are made wide enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import isfinite
 
 from schedules.actions import Action
 from schedules.costs import Sizes
-from schedules.drawing.palette import look, shade
+from schedules.drawing.palette import WAIT, look, shade
 from schedules.errors import TimelineError
 from schedules.replay import Span
 from schedules.simulation import UNITS
@@ -38,6 +38,11 @@ class Strip:
         return tuple(span for row in self.spans for span in row)
 
     @cached_property
+    def acts(self) -> tuple[Span, ...]:
+        """The spans that are no waits."""
+        return tuple(span for span in self.every if not span.waits)
+
+    @cached_property
     def begin(self) -> float:
         """When the first action starts."""
         return min((span.start for span in self.every), default=0.0)
@@ -50,12 +55,12 @@ class Strip:
     @cached_property
     def unit(self) -> float:
         """The shortest time that is drawn as such: of the shortest action, if that is no speck beside the others."""
-        times = sorted(span.end - span.start for span in self.every if span.end > span.start)
+        times = sorted(span.end - span.start for span in self.acts if span.end > span.start)
         return max(times[0], times[len(times) // 2] / 4) if times else 1.0
 
     @cached_property
     def kinds(self) -> set[str]:
-        """The kinds of action that occur."""
+        """The kinds of action that occur, those of waits among them."""
         return {span.action.kind for span in self.every}
 
     def label(self, action: Action) -> str:
@@ -71,12 +76,12 @@ class Strip:
     @cached_property
     def longest(self) -> int:
         """The length of the longest label."""
-        return max((len(self.label(span.action)) for span in self.every), default=0)
+        return max((len(self.label(span.action)) for span in self.acts), default=0)
 
     @cached_property
     def longest_microbatch(self) -> int:
         """The length of the longest number of a microbatch."""
-        return max((len(str(span.action.microbatch)) for span in self.every), default=0)
+        return max((len(str(span.action.microbatch)) for span in self.acts), default=0)
 
     def held(self, rank: int, sizes: Sizes | None) -> list[tuple[float, float]]:
         """What `rank` holds from which time on: upwards when an action starts, downwards at its end.
@@ -99,6 +104,8 @@ class Strip:
 
     def colour(self, span: Span) -> str:
         """That of its kind, lighter for later stages of the rank."""
+        if span.waits:
+            return WAIT.colour
         held = self.stages[span.rank]
         return shade(span.action.kind, held.index(span.action.stage) / max(1, len(held) - 1))
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from schedules.costs import Sizes
-from schedules.drawing.palette import LOOKS, MARKED, look
+from schedules.drawing.palette import LOOKS, MARKED, WAIT, look
 from schedules.drawing.strips import Strip, lanes, strip
 from schedules.replay import Span
 
@@ -35,11 +35,11 @@ def svg(
 ) -> str:
     """One picture of `timelines`, given by name, one under the other on the same scale of time; a row for each rank.
 
-    Every timeline begins at 0. Labels that do not fit their cells are shortened to the microbatch, or left out; a
-    viewer shows them whole where the mouse points. With `memory`, a graph under each row shows what the rank holds, by
-    `sizes`, or in units of one rank's activations of one microbatch; the number behind it is the most. The spans in
-    `marked` get a frame, and the legend has the name under which they are given. `width` is in pixels; without it,
-    labels fit as far as a screen goes. Raises `TimelineError` for times that are none.
+    Every timeline begins at 0. Waits are light. Labels that do not fit their cells are shortened to the microbatch, or
+    left out; a viewer shows them whole where the mouse points. With `memory`, a graph under each row shows what the
+    rank holds, by `sizes`, or in units of one rank's activations of one microbatch; the number behind it is the most.
+    The spans in `marked` get a frame, and the legend has the name under which they are given. `width` is in pixels;
+    without it, labels fit as far as a screen goes. Raises `TimelineError` for times that are none.
 
     >>> from schedules import Costs, gpipe, spans
     >>> picture = svg({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())})
@@ -122,7 +122,9 @@ class _Panel:
         x, wide = self._x(span.start), (span.end - span.start) * self.scale
         what = f"{span.action} on rank {span.rank}, {span.start:g} to {span.end:g}: {look(span.action.kind).name}"
         frame = f'stroke="{MARKED}" stroke-width="{min(2, wide / 5):.2g}"' if span in self.marked else BORDER
-        if not wide:
+        if span.waits:
+            frame = ""
+        elif not wide:
             x, wide, frame = x - 1, 2, ""
         cell = _rect(x, y, wide, high, self.drawn.colour(span), frame, f"<title>{_escaped(what)}</title>")
         label, font = self._label(span, wide, high)
@@ -130,7 +132,9 @@ class _Panel:
         return cell + (_text(x + wide / 2, y + high / 2 + font * 0.36, label, style) if label else "")
 
     def _label(self, span: Span, wide: Size, high: Size) -> tuple[str, float]:
-        """What fits into a cell, and its size; cells of one size have labels of one kind."""
+        """What fits into a cell, and its size; cells of one size have labels of one kind, and waits have none."""
+        if span.waits:
+            return "", 0
         for label, longest in (
             (self.drawn.label(span.action), self.drawn.longest),
             (str(span.action.microbatch), self.drawn.longest_microbatch),
@@ -167,6 +171,7 @@ def _legend(strips: list[Strip], memory: bool, framed: Iterable[str], room: Size
     """What the colours mean, in as many lines as it takes; and how high that is."""
     used = set[str]().union(*(drawn.kinds for drawn in strips))
     entries = [(look(kind).colour, "", f"{look(kind).letter} {look(kind).name}") for kind in LOOKS if kind in used]
+    entries += [(WAIT.colour, "", WAIT.name)] * any(look(kind) is WAIT for kind in used)
     entries += [(IDLE, "", "idle"), *((IDLE, f'stroke="{MARKED}"', name) for name in framed)]
     if any(len(stages) > 1 for drawn in strips for stages in drawn.stages):
         entries.append(("none", "", "lighter: a later stage of the rank"))
