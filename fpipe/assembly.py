@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -31,17 +31,24 @@ from schedules import Graph, Placement, linear
 class Assembly:
     """A model cut into stages.
 
-    `whole` is the uncut model as a single stage; it computes what the stages compute, and is what they are compared
-    with. `graph` is what schedules see; `devices` are those on which random numbers are drawn.
+    `uncut()` makes `whole`. `graph` is what schedules see; `devices` are those on which random numbers are drawn.
     `layouts` say which values the stages read, make, get and give.
     """
 
     captured: Captured
     stages: tuple[Stage, ...]
-    whole: Stage
+    uncut: Callable[[], Stage]
     graph: Graph
     devices: tuple[torch.device, ...]
     layouts: tuple[Layout, ...]
+
+    @cached_property
+    def whole(self) -> Stage:
+        """The uncut model as a single stage: it computes what the stages compute, and is what they are compared with.
+
+        Made at its first use, since it costs as much as the stages, and a pipeline that only runs never asks for it.
+        """
+        return self.uncut()
 
     @cached_property
     def parameters(self) -> Mapping[str, Spec]:
@@ -95,10 +102,14 @@ def assemble(
     found = layouts(captured, observed, partition, results, summed)
     functions = [captured.fuse(one.units, observed.random, one.inputs, made_by(one)) for one in found]
     stages = _stages(captured, found, functions, placement)
-    captured_whole, whole, function = uncut(captured, observed, results, found, functions, summed)
-    (one,) = _stages(captured_whole, [whole], [function], linear(ranks=1))
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
-    return Assembly(captured, stages, one, _graph(stages), tuple(devices), found)
+
+    def whole() -> Stage:
+        again, layout, function = uncut(captured, observed, results, found, functions, summed)
+        (stage,) = _stages(again, [layout], [function], linear(ranks=1))
+        return stage
+
+    return Assembly(captured, stages, whole, _graph(stages), tuple(devices), found)
 
 
 def _stages(
