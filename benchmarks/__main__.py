@@ -24,7 +24,7 @@ from benchmarks.common.rows import HEADER
 
 FOLDER: Final = Path(__file__).parent
 PAGE: Final = FOLDER.parent / "docs" / "benchmarks.md"
-NAMES: Final = ("splitting", "overhead", "throughput", "prediction", "startup", "memory", "planning")
+NAMES: Final = ("splitting", "overhead", "throughput", "prediction", "startup", "memory", "planning", "profiling")
 
 
 class Found(NamedTuple):

@@ -269,7 +269,7 @@ class Pipeline:
         with random.preserved(plan.devices):
             if record is None:
                 return self.ranks.run(execution)
-            return recorded(self.ranks, plan.linked, inputs, self.device, record)
+            return recorded(self.ranks, plan.timed, inputs, self.device, record)
 
     def __str__(self) -> str:
         how = self.schedule

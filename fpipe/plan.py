@@ -17,6 +17,7 @@ from fpipe.assembly import Assembly
 from fpipe.batching.joining import Joining
 from fpipe.executor import Linked
 from fpipe.linking import link
+from fpipe.recording import timed
 from fpipe.spec import Spec
 from fpipe.stage import Stage
 from schedules import Placement, Program
@@ -79,6 +80,11 @@ class Plan:
     def linked(self) -> Mapping[int, Linked]:
         """For each rank of this process, its lowered program linked to its stages."""
         return {rank: self._linked(rank) for rank in self.ranks}
+
+    @cached_property
+    def timed(self) -> Mapping[int, Linked]:
+        """The same, for steps that are recorded."""
+        return {rank: timed(program) for rank, program in self.linked.items()}
 
     def _linked(self, rank: int) -> Linked:
         homes = self.placement.stages_on(rank)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from functools import cache
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
@@ -116,10 +116,10 @@ def stopwatch(device: torch.device, record: Record) -> Stopwatch:
 
 
 class RecordedExecution(Execution):
-    """An execution whose compute actions and waits are timed."""
+    """An execution whose waits are timed, and, if its program comes from `timed`, its compute actions."""
 
     def __init__(self, rank: int, watch: Stopwatch, program: Linked, transport: Transport, inputs: Inputs) -> None:
-        super().__init__(_timed(program, rank, watch), transport, inputs)
+        super().__init__(program, transport, inputs)
         self.rank, self.watch = rank, watch
 
     def run(self) -> Generator[Handle, None, Outcome]:
@@ -140,28 +140,34 @@ class RecordedExecution(Execution):
 def recorded(
     ranks: Ranks, programs: Mapping[int, Linked], inputs: Inputs, device: torch.device, record: Record
 ) -> dict[int, Outcome]:
-    """Run each rank's program as `Ranks.run` does; `record` gets spans of actions and of waits."""
+    """Run each rank's program, from `timed`, as `Ranks.run` does; `record` gets spans of actions and of waits."""
     watch = stopwatch(device, record)
     outcomes = ranks.run(lambda rank, transport: RecordedExecution(rank, watch, programs[rank], transport, inputs))
     watch.read()
     return outcomes
 
 
-def _timed(program: Linked, rank: int, watch: Stopwatch) -> Linked:
-    """The program with handlers of compute actions wrapped; transfers only post, and take no time to speak of."""
-    mark, lap = watch.mark, watch.lap
+def timed(program: Linked) -> Linked:
+    """The program for a `RecordedExecution`, the same in every step: handlers of compute actions are wrapped.
 
-    @cache
-    def timed(handler: Handler) -> Handler:
-        def wrapped(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-            start = mark()
-            values = handler(run, action, stage, arrived)
-            lap(rank, action, start, mark())
-            return values
-
-        return wrapped
-
+    Transfers only post, and take no time to speak of.
+    """
+    wrapped = cache(_wrapped)
     instructions = (
-        one._replace(handler=timed(one.handler)) if one.action.peer is None else one for one in program.instructions
+        one._replace(handler=wrapped(one.handler)) if one.action.peer is None else one for one in program.instructions
     )
     return program._replace(instructions=tuple(instructions))
+
+
+def _wrapped(handler: Handler) -> Handler:
+    """The handler, timed by the stopwatch of the execution that it is called for."""
+
+    def timed(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+        recorded = cast(RecordedExecution, run)
+        watch = recorded.watch
+        start = watch.mark()
+        values = handler(run, action, stage, arrived)
+        watch.lap(recorded.rank, action, start, watch.mark())
+        return values
+
+    return timed

@@ -4,9 +4,9 @@
 Problem. `time.perf_counter` counts from another beginning on every host.
 
 Idea. Each process asks the first one for its time, a few times, and takes the shortest round trip: the answer was read
-somewhere between question and return, so the middle of the two is wrong by half of that trip at most. An offset within
-that cannot be told from none and counts as none, so that processes of one host, which have one clock, are not moved;
-then it is wrong by the whole trip at most. On one idle host a trip takes 150 to 200 microseconds over Gloo.
+somewhere between question and return, so the middle of the two is wrong by half of that trip at most. Where that may
+be no difference at all it counts as none, so that processes of one host, which have one clock, are not moved; then it
+is wrong by the whole trip at most. On one idle host a trip takes 150 to 200 microseconds over Gloo.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def difference(trips: Iterable[Trip]) -> float:
     (8.0, 0.0)
     """
     asked, theirs, back = min(trips, key=lambda trip: trip[2] - trip[0])
-    found = (asked + back) / 2 - theirs
-    return found if abs(found) > (back - asked) / 2 else 0.0
+    return 0.0 if asked <= theirs <= back else (asked + back) / 2 - theirs
 
 
 def _ask(first: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[Trip]:

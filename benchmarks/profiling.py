@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recording a timeline costs: a step that records over one that does not, and over a build that cannot.
+
+    python -m benchmarks.profiling
+
+A GPT under 1F1B, in one process and on two Gloo ranks. Three steps of the same pipeline take turns: `without` has
+neither `record` nor handles that know their transfer, `off` is the step without `record`, and `on` the one with
+`record=spans.append`. A ratio is the median over turns of one turn's two times: processor time in one process, from the
+first start to the last end on two ranks. And the time that recording adds to an action of a stage of Linear(8, 8).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fpipe
+from benchmarks.common import ranks
+from benchmarks.common.models import cross_entropy, gpt, starts
+from benchmarks.common.rows import most, row
+from benchmarks.common.turns import timed, without_collection
+from fpipe.executor import Execution, Inputs, Outcome
+from fpipe.pipe import Pipeline
+from fpipe.plan import Plan
+from fpipe.recording import Record
+from fpipe.step import scatter
+from fpipe.transport.contract import Message, Transport
+from fpipe.transport.distributed import DistributedChannel, DistributedRanks, Posted, Specs, Tensors
+from schedules import Span, one_f_one_b
+
+BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
+ROWS, WARM_UP, TURNS = 16, 2, 30
+OFF, ON = 1.02, 1.05  # what is wanted at most
+Step = Callable[[], object]
+
+
+class Nameless(Posted):
+    """A handle that does not know its transfer."""
+
+    def __init__(self, works: Any, data: Tensors, specs: Specs) -> None:
+        self.works, self.data, self.specs = works, data, specs
+
+
+class Channel(DistributedChannel):
+    """A channel of such handles."""
+
+    def send(self, message: Message, payload: Tensors, specs: Specs) -> Nameless:
+        """Post a send."""
+        data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
+        return Nameless([dist.isend(one, dst=self.target, group=self.group) for one in data if one.numel()], data, ())
+
+    def receive(self, message: Message, specs: Specs) -> Nameless:
+        """Post a receive."""
+        data = tuple([spec.buffer() for spec in specs])
+        works = [dist.irecv(one, src=self.source, group=self.group) for one in data if one.numel()]
+        return Nameless(works, data, specs)
+
+
+class Unable(Pipeline):
+    """A pipeline that cannot record."""
+
+    def run(self, plan: Plan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
+        """Run the plan's program on this process's ranks."""
+
+        def execution(rank: int, transport: Transport) -> Execution:
+            return Execution(plan.linked[rank], transport, inputs)
+
+        with fpipe.random.preserved(plan.devices):
+            return self.ranks.run(execution)
+
+
+def variants(layers: nn.Sequential, batch: tuple[Tensor, Tensor], cuts: list[int], loss: Any, count: int) -> Any:
+    """The pipeline, and the three steps: `without`, `off` and `on`."""
+    how = one_f_one_b(ranks=count, microbatches=len(batch[0]) // 2)  # of two rows
+    named = [str(cut) for cut in cuts]
+    pipes = [
+        fpipe.pipeline(layers, example=batch[:1], targets=batch[1], loss=loss, schedule=how, cuts=named)
+        for _ in range(2)
+    ]
+    unable = Unable(**{name: getattr(pipes[0], name) for name in Pipeline.__dataclass_fields__})
+    spans: list[Span] = []
+    steps = {
+        "without": fpipe.value_and_grad(unable),
+        "off": fpipe.value_and_grad(pipes[1]),
+        "on": fpipe.value_and_grad(pipes[1], record=spans.append),
+    }
+    if isinstance(unable.ranks, DistributedRanks):
+        channels = unable.ranks.transport.channels
+        channels.update({route: Channel(*channel) for route, channel in channels.items()})
+    state = pipes[1].init(layers)
+
+    def runner(name: str) -> Step:
+        def run() -> None:
+            spans.clear()
+            steps[name](*state, batch[:1], batch[1])
+
+        return run
+
+    return pipes[1], {name: runner(name) for name in steps}
+
+
+def compared(steps: Mapping[str, Step], measure: Callable[[Step], float]) -> dict[str, float]:
+    """The median ratios `off / without` and `on / off` over turns; who goes first changes."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    with without_collection():
+        for turn in range(WARM_UP + TURNS):
+            for name in names[turn % 3 :] + names[: turn % 3]:
+                times[name] += [measure(steps[name])] * (turn >= WARM_UP)
+    return {
+        f"{a} / {b}": statistics.median(x / y for x, y in zip(times[a], times[b], strict=True))
+        for a, b in (("off", "without"), ("on", "off"))
+    }
+
+
+def model() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
+    """A GPT and a batch, the same in every process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(0, WORDS, (2, ROWS, LENGTH))
+    return gpt(BLOCKS, WIDTH, HEADS, WORDS, LENGTH), (tokens, targets)
+
+
+def on_two_ranks() -> None:
+    """One of two ranks: the ratios."""
+
+    def measure(step: Step) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        return ranks.makespan(start, time.perf_counter())
+
+    dist.init_process_group("gloo")
+    layers, batch = model()
+    _, steps = variants(layers, batch, starts(BLOCKS, 2), cross_entropy, 2)
+    ranks.report(compared(steps, measure))
+    dist.destroy_process_group()
+
+
+def per_action() -> float:
+    """Microseconds that recording adds to an action, waits that it meets among them: the shortest times of many."""
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    batch = torch.randn(64, 8), torch.randn(64, 8)
+    pipe, _ = variants(layers, batch, [1, 2, 3], nn.functional.mse_loss, 4)
+    inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch(batch[:1], batch[1]), None)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with without_collection():
+        for turn in range(200):
+            for on in (turn % 2 == 0, turn % 2 == 1):
+                record = list[Span]().append if on else None
+                times[on].append(timed(lambda record=record: pipe.run(pipe.training, inputs, record)))
+    return (min(times[True]) - min(times[False])) / (4 * 32 * 2) * 1e6
+
+
+def main() -> None:
+    layers, batch = model()
+    millions = sum(parameter.numel() for parameter in layers.parameters()) / 1e6
+    _, steps = variants(layers, batch, starts(BLOCKS, 2), cross_entropy, 2)
+    places = {
+        "in one process": compared(steps, timed),
+        "2 ranks": ranks.start("benchmarks.profiling", 2)[0],
+    }
+    for place, found in places.items():
+        what = f"GPT of {millions:.1f} million parameters, {place}"
+        print(row(f"a step that does not record / that cannot, {what}", "", found["off / without"], None, most(OFF)))
+        print(row(f"a step that records / that does not, {what}", "", found["on / off"], None, most(ON)))
+    print(row("what recording adds to an action, in one process", "us", per_action(), None))
+
+
+if __name__ == "__main__":
+    on_two_ranks() if ranks.inside() else main()
