@@ -16,7 +16,7 @@ and what is on its way do not: they are in no stage's keeping.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -78,26 +78,30 @@ def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
 def _footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
     """One stage's; what is left when all is dropped was never the microbatch's."""
     params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
-    buffers = tuple([fakes[Buffer(name)] for name in stage.buffers])
     batch = tuple([fakes[Batch(leaf)] for leaf in stage.batch])
     with _Made() as made:
-        inputs, residuals = _forward(stage, params, buffers, batch)
+        given = _versions(stage, fakes), _arriving(stage.gets)
+        inputs = made.alive()
+        _, _, residuals = stage.forward(params, given[0], (*batch, *given[1]), 0)
+        del given, _
         activation = made.alive()
         _, deferred = stage.backward_input(residuals, _arriving(stage.pulled_by))
         del residuals, _
         residual = made.alive()
         del deferred
         stays = made.alive().keys()
-    held = [sum(size for number, size in then.items() if number not in stays) for then in (activation, residual)]
-    return Footprint(inputs, *held)
+    return Footprint(*[_total(then, stays) for then in (inputs, activation, residual)])
 
 
-def _forward(stage: Stage, params: Tensors, buffers: Tensors, batch: Tensors) -> tuple[int, Any]:
-    """The bytes from which a forward can be run again, what arrives and modified buffers; and what one keeps."""
-    received = _arriving(stage.gets)
-    _, new, residuals = stage.forward(params, buffers, (*batch, *received), 0)
-    versions = [after for before, after in zip(buffers, new, strict=True) if after is not before]
-    return sum(tensor.untyped_storage().nbytes() for tensor in (*received, *versions)), residuals
+def _total(held: Mapping[int, int], stays: Collection[int]) -> int:
+    return sum(size for number, size in held.items() if number not in stays)
+
+
+def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
+    """The stage's buffers; of those that it modifies each microbatch has a version of its own."""
+    modified = {k - len(stage.parameters) for k in stage.wiring.modified}
+    buffers = [fakes[Buffer(name)] for name in stage.buffers]
+    return tuple([buffer.clone() if k in modified else buffer for k, buffer in enumerate(buffers)])
 
 
 def _arriving(ports: Sequence[Port]) -> Tensors:
