@@ -17,7 +17,7 @@ import copy
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import fpipe
-from schedules import Costs, Schedule, Span, gpipe, one_f_one_b, simulate, summarize
+from schedules import Span, drawing, gpipe, one_f_one_b, simulate, spans, summarize
 
 SCHEDULES = {"one_f_one_b": one_f_one_b, "gpipe": gpipe}
 MEASURED = 5  # steps at the end, whose times are reported
@@ -122,8 +122,8 @@ def train(args: argparse.Namespace) -> None:
     pipe = pipeline(model, evaluation[0], args)
     params, buffers = pipe.init(model)  # those of this process's ranks
     optimizer = AdamW(params.values(), args.lr)
-    spans: list[Span] = []
-    step, evaluate = fpipe.value_and_grad(pipe, record=spans.append), fpipe.evaluate(pipe)
+    recorded: list[Span] = []
+    step, evaluate = fpipe.value_and_grad(pipe, record=recorded.append), fpipe.evaluate(pipe)
     one_device = OneDevice(pipe, model, args)
     timelines = []
 
@@ -137,7 +137,7 @@ def train(args: argparse.Namespace) -> None:
         task = bar.add_task("", total=args.steps, loss=before, speed=0.0)
         for i, (tokens, targets) in enumerate(islice(batches(text, args), args.steps)):
             start = perf_counter()
-            spans.clear()
+            recorded.clear()
             out, grads = step(params, buffers, (tokens,), targets, seed=i)
             update(optimizer, params, grads)
             speed = tokens.numel() / (perf_counter() - start)
@@ -145,14 +145,16 @@ def train(args: argparse.Namespace) -> None:
             if i < args.checks:
                 one_device.step(i, tokens, targets, out.loss, grads, params)
             if i >= args.steps - MEASURED:
-                timelines.append(from_all_ranks(spans, pipe.schedule))
+                timelines.append(fpipe.timeline(pipe, recorded))
             if i % args.every == 0 or i == args.steps - 1:
                 console.print(f"step {i:4}   loss {out.loss:.8f}   {speed:8,.0f} tokens/s")
             bar.update(task, advance=1, loss=out.loss, speed=speed)
     console.print(f"held-out loss {before:.8f} before, {held_out_loss():.8f} after {args.steps} steps")
     if args.checks:
         console.print(one_device.verdict(params))
-    console.print(report(timelines, pipe.schedule))
+    console.print(report(pipe, timelines))
+    if args.timeline and not console.quiet:
+        Path(args.timeline).write_text(measured_above_simulated(pipe, timelines[-1]))
 
 
 def pipeline(model: nn.Module, example: tuple[Tensor, Tensor], args: argparse.Namespace) -> fpipe.Pipeline:
@@ -250,40 +252,30 @@ def require_same_bits(where: str, got: State, expected: State) -> None:
 # --- The bubble, predicted and measured ------------------------------------------------------------------------------
 
 
-def from_all_ranks(spans: Sequence[Span], schedule: Schedule) -> list[Span]:
-    """The spans of one step on all ranks. Only times travel: which action took them, the schedule knows."""
-    if not dist.is_initialized():
-        return list(spans)
-    mine = torch.tensor([(span.start, span.end) for span in spans], dtype=torch.float64)
-    times = [torch.empty_like(mine) for _ in range(schedule.ranks)]
-    dist.all_gather(times, mine)
-    return [
-        Span(rank, action, start, end)
-        for rank in range(schedule.ranks)
-        for action, (start, end) in zip(schedule.actions(rank), times[rank].tolist(), strict=True)
-    ]
-
-
-def report(timelines: Sequence[Sequence[Span]], schedule: Schedule) -> str:
+def report(pipe: fpipe.Pipeline, timelines: Sequence[Sequence[Span]]) -> str:
     """The schedule's picture, how long F and B took on each stage, and how much of a step the ranks idled."""
-
-    def seconds(kind: str, stage: int) -> float:
-        spans = chain(*timelines)
-        return mean(span.end - span.start for span in spans if (span.action.kind, span.action.stage) == (kind, stage))
-
-    times = {kind: tuple(seconds(kind, stage) for stage in range(schedule.stages)) for kind in "FB"}
-    lines = [f"\n{schedule!r}", str(schedule)]
-    for kind, by_stage in times.items():
-        average = "  ".join(f"{1000 * time:.1f}" for time in by_stage)
-        lines.append(f"{kind} by stage: {average} ms, averaged over the last {len(timelines)} steps")
-    lines.append(f"bubble predicted from these times: {simulate(schedule, Costs(**times)).bubble:.3f}")
+    how, costs = pipe.schedule, fpipe.costs(pipe, *timelines)
+    lines = [f"\n{how!r}", str(how)]
+    for kind, by_stage in (("F", costs.F), ("B", costs.B)):
+        times = "  ".join(f"{1000 * time:.1f}" for time in by_stage)
+        lines.append(f"{kind} by stage: {times} ms, medians of the last {len(timelines)} steps")
+    lines.append(f"bubble predicted from these times: {simulate(how, costs, pipe.program.graph).bubble:.3f}")
     if dist.is_initialized():
-        bubble, cores = mean(summarize(timeline, schedule).bubble for timeline in timelines), os.cpu_count()
-        shared = ", which they wait for too" if cores < schedule.ranks else ""
-        lines.append(f"bubble measured: {bubble:.3f}, of {schedule.ranks} processes on {cores} cores{shared}")
+        found, cores = [summarize(timeline, how) for timeline in timelines], os.cpu_count()
+        shared = ", which they wait for too" if cores < how.ranks else ""
+        bubble = mean(one.bubble for one in found)
+        lines.append(f"bubble measured: {bubble:.3f}, of {how.ranks} processes on {cores} cores{shared}")
+        waits = "  ".join(f"{1000 * mean(times):.1f}" for times in zip(*[one.waited for one in found], strict=True))
+        lines.append(f"waits by rank: {waits} ms per step; a transfer took {1000 * costs.comm:.1f} ms")
     else:
         lines.append("bubble measured: only under torchrun; in one process the ranks take turns on one thread")
     return "\n".join(lines)
+
+
+def measured_above_simulated(pipe: fpipe.Pipeline, timeline: Sequence[Span]) -> str:
+    """A picture of the step that was measured, and of the one that the simulator makes of its costs."""
+    simulated = spans(pipe.schedule, fpipe.costs(pipe, timeline), pipe.program.graph)
+    return drawing.svg({"measured, in seconds": timeline, "simulated with its costs": simulated})
 
 
 # --- Options ---------------------------------------------------------------------------------------------------------
@@ -308,6 +300,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 0.001)")
     parser.add_argument("--dropout", type=float, default=0.0, help="compared with fpipe.reference only (default 0)")
+    parser.add_argument("--timeline", help="a file for a picture of the last step: measured above simulated (SVG)")
     args = parser.parse_args(arguments)
     if min(args.steps, args.every) < 1:
         parser.error(f"--steps, --every: got {args.steps} and {args.every}, expected at least 1")

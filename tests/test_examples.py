@@ -75,8 +75,9 @@ def flip_last_bit(tensor):
         tensor.view(torch.int32).view(-1)[0] ^= 1
 
 
-def test_one_process_and_two_print_the_same_losses():
-    alone, pair = start(EXAMPLE, "--ranks", 2, *TINY), start(*TORCHRUN, EXAMPLE, *TINY)
+def test_one_process_and_two_print_the_same_losses(tmp_path):
+    picture = tmp_path / "step.svg"
+    alone, pair = start(EXAMPLE, "--ranks", 2, *TINY), start(*TORCHRUN, EXAMPLE, *TINY, "--timeline", picture)
     (code, out, err), (pair_code, pair_out, pair_err) = finish(alone), finish(pair)
     assert code == 0, err
     assert pair_code == 0, pair_err
@@ -88,6 +89,11 @@ def test_one_process_and_two_print_the_same_losses():
         assert "bubble predicted from these times: 0." in printed
     assert "bubble measured: only under torchrun" in out
     assert "bubble measured: 0." in pair_out
+    assert "waits by rank: " in pair_out
+    drawn = picture.read_text()
+    assert drawn.index(">measured, in seconds<") < drawn.index(">simulated with its costs<")
+    for action in ("0F3 on rank 0", "1B3 on rank 1"):
+        assert drawn.count(f"<title>{action}") == 2
 
 
 def test_a_difference_on_one_rank_fails_the_job(tmp_path):
