@@ -21,22 +21,26 @@ from fpipe.executor import Port
 from fpipe.spec import Spec
 from fpipe.stage import Stage
 from fpipe.tree import names
-from schedules import Placement
+from schedules import Placement, Sizes
+from schedules.costs import of_stage
 
 COLUMNS = 98
 MOST = 12
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def describe(assembly: Assembly, model: nn.Module, placement: Placement, split: bool) -> str:
-    """The stages of `model`, on the ranks where they live; and how their backwards are split, if they are."""
+def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: Sizes, split: bool) -> str:
+    """The stages of `model`, on the ranks where they live; and how their backwards are split, if they are.
+
+    `sizes` are in bytes: what a microbatch holds.
+    """
     held = _held(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _Shown(assembly, Calls.of(assembly.captured, model))
     lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
     for stage in assembly.stages:
         ranks = placement.replicas(stage.index)
         lines += ["", f"stage {stage.index} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"]
-        lines += [f"  {line}" for line in (*shown.stage(stage), *_backward(stage, split))]
+        lines += [f"  {line}" for line in (*shown.stage(stage), _kept(stage, sizes, split), *_backward(stage, split))]
     tied = _shortened(list(_tied(assembly.stages, model)), "... {} more")
     lines += ["", "tied parameters"] if tied else []
     return "\n".join([*lines, *[line for one in tied for line in _lines(one, "  ", "    ")]])
@@ -102,6 +106,13 @@ class _Shown:
         return path or "the model itself"
 
 
+def _kept(stage: Stage, sizes: Sizes, split: bool) -> str:
+    """What the stage holds from its forward on, and between the halves of its backward."""
+    activation, residual = of_stage(sizes.activation, stage.index), of_stage(sizes.residual or 0, stage.index)
+    halved = f", {_bytes(residual)} for the weight half of its backward" if split else ""
+    return f"keeps       {_bytes(activation)} per microbatch{halved}"
+
+
 def _backward(stage: Stage, split: bool) -> Iterator[str]:
     """How it is differentiated, if that is worth a word; the gradients that the input half computes, by reason."""
     if stage.functions.remark:
@@ -150,7 +161,10 @@ def _count(number: int, noun: str) -> str:
 
 def _size(specs: Iterable[Spec]) -> str:
     """The size of what is stored or sent: an expanded dimension is there once."""
-    size = sum(spec.dtype.itemsize * prod(_once(spec)) for spec in specs)
+    return _bytes(sum(spec.dtype.itemsize * prod(_once(spec)) for spec in specs))
+
+
+def _bytes(size: float) -> str:
     power = next(k for k in range(5) if size < 1024 ** (k + 1) or k == 4)
     return f"{size / 1024**power:,.1f} {UNITS[power]}" if power else f"{size} B"
 

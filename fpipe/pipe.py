@@ -274,7 +274,7 @@ class Pipeline:
     def __str__(self) -> str:
         how = self.schedule
         split = any(action.kind == "W" for rank in range(how.ranks) for action in how.actions(rank))
-        described = describe(self.training.assembly, self.model, how.placement, split)
+        described = describe(self.training.assembly, self.model, how.placement, self.sizes, split)
         return f"Pipeline of {type(self.model).__name__} under {how!r}\n{described}"
 
 

@@ -23,22 +23,26 @@ def test_the_picture():
         "  gives       stage 1: 96 B per microbatch, 96 B of cotangents back",
         "                float32[2, 3, 4]  from blocks.0",
         "  gets        stage 3: 176 B of cotangents per microbatch",
+        "  keeps       1.1 KiB per microbatch",
         "",
         "stage 1 on rank 1",
         "  modules     blocks.1",
         "  parameters  164 (656 B), all trainable",
         "  gives       stage 2: 96 B per microbatch, 96 B of cotangents back",
         "                float32[2, 3, 4]  from blocks.1",
+        "  keeps       1.1 KiB per microbatch",
         "",
         "stage 2 on rank 2",
         "  modules     blocks.2-3",
         "  parameters  328 (1.3 KiB), all trainable",
         "  gives       stage 3: 96 B per microbatch, 96 B of cotangents back",
         "                float32[2, 3, 4]  from blocks.3",
+        "  keeps       2.2 KiB per microbatch",
         "",
         "stage 3 on rank 3",
         "  modules     head, loss, 1 other operation",
         "  parameters  44 (176 B), all trainable",
+        "  keeps       368 B per microbatch",
         "",
         "tied parameters",
         "  embed.weight = head.weight: stages 0, 3, owned by stage 0",
@@ -69,6 +73,7 @@ def test_weights_whose_gradients_are_not_deferred():
     case = ZOO["gpt"]
     text = str(build(case, SCHEDULES["split_backward"](4, 2), 4, capture="trace")[0])
     assert "  undeferred  embed.weight: also used by other stages" in text, text
+    assert "  keeps       1.1 KiB per microbatch, 1.2 KiB for the weight half of its backward" in text, text
     assert "undeferred" not in str(build(case, SCHEDULES["one_f_one_b"](4, 2), 4, capture="trace")[0])
 
 
