@@ -33,7 +33,7 @@ from fpipe.step import scatter
 from fpipe.transport.contract import Transport
 from schedules import Costs, Schedule, simulate
 
-UNIT: Final = 0.010  # seconds
+UNIT: Final = 0.020  # seconds
 COSTS: Final = {"F": UNIT, "B": 2 * UNIT, "I": UNIT, "W": UNIT}
 WIDTH, ROUNDS, PINGS = 8, 3, 50
 FAMILIES: Final = (

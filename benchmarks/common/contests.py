@@ -15,10 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as theirs
 
-import fpipe
 from benchmarks.common.models import cross_entropy, parts, starts
 from schedules import Schedule, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 
@@ -27,26 +24,26 @@ Step = Callable[[], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Contest:
-    """A schedule, by our factory and by the incumbent's class, and how many stages a rank has."""
+    """A schedule, by our factory and by the name of the incumbent's class; `single`: that takes one stage, not many."""
 
     name: str
     factory: Callable[..., Schedule]
-    incumbent: Callable[..., Any]
-    chunks: int = 1
+    incumbent: str
+    single: bool = False
 
     @property
     def title(self) -> str:
         """Both names."""
-        return f"{self.name} (`{self.factory.__name__}`, `{self.incumbent.__name__}`)"
+        return f"{self.name} (`{self.factory.__name__}`, `{self.incumbent}`)"
 
 
 CONTESTS: Final = {
     contest.name: contest
     for contest in (
-        Contest("1F1B", one_f_one_b, theirs.Schedule1F1B),
-        Contest("interleaved", interleaved_1f1b, theirs.ScheduleInterleaved1F1B, 2),
-        Contest("ZB-H1", zb_h1, theirs.ScheduleInterleavedZeroBubble),
-        Contest("ZB-V", zb_v, theirs.ScheduleZBVZeroBubble, 2),
+        Contest("1F1B", one_f_one_b, "Schedule1F1B", single=True),
+        Contest("interleaved", interleaved_1f1b, "ScheduleInterleaved1F1B"),
+        Contest("ZB-H1", zb_h1, "ScheduleInterleavedZeroBubble"),
+        Contest("ZB-V", zb_v, "ScheduleZBVZeroBubble"),
     )
 }
 
@@ -64,6 +61,8 @@ class Task:
 
 def ours(contest: Contest, task: Task) -> Step:
     """A step of this rank by fpipe: its gradients."""
+    import fpipe  # here, so that a process that measures one library does not import the other
+
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
     cuts = [str(layer) for layer in starts(task.blocks, how.stages)]
     batch = (task.tokens,)
@@ -74,18 +73,18 @@ def ours(contest: Contest, task: Task) -> Step:
 
 def incumbents(contest: Contest, task: Task) -> Step:
     """A step of this rank by the incumbent: its gradients."""
+    from torch.distributed import pipelining
+
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
     held = how.placement.stages_on(dist.get_rank())
     modules = parts(task.model, starts(task.blocks, how.stages))
-    stages = [PipelineStage(modules[s], s, how.stages, torch.device("cpu")) for s in held]
-    runner = contest.incumbent(stages if _several(contest) else stages[0], task.microbatches, loss_fn=cross_entropy)
+    stages = [pipelining.PipelineStage(modules[s], s, how.stages, torch.device("cpu")) for s in held]
+    made: Any = getattr(pipelining, contest.incumbent)
+    runner = made(stages[0] if contest.single else stages, task.microbatches, loss_fn=cross_entropy)
     given = (task.tokens,) if 0 in held else ()
-    wanted = {"target": task.targets, "losses": []} if how.stages - 1 in held else {}
-    named = {
-        name: p
-        for name, p in task.model.named_parameters()
-        if any(p is q for s in held for q in modules[s].parameters())
-    }
+    wanted: dict[str, Any] = {"target": task.targets, "losses": []} if how.stages - 1 in held else {}
+    mine = {id(parameter) for s in held for parameter in modules[s].parameters()}
+    named = {name: parameter for name, parameter in task.model.named_parameters() if id(parameter) in mine}
 
     def step() -> dict[str, Tensor]:
         for parameter in named.values():
@@ -94,11 +93,6 @@ def incumbents(contest: Contest, task: Task) -> Step:
         return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
 
     return step
-
-
-def _several(contest: Contest) -> bool:
-    """Whether the incumbent's class takes a list of stages."""
-    return issubclass(contest.incumbent, theirs.PipelineScheduleMulti)
 
 
 def require_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
