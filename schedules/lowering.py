@@ -15,6 +15,9 @@ no message vouches for is waited for at the end.
 Gradients travel once a step. A replica's leaves after its last weight gradient, for the `G` of the other replica; that
 of a tied parameter leaves when it is complete, for the other stages that hold copies.
 
+So receive buffers are few, however many microbatches there are. While an action runs, those wait that the next one
+uses, and those that are sent before these on the same channel and used later: one or two, three beside fused pairs.
+
 Invariants. Per channel, sends and receives are the same messages in the same order. Every receive has one consumer on
 its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
 """

@@ -29,7 +29,24 @@ from fpipe.linking import link
 from fpipe.spec import Spec
 from fpipe.step import scatter
 from fpipe.transport.local import LocalTransport, drive
-from schedules import KINDS, Costs, memory_over_time, one_f_one_b, recompute, simulate, spans, v_min, zb_h1, zb_v
+from schedules import (
+    KINDS,
+    Costs,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    lower,
+    memory_over_time,
+    one_f_one_b,
+    recompute,
+    simulate,
+    spans,
+    v_min,
+    zb_h1,
+    zb_v,
+)
+from schedules.replay import needs
+from schedules.testing import orders
 
 SEED = 5
 NOBODY, STEP, UNKNOWN = "nobody", "step", "unknown"
@@ -254,3 +271,115 @@ def test_any_model_cut_anywhere(description, data):
     built = built_or_refused(description, case_of(description), how, 6, cuts, "trace")
     assume(built is not None)
     require_as_simulated(*built)
+
+
+# ------------------------------------------------------------------------------------------------------ receive buffers
+
+
+def buffered(actions):
+    """Per compute action of a lowered program, the messages that are received before it and used neither by it nor
+    before."""
+    waiting, found = {}, []
+    for action in actions:
+        kind, s, i, peer, part = action
+        if kind.startswith("RECV"):
+            waiting[kind[5:], peer, i, s, part] = None
+        elif peer is None:
+            crosses = KINDS[kind].crosses or kind
+            for message in [m for m in waiting if (m[0], m[2], m[3], m[4]) == (crosses, i, s, part)]:
+                del waiting[message]
+            found.append((action, set(waiting)))
+    return found
+
+
+def uses(how, graph, rank):
+    """Per message that a rank is sent, the number of the compute action that uses it; a fused pair is one."""
+    found, at = {}, -1
+    fused = False
+    for action in how.actions(rank):
+        at, fused = at + (not fused), action.kind == "OVERLAP_F"
+        for what, peer, i in needs(action, graph):
+            if peer != action.stage and how.placement.home(peer, i) != rank:
+                found[what, peer, i, action.stage, action.slice] = at
+    return found
+
+
+def sent(how, graph, rank):
+    """The messages for a rank, per rank that sends them, in its order."""
+    for source in set(range(how.ranks)) - {rank}:
+        made = [(KINDS[a.kind].crosses, a) for a in how.actions(source) if KINDS[a.kind].crosses]
+        yield [
+            (what, a.stage, a.microbatch, t, a.slice)
+            for what, a in made
+            for t in (graph.feeds if what == "F" else graph.pulls)[a.stage]
+            if how.placement.home(t, a.microbatch) == rank
+        ]
+
+
+def wanted(how, graph, rank):
+    """Per compute action what should wait behind it: what the next one uses, and what is sent before that."""
+    used = uses(how, graph, rank)
+    channels = list(sent(how, graph, rank))
+    at, fused = -1, False
+    for action in how.actions(rank):
+        at, fused = at + (not fused), action.kind == "OVERLAP_F"
+        waiting = set()
+        for channel in channels:
+            last = max((k for k, message in enumerate(channel) if used[message] <= at + 1), default=-1)
+            waiting |= {message for message in channel[: last + 1] if used[message] > at}
+        yield action, waiting
+
+
+def without_gradients(case):
+    how, graph = case
+    return not graph.gradients and not how.placement.mirrors
+
+
+@given(orders().filter(without_gradients))
+def test_receives_are_posted_for_two_actions_and_what_is_sent_before(case):
+    """In a fused pair the first action leaves what the second takes."""
+    how, graph = case
+    for rank in range(how.ranks):
+        pairs = zip(buffered(lower(how, graph).actions(rank)), wanted(how, graph, rank), strict=True)
+        for (action, got), (same, want) in pairs:
+            assert action == same
+            assert got == want if action.kind != "OVERLAP_F" else got >= want
+
+
+@pytest.mark.parametrize("microbatches", [8, 24])
+@pytest.mark.parametrize(
+    ("made", "most"),
+    [(one_f_one_b, 1), (zb_h1, 1), (gpipe, 1), (interleaved_1f1b, 1), (zb_v, 2), (v_min, 2), (dualpipe_v, 3)],
+)
+def test_how_many_buffers_wait_does_not_depend_on_microbatches(made, most, microbatches):
+    how = made(ranks=4, microbatches=microbatches)
+    assert most == max(len(waiting) for rank in range(4) for _, waiting in buffered(lower(how).actions(rank)))
+
+
+@pytest.mark.parametrize("how", SCHEDULES)
+@pytest.mark.parametrize("name", ["mlp", "gpt", "skips", "unet", "dicts", "later", "several"])
+def test_the_executor_posts_no_others(name, how):
+    """Handles of receives, whose buffers are made when they are posted, while each action runs."""
+    pipe, model, inputs, targets = built(name, SCHEDULES[how])
+    plan, transport = pipe.training, LocalTransport()
+    given = scatter(plan, *pipe.init(model), pipe.batch(inputs, targets), SEED)
+    found, runs = [[] for _ in range(pipe.schedule.ranks)], []
+    for rank, linked in plan.linked.items():
+        names = {t.number: t.message for one in linked.instructions for t in one.receives}
+
+        def watched(handler, rank=rank, names=names):
+            def handle(run, action, stage, arrived):
+                waiting = {names[number] for number in run.posted if number in names}
+                found[rank].append((action, {(what, s, i, t, None) for what, s, i, t in waiting}))
+                return handler(run, action, stage, arrived)
+
+            return handle
+
+        instructions = [
+            one._replace(handler=watched(one.handler)) if one.action.peer is None else one
+            for one in linked.instructions
+        ]
+        runs.append(Execution(linked._replace(instructions=tuple(instructions)), transport, given))
+    with random.preserved(plan.devices):
+        drive(transport, runs)
+    assert found == [buffered(pipe.program.actions(rank)) for rank in range(pipe.schedule.ranks)]
