@@ -605,6 +605,35 @@ def test_what_is_returned_may_be_of_any_registered_type():
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 2))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_branch_may_return_what_it_got(sign):
+    """Or an output of another module that it holds on to; what is recorded is one branch, and either may be taken."""
+
+    class Maybe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return {"h": self.linear(x), "x": x} if sign * x.sum() > 0 else {"h": x, "x": x}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.maybe, self.last = nn.Linear(WIDTH, WIDTH), Maybe(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            out = self.maybe(self.first(x))
+            return self.last(out["h"]) + out["x"]
+
+    torch.manual_seed(0)
+    model, x, how = Model(), torch.randn(8, WIDTH), one_f_one_b(ranks=3, microbatches=8)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["maybe", "last"], unsplittable=["maybe"]
+    )
+    fpipe.verify(pipe, model, (x,), x)
+
+
 def test_either_branch_gets_its_gradients():
     """Whichever was assumed at capture; a weight that no microbatch has used gets zeros."""
     inputs, targets = (torch.cat([torch.ones(2, WIDTH), -torch.ones(4, WIDTH)]),), torch.randn(6, WIDTH)

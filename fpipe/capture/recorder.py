@@ -29,6 +29,7 @@ from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick,
 from fpipe.capture.values import Values
 from fpipe.errors import CaptureError
 from fpipe.random import label
+from fpipe.tree import flatten
 
 EFFECTS = (checked, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 SEALING: Mapping[Any, str] = MappingProxyType(
@@ -198,8 +199,17 @@ class Recorder(TorchFunctionMode):
         """Run a call, and record it as a span."""
         with self.spans.running(span):
             out = run()
+            if span.branching:
+                out = self._own(span, out)
         self.ended(span, out)
         return out
+
+    def _own(self, span: Span, out: Any) -> Any:
+        """What a branching call returned, of its own making: another branch may return something else."""
+        tensors, structure = flatten(out, opaque=True)
+        made = {value for unit in self.units[span.start :] for value in unit.makes}
+        known = self.values.known
+        return structure.unflatten([t if known.get(id(t)) in made else t.view_as(t) for t in tensors])
 
     def begin(self, path: str, kind: type) -> None:
         """A call begins of which nothing else is known; it is never played as a whole."""

@@ -15,14 +15,16 @@ seed is the label.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +34,11 @@ from fpipe.capture.contract import Tensors
 from fpipe.capture.observation import drawn
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.contract import Wiring
+from fpipe.errors import CaptureError
+from fpipe.spec import Spec
 
+SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+"""What torch calls when a tensor is given other data."""
 CONSTANT = "constant"
 """Where the nodes of the graph that stand for a tensor of the model's own have it."""
 
@@ -105,7 +111,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     def joint(*tensors: Tensor) -> tuple[Tensors, Tensors, Tensors, Tensors]:
         params, buffers, constants, inputs, cotangents = (tensors[a:b] for a, b in stops)
         functions = replace(eager, constants=constants)
-        with draws:
+        with draws, _Assignments(), _casting_once():
             outputs, new, residuals = functions.forward(params, buffers, inputs, 0)
             reached["forward"] = frozenset(draws.graph.nodes)
             outgoing, grads = functions.backward(residuals, cotangents)
@@ -117,7 +123,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     with random.preserved(d for d in devices if d.type in ("cpu", "cuda")), mode, assuming():
         module = make_fx(joint)(*arguments)
     for node in module.graph.find_nodes(op="get_attr"):
-        node.meta[CONSTANT] = getattr(module, node.target)
+        node.meta[CONSTANT] = _constant(getattr(module, node.target))
     return _joint(module.graph, reached["forward"], reached["counts"], len(cotangents), draws.found)
 
 
@@ -135,6 +141,40 @@ def _joint(graph: Graph, forward: frozenset[Node], counts: Sequence[int], last: 
     first = len(holders) - last
     forward |= {seed for seed, node in seeds.items() if node in forward}
     return Joint(graph, key, tuple(holders[:first]), tuple(holders[first:]), forward, *groups)
+
+
+def _constant(tensor: Tensor) -> Tensor:
+    """A tensor that is there whatever the arguments are; raises `CaptureError` for one that was computed."""
+    if isinstance(tensor, FakeTensor):
+        raise CaptureError(
+            f"got a {Spec.of(tensor)} that was computed out of sight, expected operators of torch alone. Leave this "
+            "model to autograd."
+        )
+    return tensor
+
+
+@contextmanager
+def _casting_once() -> Iterator[None]:
+    """Under autocast a weight is cast once for all its uses, as it is without a tracer; tracers turn that off."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+class _Assignments(TorchFunctionMode):
+    """Raises `CaptureError` where a tensor gets other data without an operator."""
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func == SET_DATA:
+            raise CaptureError(
+                "got an assignment to .data, expected operators of torch alone. Leave this model to autograd, or write "
+                "copy_() instead."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _stops(*groups: Tensors) -> list[tuple[int, int]]:

@@ -2,8 +2,8 @@
 """A joint graph cut into phases: the forward, the backward, and the two halves of the backward.
 
 The forward is what was recorded before the backward began. What the weight half computes is found from its end: from
-each gradient backwards, as long as all that a node makes goes to the weight half and the node is *deferrable*: a
-product, or something light before or behind one (views, casts, sums). So what is kept in between are operands of
+each gradient backwards, as long as all that a node makes goes to the weight half and the node is a product, a view in
+front of one, or something light behind one (views, casts, sums, factors). So what is kept in between are operands of
 products: for linear layers, their inputs and the gradients of their outputs. All else is computed in the input half.
 
 Invariants. Every phase runs its nodes in the order of the recording. What is written in place in the backward, the
@@ -51,7 +51,8 @@ VIEWS = frozenset(
     }
 )
 SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
-LIGHT = VIEWS | SUMS | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
+SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
+LIGHT = VIEWS | SUMS | SCALED | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
 SAME = frozenset({aten.detach.default, aten.alias.default})
 GETITEM = "getitem"
 

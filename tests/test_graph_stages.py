@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages recorded as graphs compute what autograd does, bit for bit, whatever the model does; in the same phases."""
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from models import ZOO, Case, assert_same, build, few, loop, mse, rows_of, run, run_reference
+from random_models import case_of, descriptions, places
+from test_random_models import schedules
+from test_splitting import PARTS, W, Written
+from test_trace import MODELS
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe.differentiation.autograd import Autograd
+from fpipe.differentiation.recorded import Recorded
+from fpipe.tree import same_bits
+from schedules import one_f_one_b, recompute, split_backward, zb_v
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+
+HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=2), "ZB-V": zb_v(ranks=2, microbatches=2)}
+LEFT_TO_AUTOGRAD = ("assignments to .data",)
+RANDOM = ("dropping", "gpt_dropout")
+
+
+def recorded(pipe):
+    """Whether all stages are graphs, and none was left to autograd."""
+    return all(isinstance(stage.functions, Recorded) for stage in pipe.stages)
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model(name, how):
+    built = build(ZOO[name], how, 4, capture="trace", backward="graph")
+    assert recorded(built[0])
+    seed = 3 if name in RANDOM else None
+    got = run(*built, seed=seed)
+    assert_same(got, run_reference(*built, seed=seed))
+    if name not in RANDOM:
+        assert_same(got, loop(built[1], ZOO[name].loss, *built[2:], 2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_graph_would_lose(name):
+    """Custom functions, checkpoints, hooks, autocast, vmap: what they make of the backward is recorded with it."""
+    make, cuts, *_ = MODELS[name]
+    built = build(Case(make, rows_of(), mse, cuts), HOWS["ZB-V"], 4, cuts, "trace", backward="graph")
+    assert recorded(built[0]) == (name not in LEFT_TO_AUTOGRAD), built[0].stages[0].functions.remark
+    got = run(*built)
+    assert_same(got, run_reference(*built))
+    assert_same(got, loop(built[1], mse, *built[2:], 2))
+
+
+EARLY = {"norm": {"bias": "computed by native_layer_norm_backward.default"}}
+
+
+def chain(function, backward="graph", batches=3, stages=3):
+    """Stages of one part each, the first without differentiable input, and what they are given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Written(function) for _ in range(stages)])
+    inputs, targets = (torch.randn(2 * batches, W),), torch.randn(2 * batches, W)
+    how = split_backward(one_f_one_b(ranks=stages, microbatches=batches))
+    cuts = [str(k) for k in range(1, stages)]
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts, backward=backward)
+    return pipe, model, inputs, targets
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_deferred(name):
+    """More than by autograd: what is behind a product goes with it, and a weight that is used twice."""
+    pipe, model, inputs, targets = chain(PARTS[name][0])
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    want = loop(model, mse, inputs, targets, 3)
+    assert same_bits(step.loss, want.loss)
+    assert grads.keys() == want.grads.keys()
+    assert all(same_bits(grads[k], want.grads[k]) for k in grads)
+    for stage in pipe.stages:
+        assert stage.undeferred == {f"{stage.index}.{weight}": why for weight, why in EARLY.get(name, {}).items()}
+
+
+def gelu(module, x):
+    """A linear layer, and what it needs for its backward besides."""
+    return functional.gelu(functional.linear(x, module.weight, module.bias))
+
+
+@pytest.mark.parametrize("s", [0, 1])
+def test_what_is_kept_in_between_is_the_least(s):
+    """Of a stage of linear layers, their inputs and the gradients of their outputs; of the first stage, too."""
+    pipe, model, inputs, _ = chain(lambda m, x: gelu(m, gelu(m, x)))
+    stage, x = pipe.stages[s], inputs[0][:2]
+    params, _ = pipe.init(model)
+    outputs, _, residuals = stage.forward(stage.leaves(params), (), (x,), 0)
+    kept = stage.backward_input(residuals, (torch.randn_like(outputs[0]),))[1]
+    assert not residuals, "what the forward kept is let go of"
+    assert sum(tensor.numel() for tensor in kept) == 4 * x.numel()
+    stage.backward_weight(kept)
+    assert not kept
+
+
+def test_functions_are_pure():
+    """The same twice, of unchanged arguments; the halves make the whole."""
+    pipe, model, inputs, _ = chain(gelu)
+    stage, x = pipe.stages[1], inputs[0][:2]
+    leaves = stage.leaves(pipe.init(model)[0])
+    before = [tensor.clone() for tensor in (*leaves, x)]
+    forward = [stage.forward(leaves, (), (x,), 0) for _ in range(2)]
+    assert same_bits(forward[0][0][0], forward[1][0][0])
+    assert same_bits(forward[0][0][0], stage.evaluate(leaves, (), (x,), 0)[0][0])
+    cotangent = torch.randn_like(x)
+    outgoing, grads = stage.backward(forward[0][2], (cotangent,))
+    half, deferred = stage.backward_input(forward[1][2], (cotangent,))
+    assert all(map(same_bits, (*outgoing, *grads), (*half, *stage.backward_weight(deferred))))
+    assert all(map(same_bits, (*leaves, x), before))
+
+
+def test_a_stage_that_reads_values_is_left_to_autograd():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(W, W)
+
+        def forward(self, x):
+            return self.linear(x) if x.sum() > 0 else x
+
+    model = nn.Sequential(nn.Linear(W, W), Reading())
+    how, x = one_f_one_b(ranks=2, microbatches=2), torch.randn(4, W)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=x,
+        loss=mse,
+        schedule=how,
+        cuts=["1"],
+        unsplittable=[Reading],
+        backward="graph",
+    )
+    assert [type(stage.functions) for stage in pipe.stages] == [Recorded, Autograd]
+    assert "  backward    by autograd: it reads the values of tensors" in str(pipe)
+    assert "  backward    as a graph" in str(pipe)
+    fpipe.verify(pipe, model, (x,), x)
+
+
+def test_what_is_computed_out_of_sight_is_left_to_autograd():
+    def hidden(module, x):
+        with torch.utils._python_dispatch._disable_current_modes():
+            y = x * 2
+        return functional.linear(y, module.weight, module.bias)
+
+    pipe, *_ = chain(hidden)
+    assert "by autograd" in pipe.stages[1].functions.remark
+
+
+def test_python_is_run_once():
+    """What modules do besides calling torch, they do when they are recorded; by autograd, every time."""
+    calls = []
+
+    def counted(module, x):
+        calls.append(None)
+        return functional.linear(x, module.weight, module.bias)
+
+    for backward, expected in (("graph", 0), ("autograd", 9)):
+        pipe, model, inputs, targets = chain(counted, backward)
+        state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+        calls.clear()
+        step(*state, inputs, targets)
+        assert len(calls) == expected
+
+
+def test_recomputed_stages_and_checkpoints_inside():
+    """A checkpointed body is in the graph twice, so that what it makes is not kept."""
+
+    def body(module, x):
+        return checkpoint(lambda x: functional.dropout(gelu(module, x).sin(), 0.5), x, use_reentrant=False)
+
+    kept = {}
+    for name, function in (("checkpoint", body), ("plain", lambda m, x: functional.dropout(gelu(m, x).sin(), 0.5))):
+        pipe, model, inputs, targets = chain(function)
+        again = fpipe.pipeline(
+            model,
+            example=inputs,
+            targets=targets,
+            loss=mse,
+            schedule=recompute(pipe.schedule, (0, 1)),
+            cuts=["1", "2"],
+            backward="graph",
+        )
+        assert recorded(pipe)
+        assert recorded(again)
+        assert_same(run(pipe, model, inputs, targets, 3), run_reference(pipe, model, inputs, targets, 3))
+        assert_same(run(again, model, inputs, targets, 3), run_reference(pipe, model, inputs, targets, 3))
+        stage, x = pipe.stages[1], inputs[0][:2]
+        leaves = stage.leaves(pipe.init(model)[0])
+        residuals = stage.forward(leaves, (), (x,), 0)[2]
+        found = {one.data_ptr() for one in residuals if isinstance(one, torch.Tensor)}
+        kept[name] = found - {leaf.data_ptr() for leaf in leaves}
+    assert len(kept["checkpoint"]) == 1 < len(kept["plain"])
+
+
+def test_other_sizes_are_recorded_on_their_own():
+    pipe, model, _, _ = chain(gelu)
+    x = torch.randn(8, W)  # of 3, 3 and 2
+    assert recorded(pipe)
+    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 3))
+    assert_same(run(pipe, model, (x,), x), run_reference(pipe, model, (x,), x))
+
+
+def test_evaluation_too():
+    pipe, model, inputs, targets = chain(gelu)
+    eager, *_ = chain(gelu, "autograd")
+    for batch in (inputs, targets), (inputs,):
+        got, want = (fpipe.evaluate(one)(*one.init(model), *batch) for one in (pipe, eager))
+        assert same_bits(got.outputs, want.outputs)
+
+
+@pytest.mark.parametrize("name", ["gpt", "normalised", "dropping", "unet"])
+def test_through_a_compiler(name):
+    """One that changes nothing, but takes the graphs as all do: without seeds, with tensors in and out."""
+    taken = []
+
+    def compiler(module, examples):
+        taken.append(module)
+        return module
+
+    how = zb_v(ranks=2, microbatches=2)
+    for backward in (compiler, "aot_eager"):
+        built = build(ZOO[name], how, 4, capture="trace", backward=backward)
+        assert recorded(built[0])
+        seed = 3 if name in RANDOM else None
+        assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))
+    assert taken
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_compiled_stages_are_close():
+    built = build(
+        ZOO["mlp"], split_backward(one_f_one_b(ranks=2, microbatches=2)), 4, capture="trace", backward="inductor"
+    )
+    assert recorded(built[0])
+    assert "as a graph, compiled by inductor" in str(built[0])
+    fpipe.verify(*built, tolerance=1e-5)
+    with pytest.raises(fpipe.MismatchError, match="expected closer than 1e-30 of the largest magnitude"):
+        fpipe.verify(*built, tolerance=1e-30)
+
+
+def test_what_is_no_way_is_refused():
+    with pytest.raises(fpipe.InputError, match="backward: got 'graphs', expected one of autograd, graph, "):
+        chain(gelu, "graphs")
+
+
+@settings(max_examples=few(8))
+@given(descriptions(), st.data())
+def test_any_model(description, data):
+    """The same bits as autograd's, cut anywhere, or left to autograd."""
+    microbatches, names = data.draw(st.integers(1, 3)), places(description)
+    chosen = data.draw(st.sets(st.sampled_from(names), max_size=5)) if names else set()
+    cuts = tuple(name for name in names if name in chosen)
+    how = data.draw(schedules(len(cuts) + 1, microbatches))
+    case = case_of(description)
+    try:
+        built = build(case, how, 3 * microbatches, cuts, "trace", backward="graph")
+    except fpipe.CutError:
+        return
+    event("recorded" if recorded(built[0]) else next(filter(None, (s.functions.remark for s in built[0].stages))))
+    seed = 5 if case.random else None
+    assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))
