@@ -18,7 +18,7 @@ timeline value_and_grad verify
 SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule *targets=None *cuts=None *stages=None *unsplittable=() *capture='trace' "
-        "*tied='exact' *batch_dims=0 *output_dims=0 *weight=None *group=None"
+        "*backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *group=None"
     ),
     "value_and_grad": "pipe outputs=False record=None",
     "evaluate": "pipe record=None",
@@ -26,7 +26,7 @@ SIGNATURES = {
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
-    "verify": "pipe model inputs targets=None *seed=None",
+    "verify": "pipe model inputs targets=None *seed=None *tolerance=0",
 }
 
 CALLED = "params buffers inputs targets=None *seed=None"
