@@ -62,6 +62,8 @@ from schedules import (
     one_f_one_b,
     recompute,
     split_backward,
+    zb_h1,
+    zb_v,
 )
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
@@ -117,17 +119,17 @@ def require_whole(got: Result, want: Result, rank: int, size: int) -> None:
 
 
 def require_exact(
-    name: str, how: Schedule, rank: int, size: int, capture: str = "export", order=None, tied: str = "exact"
+    name: str, how: Schedule, rank: int, size: int, capture: str = "export", order=None, **options: str
 ) -> Result:
     """One step of a case of the zoo over all ranks equals one device."""
     one = ZOO[name]
     seed = 5 if one.random else None
-    pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture, tied=tied)
+    pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture, **options)
     got = run(pipe, model, inputs, targets, seed=seed)
     # Outputs are on the last rank; in a vee, on the first; where stages have replicas, on both.
     turned = size - 1 if rank in how.placement.replicas(how.stages - 1) else 0
     require_whole(got, run_reference(pipe, model, inputs, targets, seed=seed), turned, size)
-    if not one.random and not how.placement.mirrors and tied == "exact":
+    if not one.random and not how.placement.mirrors and options.get("tied", "exact") == "exact":
         require_whole(got, loop(model, one.loss, inputs, targets, how.microbatches, order), turned, size)
     return got
 
@@ -241,6 +243,18 @@ def evaluation_on_two_ranks(rank, size):
 def recomputation(rank, size):
     for name in ("normalised", "dropping", "tied_sequence"):
         require_exact(name, recompute(one_f_one_b(ranks=size, microbatches=4)), rank, size)
+
+
+@case
+def graph_stages(rank, size):
+    """Each process records its own stages; what the others hold is left as it is."""
+    for name, how in (
+        ("gpt", (zb_v if size == 2 else zb_h1)(ranks=size, microbatches=4)),
+        ("dropping", zb_h1(ranks=size, microbatches=4)),
+        ("normalised", recompute(zb_h1(ranks=size, microbatches=4))),
+        ("tied_sequence", dualpipe(ranks=size, microbatches=4)),
+    ):
+        require_exact(name, how, rank, size, "trace", backward="graph")
 
 
 @case
