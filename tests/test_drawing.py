@@ -320,10 +320,21 @@ def test_waits_have_a_look_of_their_own():
     assert "0RECV_B0&lt;1 on rank 0, 1 to 5.4: wait for a transfer</title>" in picture
     assert picture.count(f'fill="{WAIT.colour}"') == 3 + 1, "and in the legend"
     assert picture.count(">wait for a transfer</text>") == 1
+    assert ">-0<" not in picture, "no label"
+    wait = Span(0, parse("2RECV_B0<3"), 1, 4)
+    picture = svg({"measured": [Span(0, F(0, 0), 0, 1), wait, Span(0, F(2, 0), 4, 5)]})
+    drawn = [cell for cell in ElementTree.fromstring(picture).iter(f"{SVG}rect") if cell.get("fill") == WAIT.colour]
+    assert len(drawn) == 2, "the same on every stage"
+    assert not any(cell.get("stroke") for cell in drawn)
     assert WAIT.name not in svg({"": [span for span in WAITED if not span.waits]})
     assert [event["cat"] for event in events(trace({"": WAITED}), "X")] == ["F", "wait", "B", "wait", "F", "B", "wait"]
     assert legend(["F", "RECV_F", "WAIT_B"]) == "F forward   - wait for a transfer"
     assert text(gpipe(1, 1)) == texts({"": spans(gpipe(1, 1), Costs())})
+
+
+def test_actions_cover_waits():
+    wait = Span(0, parse("0RECV_B0<1"), 0, 3)
+    assert texts({"": [wait, Span(0, F(0, 0), 0, 2), Span(0, F(0, 1), 3, 4)]}) == "rank 0 |F0    -  F1 |"
 
 
 def test_timelines_of_nothing():

@@ -126,16 +126,27 @@ def test_disturbed_actions_and_hidden_transfers_do_not_count():
     costs = Costs(F=1, B=2, comm=0.5)
     timeline = list(measured(how, costs))
     slow = [span._replace(end=span.end + 100) if span.action == F(0, 4) else span for span in timeline]
-    late = Span(1, Action("RECV_F", 1, 4, 0), 500, 600)  # it had been sent long before
-    assert vars(estimate(how, [*slow, late])) == vars(estimate(how, timeline))
+    assert estimate(how, slow) == estimate(how, timeline)
+    late = [Span(1, Action("RECV_F", 1, i, 0), 500, 600) for i in range(5)]  # they had been sent long before
+    unknown = [Span(1, Action("RECV_G", 1, 4, 0), 500, 600), Span(0, Action("WAIT_F", 0, 4, 1), 500, 600)]
+    actions = [span for span in timeline if not span.waits]
+    assert estimate(how, [*actions, *late, *unknown]).comm == 0
+
+
+def test_a_fused_pair_sends_when_both_are_done():
+    how, wait = gpipe(2, 1), Span(1, Action("RECV_F", 1, 0, 0), 0, 5)
+    plain = list(spans(how, Costs()))
+    fused = [s._replace(action=s.action._replace(kind="OVERLAP_F")) if s.action == F(0, 0) else s for s in plain]
+    assert (estimate(how, [*plain, wait]).comm, estimate(how, [*fused, wait]).comm) == (4, 0)
 
 
 def test_steps_are_pooled_but_not_mixed():
     how = one_f_one_b(2, 3)
-    steps = [list(measured(how, Costs(F=time, B=2, comm=1))) for time in (1, 1.25, 4)]
+    steps = [list(measured(how, Costs(F=time, B=2, comm=1))) for time in (1, 1.25, 1.5)]
     found = estimate(how, *steps)
     assert found.F == (1.25, 1.25)
     assert found.comm == 1
+    assert estimate(how, [span for step in steps for span in step]).comm < 1, "the steps look like one"
     assert estimate(how, chain(*steps[:1])) == estimate(how, steps[0])
 
 

@@ -10,7 +10,7 @@ from models import SCHEDULES, ZOO, assert_same, build, run
 import fpipe
 from fpipe import recording
 from fpipe.recording import DeviceStopwatch, HostStopwatch
-from schedules import F, Span, dualpipe, forwards, interleaved_1f1b, one_f_one_b, summarize
+from schedules import Action, F, Span, dualpipe, forwards, interleaved_1f1b, one_f_one_b, summarize
 
 MANY = {
     **{name: make(4, 4) for name, make in SCHEDULES.items()},
@@ -51,6 +51,17 @@ def test_what_a_rank_waits_for_comes_before_what_needs_it():
             if wait.action.kind.startswith("RECV"):
                 assert (user.action.stage, user.action.microbatch) == (wait.action.stage, wait.action.microbatch)
                 assert wait.action.kind.endswith(user.action.kind)
+
+
+def test_a_wait_lasts_until_the_value_is_made_and_from_before():
+    _, spans = recorded(one_f_one_b(ranks=4, microbatches=4))
+    made = {span.action: span for span in spans if not span.waits}
+    waits = [span for span in spans if span.action.kind.startswith("RECV")]
+    assert len(waits) > 8
+    for wait in waits:
+        kind, _, i, source, _ = wait.action
+        maker = made[Action(kind.removeprefix("RECV_"), source, i)]
+        assert wait.start <= maker.start <= maker.end <= wait.end
 
 
 def test_evaluation_is_recorded_too():
