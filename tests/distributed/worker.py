@@ -393,9 +393,9 @@ def spans_are_recorded(rank, size):
 def timelines_of_all_ranks(rank, size):
     """Every rank gets the same one, in which nothing is used before it is made: also where clocks are far apart."""
     clock = time.perf_counter
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
     for apart, tolerance in ((0.0, 0.0), (1000.0, 0.03)):
         recording.perf_counter = clocks.perf_counter = lambda late=apart * rank: clock() - late
-        pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
         spans = []
         fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
         found = fpipe.timeline(pipe, spans)
@@ -415,6 +415,8 @@ def timelines_of_all_ranks(rank, size):
         forwards = [span.action for span in fpipe.timeline(pipe, spans) if not span.waits]
         assert forwards == [F(stage, i) for stage in range(size) for i in range(4)]
     recording.perf_counter = clocks.perf_counter = clock
+    rows = pipe.ranks.collect(torch.full((rank, 3), float(rank), dtype=torch.float64))
+    assert [one.tolist() for one in rows] == [[[float(r)] * 3] * r for r in range(size)]
     with raises(fpipe.InputError, "spans[0]: got", f"of rank {(rank + 1) % size}", f"of ranks [{rank}]"):
         fpipe.timeline(pipe, [span for span in found if span.rank == (rank + 1) % size])
 
@@ -513,6 +515,8 @@ def skipped_on_one_rank(rank, size):
                 step(*state, inputs, targets)
             with raises(fpipe.TransportError, "got another step after one that broke off"):
                 step(*state, inputs, targets)
+            with raises(fpipe.TransportError, "got a timeline to put together after one that broke off"):
+                fpipe.timeline(pipe, [])
         else:
             step(*state, inputs, targets)
 
