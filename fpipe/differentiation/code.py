@@ -18,8 +18,9 @@ from torch.fx import Node
 
 from fpipe.differentiation.joint import CONSTANT
 from fpipe.differentiation.phases import Phase
+from fpipe.differentiation.simplification import is_item
 
-Run: TypeAlias = Callable[[list[Any]], tuple[tuple[Any, ...], ...]]
+Run: TypeAlias = Callable[[list[Any]], tuple[Any, ...]]
 """Takes the values of `Phase.takes`, in a list that it empties; returns the groups of `Phase.gives`."""
 
 aten = torch.ops.aten
@@ -36,10 +37,15 @@ DIRECT: Mapping[Any, Any] = MappingProxyType(
         aten.expand.default: Tensor.expand,
         aten.unsqueeze.default: torch.unsqueeze,
         aten.sum.dim_IntList: torch.sum,
+        aten.sum.default: torch.sum,
+        aten.mean.default: torch.mean,
+        aten.pow.Tensor_Scalar: torch.pow,
         aten.add.Tensor: torch.add,
         aten.sub.Tensor: torch.sub,
         aten.mul.Tensor: torch.mul,
+        aten.mul.Scalar: torch.mul,
         aten.div.Tensor: torch.div,
+        aten.div.Scalar: torch.div,
         aten.relu.default: torch.relu,
         aten.tanh.default: torch.tanh,
         aten.gelu.default: torch._C._nn.gelu,
@@ -57,7 +63,7 @@ def function(phase: Phase) -> Run:
     lines += ["    box.clear()", *writer.dropped(last.pop(None, []))]
     for node in phase.nodes:
         lines += [f"    {writer.call(node)}", *writer.dropped(last.get(node, []))]
-    lines.append(f"    return {_tuple(_tuple(names[node] for node in group) for group in phase.gives)}")
+    lines.append(f"    return {writer.text(phase.gives)}")
     exec(compile("\n".join(lines), "<stage>", "exec"), writer.namespace)
     made: Run = writer.namespace["run"]
     return made
@@ -72,7 +78,7 @@ def _last_uses(phase: Phase) -> dict[Node | None, list[Node]]:
     returned = {node for group in phase.gives for node in group}
     last: dict[Node, Node | None] = dict.fromkeys(phase.takes, None)
     for node in phase.nodes:
-        for used in (node, *node.all_input_nodes):
+        for used in (node, *(one for one in node.all_input_nodes if one in last)):
             last[used] = node
     found: dict[Node | None, list[Node]] = {}
     for value, user in last.items():
@@ -92,25 +98,24 @@ class _Writer:
     def call(self, node: Node) -> str:
         """The line of a node."""
         name = self.names[node]
-        if node.op == "get_attr":
-            return f"{name} = {self._named(node.meta[CONSTANT])}"
-        if _item(node):
+        if is_item(node):
             return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
-        arguments = [self._text(one) for one in node.args]
-        arguments += [f"{keyword}={self._text(one)}" for keyword, one in node.kwargs.items()]
+        arguments = [self.text(one) for one in node.args]
+        arguments += [f"{keyword}={self.text(one)}" for keyword, one in node.kwargs.items()]
         return f"{name} = {self._named(_callable(node.target))}({', '.join(arguments)})"
 
     def dropped(self, nodes: list[Node]) -> list[str]:
         """The line that lets go of these values."""
         return [f"    del {', '.join(self.names[node] for node in nodes)}"] if nodes else []
 
-    def _text(self, argument: Any) -> str:
+    def text(self, argument: Any) -> str:
+        """An argument of a call, or what is returned."""
         if isinstance(argument, Node):
-            return self.names[argument]
+            return self.names[argument] if argument in self.names else self._named(argument.meta[CONSTANT])
         if isinstance(argument, list):
-            return f"[{', '.join(map(self._text, argument))}]"
+            return f"[{', '.join(map(self.text, argument))}]"
         if isinstance(argument, tuple):
-            return _tuple(map(self._text, argument))
+            return _tuple(map(self.text, argument))
         return repr(argument) if argument is None or isinstance(argument, bool | int) else self._named(argument)
 
     def _named(self, value: Any) -> str:
@@ -122,7 +127,3 @@ class _Writer:
 
 def _callable(target: Any) -> Any:
     return DIRECT.get(target) or (target._op if isinstance(target, torch._ops.OpOverload) else target)
-
-
-def _item(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"

@@ -31,16 +31,16 @@ def compiled(phase: Phase, compiler: Compiler) -> Run:
     takes = [node for node in phase.takes if "val" in node.meta]  # not the key
     wanted = {k for k, node in enumerate(phase.takes) if node in set(takes)}
     run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), function(phase)
-    counts = [len(group) for group in phase.gives]
+    groups: list[tuple[Any, int]] = [(type(group), len(group)) for group in phase.gives]
 
-    def call(box: list[Any]) -> tuple[tuple[Any, ...], ...]:
+    def call(box: list[Any]) -> tuple[Any, ...]:
         if any(isinstance(value, FakeTensor) for value in box):  # kernels would read memory that is not there
             return plain(box)
         given = [value for k, value in enumerate(box) if k in wanted]
         box.clear()
         with torch.no_grad():
             found = iter(run(*given))
-        return tuple([tuple(islice(found, count)) for count in counts])
+        return tuple([kind(islice(found, count)) for kind, count in groups])
 
     return call
 
@@ -51,11 +51,17 @@ def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
     for k, node in enumerate(takes):
         to[node] = graph.placeholder(f"taken_{k}")
         to[node].meta = node.meta
-    for node in phase.nodes:
-        if node.op == "get_attr":
+
+    def placed(node: Node) -> Node:
+        """A node's place; a constant has none before it is used."""
+        if node not in to:
             holder.register_buffer(str(node.target), node.meta[CONSTANT])
-        to[node] = graph.node_copy(node, lambda used: to[used])
-    graph.output(tuple(to[node] for node in _flat(phase)))
+            to[node] = graph.get_attr(str(node.target))
+        return to[node]
+
+    for node in phase.nodes:
+        to[node] = graph.node_copy(node, placed)
+    graph.output(tuple(map(placed, _flat(phase))))
     return GraphModule(holder, graph)
 
 

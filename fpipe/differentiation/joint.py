@@ -79,8 +79,8 @@ class Joint:
 
     @property
     def calls(self) -> Iterator[Node]:
-        """The nodes at which something is done, in order."""
-        return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
+        """The nodes at which something is done, in order; constants are none."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
 
     def mapped(self, graph: Graph, to: Mapping[Node, Node]) -> Joint:
         """The same in a graph where others stand for its nodes; what is not there is left out."""

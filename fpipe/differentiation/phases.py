@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from fpipe import random
-from fpipe.capture.observation import memory, written
+from fpipe.capture.observation import memory
 from fpipe.differentiation.joint import Joint
+from fpipe.differentiation.simplification import is_item, simplified, value_of, written_by
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
@@ -53,16 +52,14 @@ VIEWS = frozenset(
 SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
 SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
 LIGHT = VIEWS | SUMS | SCALED | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
-SAME = frozenset({aten.detach.default, aten.alias.default})
-GETITEM = "getitem"
 
 
 class Phase(NamedTuple):
-    """Nodes that run together: what they take, and what they give, in groups."""
+    """Nodes that run together: what they take, and what they give, in groups; a list is kept for another phase."""
 
     nodes: tuple[Node, ...]
     takes: tuple[Node, ...]
-    gives: tuple[tuple[Node, ...], ...]
+    gives: tuple[Sequence[Node], ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Phases:
 
 def divide(joint: Joint) -> Phases:
     """Cut a joint graph."""
-    joint = _simplified(joint)
+    joint = simplified(joint)
     forward, backward = _whole(joint)
     halves = _halved(joint)
     first, second = _halves(halves)
@@ -98,7 +95,7 @@ def _whole(joint: Joint) -> tuple[Phase, Phase]:
     made = {*early, *joint.arguments, joint.key}
     kept = _across(made, late, (*joint.outgoing, *joint.grads))
     return (
-        Phase(tuple(early), (joint.key, *joint.arguments), (joint.outputs, joint.buffers, kept)),
+        Phase(tuple(early), (joint.key, *joint.arguments), (joint.outputs, joint.buffers, [*kept])),
         Phase(tuple(late), (*kept, *joint.cotangents), (joint.outgoing, joint.grads)),
     )
 
@@ -111,7 +108,7 @@ def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[N
 
 def _maker(node: Node) -> str:
     """What computes a gradient."""
-    while node.target in VIEWS or _is_item(node):
+    while node.target in VIEWS or is_item(node):
         node = node.all_input_nodes[0]
     return f"computed by {getattr(node.target, '__name__', node.target)}"
 
@@ -122,7 +119,7 @@ def _halves(joint: Joint) -> tuple[Phase, Phase]:
     first = [node for node in backward.nodes if node not in deferred]
     second = [node for node in backward.nodes if node in deferred]
     rest = _across({*first, *backward.takes}, second, joint.grads)
-    return Phase(tuple(first), backward.takes, (joint.outgoing, rest)), Phase(tuple(second), rest, (joint.grads,))
+    return Phase(tuple(first), backward.takes, (joint.outgoing, [*rest])), Phase(tuple(second), rest, (joint.grads,))
 
 
 def _deferred(joint: Joint, backward: Phase) -> frozenset[Node]:
@@ -146,11 +143,7 @@ def _candidates(joint: Joint, backward: Phase) -> set[Node]:
 
 
 def _deferrable(node: Node) -> bool:
-    return node.target in PRODUCTS or node.target in LIGHT or _is_item(node)
-
-
-def _is_item(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == GETITEM
+    return node.target in PRODUCTS or node.target in LIGHT or is_item(node)
 
 
 def _users(node: Node) -> Iterator[Node]:
@@ -179,58 +172,14 @@ def _origin(node: Node) -> Node:
 
 def _untouched(nodes: Iterable[Node]) -> Any:
     """Whether a node neither is, nor reads, memory that one of `nodes` writes to in place."""
-    values = [_value(argument) for node in nodes for argument in _written(node)]
+    values = [value_of(argument) for node in nodes for argument in written_by(node)]
     touched = {memory(value) for value in values if value is not None}
 
     def check(node: Node) -> bool:
-        values = [_value(one) for one in (node, *node.all_input_nodes)]
+        values = [value_of(one) for one in (node, *node.all_input_nodes)]
         return not touched or all(value is None or memory(value) not in touched for value in values)
 
     return check
-
-
-def _written(node: Node) -> Iterator[Node]:
-    for argument in written(node.target, node.args, node.kwargs):
-        for one in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(one, Node):
-                yield one
-
-
-def _value(node: Node) -> Tensor | None:
-    """The fake tensor that stood for a node in the recording."""
-    value = node.meta.get("val")
-    return value if isinstance(value, Tensor) else None
-
-
-def _simplified(joint: Joint) -> Joint:
-    """Without what makes nothing new: detached copies, transposes of transposes, and what nobody uses."""
-    graph = Graph()
-    to: dict[Node, Node] = {}
-    for node in joint.graph.nodes:
-        if node.op == "output":
-            continue
-        if node.target in SAME:
-            to[node] = to[node.args[0]]
-        elif node.target is aten.t.default and to[node.args[0]].target is aten.t.default:
-            to[node] = to[node.args[0]].all_input_nodes[0]
-        else:
-            to[node] = graph.node_copy(node, lambda used: to[used])
-    return _used(joint.mapped(graph, to))
-
-
-def _used(joint: Joint) -> Joint:
-    """Without nodes that nobody uses and that do nothing else."""
-    returned = {*joint.outputs, *joint.buffers, *joint.outgoing, *joint.grads}
-    for node in reversed(list(joint.calls)):
-        if not node.users and node not in returned and not _acts(node):
-            joint.graph.erase_node(node)
-    return joint
-
-
-def _acts(node: Node) -> bool:
-    """Whether a node does something besides what it returns: writes, draws, or seeds."""
-    operator = isinstance(node.target, torch._ops.OpOverload)
-    return node.is_impure() or any(True for _ in _written(node)) if operator else node.target is random.reseed
 
 
 def _item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:

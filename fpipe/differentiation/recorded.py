@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
-
-from torch import Tensor
 
 from fpipe.capture.contract import Tensors
 from fpipe.differentiation.code import Run
 from fpipe.differentiation.contract import Wiring
+from fpipe.spec import Spec
 
 Kept: TypeAlias = list[Any]
+Layouts: TypeAlias = tuple[tuple[tuple[int, ...], Spec], ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,16 @@ class Recorded:
     undeferred: Mapping[int, str]
     remark: str
 
+    @cached_property
+    def outputs(self) -> Layouts:
+        """Those of the outputs."""
+        return tuple((spec.stride, spec) for _, spec in self.wiring.outputs)
+
+    @cached_property
+    def cotangents(self) -> Layouts:
+        """Those of the outgoing cotangents."""
+        return tuple((spec.stride, spec) for spec in self.wiring.cotangents)
+
     def leaves(self, params: Tensors) -> Tensors:
         """The parameters, without a graph."""
         return tuple([tensor.detach() for tensor in params])
@@ -47,8 +58,7 @@ class Recorded:
         """Run the stage on one microbatch."""
         wiring = self.wiring
         outputs, new, kept = self.run_forward([key, *params, *buffers, *self.constants, *inputs])
-        outputs = tuple([spec.like(tensor) for (_, spec), tensor in zip(wiring.outputs, outputs, strict=True)])
-        return outputs, new, list(kept) if wiring.leaves else None
+        return _laid_out(self.outputs, outputs), new, kept if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, and nothing kept."""
@@ -61,7 +71,7 @@ class Recorded:
             return (), ()
         residuals.extend(cotangents)
         outgoing, grads = self.run_backward(residuals)
-        return self._outgoing(outgoing), grads
+        return _laid_out(self.cotangents, outgoing), grads
 
     def backward_input(self, residuals: Kept | None, cotangents: Tensors) -> tuple[Tensors, Kept | None]:
         """The cotangents for earlier stages, and what is needed for the rest; empties the residuals."""
@@ -69,14 +79,18 @@ class Recorded:
             return (), None
         residuals.extend(cotangents)
         outgoing, rest = self.run_input(residuals)
-        return self._outgoing(outgoing), list(rest)
+        return _laid_out(self.cotangents, outgoing), rest
 
     def backward_weight(self, deferred: Kept | None) -> Tensors:
         """The gradients of this stage's parameters; empties what was kept for them."""
         if deferred is None:
             return ()
+        grads: Tensors
         (grads,) = self.run_weight(deferred)
         return grads
 
-    def _outgoing(self, found: tuple[Tensor, ...]) -> Tensors:
-        return tuple([spec.like(cotangent) for spec, cotangent in zip(self.wiring.cotangents, found, strict=True)])
+
+def _laid_out(layouts: Layouts, tensors: Tensors) -> Tensors:
+    """The tensors, copied where they are not laid out as was inferred: fake tensors can be wrong in that."""
+    pairs = zip(layouts, tensors, strict=True)
+    return tuple([tensor if tensor.stride() == stride else spec.like(tensor) for (stride, spec), tensor in pairs])

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A joint graph without what need not be done, or not every time. The bits stay the same.
+
+- Copies that are the same tensor (detached ones) are left out, and transposes of transposes.
+- A sum that keeps its dimension and then is viewed without it does not keep it.
+- What depends on no argument and is small is computed once: the one with which a backward begins, for example.
+- What nobody uses is left out, if it does nothing else: neither writes, nor draws, nor seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fpipe import random
+from fpipe.capture.observation import memory, written
+from fpipe.differentiation.joint import CONSTANT, Joint
+
+aten = torch.ops.aten
+SAME = frozenset({aten.detach.default, aten.alias.default})
+LIKE = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default})
+"""Operators of whose argument only shape and type matter."""
+SMALL = 4096
+"""How many elements a tensor that is computed once may have."""
+
+
+def simplified(joint: Joint) -> Joint:
+    """The same functions, with less to do."""
+    graph, to = Graph(), dict[Node, Node]()
+    for node in joint.graph.nodes:
+        if node.op != "output":
+            to[node] = _shortcut(node, to) or _summed(node, to, graph) or graph.node_copy(node, to.__getitem__)
+    return _used(_folded(joint.mapped(graph, to)))
+
+
+def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
+    """What a node is the same as."""
+    if node.target in SAME:
+        return to[node.all_input_nodes[0]]
+    if node.target is aten.t.default and (turned := to[node.all_input_nodes[0]]).target is aten.t.default:
+        return turned.all_input_nodes[0]
+    return None
+
+
+def _summed(node: Node, to: Mapping[Node, Node], graph: Graph) -> Node | None:
+    """A sum without the dimension that a view takes off it."""
+    if node.target is not aten.view.default:
+        return None
+    whole = to[node.all_input_nodes[0]]
+    if whole.target is not aten.sum.dim_IntList or whole.args[1:] != ([0], True) or len(shape_of(whole)) != 2:
+        return None
+    if shape_of(node) != shape_of(whole)[1:]:
+        return None
+    made = graph.call_function(whole.target, (whole.args[0], [0]), whole.kwargs)
+    made.meta = node.meta
+    return made
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The shape of what a node makes, if that is a tensor."""
+    value = value_of(node)
+    return () if value is None else tuple(value.shape)
+
+
+def value_of(node: Node) -> Tensor | None:
+    """The fake tensor that stood for a node in the recording."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+def written_by(node: Node) -> list[Node]:
+    """The nodes whose tensors a node writes to in place."""
+    found: list[Node] = []
+    for argument in written(node.target, node.args, node.kwargs):
+        map_arg(argument, found.append)
+    return found
+
+
+def is_item(node: Node) -> bool:
+    """Whether a node takes one of several results."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def _folded(joint: Joint) -> Joint:
+    """Small tensors that depend on no argument become constants, unless they leave or are written to."""
+    returned = [*joint.outputs, *joint.buffers, *joint.outgoing, *joint.grads]
+    changed = [one for node in joint.calls for one in written_by(node)]
+    kept = {memory(value) for node in (*returned, *changed) for value in [value_of(node)] if value is not None}
+    for node in list(joint.calls):
+        if _is_constant(node, kept):
+            node.meta[CONSTANT] = _computed(node)
+            node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}
+    return joint
+
+
+def _is_constant(node: Node, kept: Collection[int]) -> bool:
+    value = value_of(node)
+    if value is None or value.numel() > SMALL or memory(value) in kept or is_item(node) or node.op != "call_function":
+        return False
+    if _acts(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    known = all(CONSTANT in one.meta for one in node.all_input_nodes)
+    return node.target in LIKE or (known and bool(node.all_input_nodes))
+
+
+def _computed(node: Node) -> Tensor:
+    target: Any = node.target
+    value = value_of(node)
+    assert value is not None, "it is a tensor"
+    if target in LIKE:
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        made: Tensor = target(like, *node.args[1:], **node.kwargs)
+        return made
+    args, kwargs = map_arg((node.args, node.kwargs), lambda used: used.meta[CONSTANT])
+    made = target(*args, **kwargs)
+    return made
+
+
+def _used(joint: Joint) -> Joint:
+    returned = {*joint.outputs, *joint.buffers, *joint.outgoing, *joint.grads}
+    for node in reversed(list(joint.calls)):
+        if not node.users and node not in returned and not _acts(node):
+            joint.graph.erase_node(node)
+    return joint
+
+
+def _acts(node: Node) -> bool:
+    """Whether a node does something besides what it returns."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.is_impure() or bool(written_by(node))
+    return node.target is random.reseed
