@@ -63,10 +63,7 @@ class HostStopwatch:
 
 
 class Event(Protocol):
-    """What an accelerator's stream passes: `torch.Event`, with timing."""
-
-    def record(self) -> None:
-        """Be passed by the current stream after all that it was given so far."""
+    """What an accelerator's stream passes after all that it was given before: `torch.Event`, with timing."""
 
     def synchronize(self) -> None:
         """Block until it has been passed."""
@@ -81,18 +78,13 @@ class DeviceStopwatch:
     They know the time between each other only. So a last event is waited for after the step, and the host's clock read
     right then; all others are counted back from it. That is as late as the host is told, some microseconds.
 
-    - `event()` makes an event. `laps`: rank, action, and the events at its two ends.
+    - `mark()` makes an event and gives it to the stream; `clock()` is the host's.
+    - `laps`: rank, action, and the events at its two ends.
     """
 
-    def __init__(self, record: Record, event: Callable[[], Event], clock: Callable[[], float] = perf_counter) -> None:
-        self.record, self.event, self.clock = record, event, clock
+    def __init__(self, record: Record, mark: Callable[[], Event], clock: Callable[[], float] = perf_counter) -> None:
+        self.record, self.mark, self.clock = record, mark, clock
         self.laps: list[tuple[int, Action, Event, Event]] = []
-
-    def mark(self) -> Event:
-        """An event, given to the stream."""
-        event = self.event()
-        event.record()
-        return event
 
     def lap(self, rank: int, action: Action, start: Event, end: Event) -> None:
         """Keep the events until they can be read."""
@@ -112,7 +104,13 @@ def stopwatch(device: torch.device, record: Record) -> Stopwatch:
     """The one for what is computed on `device`."""
     if device.type == "cpu":
         return HostStopwatch(record)
-    return DeviceStopwatch(record, lambda: torch.Event(device, enable_timing=True))
+
+    def mark() -> Event:
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    return DeviceStopwatch(record, mark)
 
 
 class RecordedExecution(Execution):

@@ -126,11 +126,7 @@ class Stream:
 
 class StreamEvent:
     def __init__(self, stream):
-        self.stream, self.at = stream, None
-
-    def record(self):
-        assert self.at is None
-        self.at = self.stream.tick() + self.stream.late
+        self.stream, self.at = stream, stream.tick() + stream.late
 
     def synchronize(self):
         self.stream.waited += 1
@@ -169,3 +165,20 @@ def test_a_step_on_a_device_waits_for_it_once(monkeypatch):
 def test_which_stopwatch():
     assert isinstance(recording.stopwatch(torch.device("cpu"), print), HostStopwatch)
     assert isinstance(recording.stopwatch(torch.device("cuda", 0), print), DeviceStopwatch)
+
+
+def test_events_have_timing_and_go_to_the_current_stream(monkeypatch):
+    """As far as this can be seen without a device."""
+    device, seen = torch.device("cuda", 1), []
+
+    class Event:
+        def __init__(self, device, *, enable_timing):
+            seen.append((device, enable_timing))
+
+        def record(self, stream):
+            seen.append(stream)
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: ("current", device))
+    recording.stopwatch(device, print).mark()
+    assert seen == [(device, True), ("current", device)]
