@@ -267,3 +267,73 @@ def test_any_model(description, data):
     event("recorded" if recorded(built[0]) else next(filter(None, (s.functions.remark for s in built[0].stages))))
     seed = 5 if case.random else None
     assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))
+
+
+class Overwriting(torch.autograd.Function):
+    """A product whose backward changes the gradient in place, once it has used it for the weight."""
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.clone()
+        of_weight = x.t() @ grad
+        grad[0].mul_(3)
+        return grad @ weight.t(), of_weight
+
+
+def started(module, x):
+    """Tensors that depend on no argument, one of which is written to."""
+    ones, more = torch.ones_like(x), torch.ones_like(x) * 2
+    ones[0] += x[0]
+    return functional.linear(x * ones + more, module.weight, module.bias)
+
+
+def with_statistics(module, x):
+    """Statistics that nobody reads are still kept up."""
+    functional.batch_norm(x, module.mean, module.square, training=True)
+    return functional.linear(x, module.weight, module.bias)
+
+
+def noise(module, x):
+    """Draws without a gradient, and more than one of them."""
+    return functional.linear(x + torch.rand_like(x) * torch.bernoulli(torch.full_like(x, 0.5)), module.weight)
+
+
+SUBTLE = {
+    "in place in the backward": (lambda m, x: Overwriting.apply(x, m.weight) + m.bias, {"weight", "bias"}),
+    "constants": (started, set()),
+    "noise": (noise, set()),
+}
+
+
+@pytest.mark.parametrize("name", SUBTLE)
+def test_what_is_easily_lost(name):
+    function, early = SUBTLE[name]
+    pipe, model, inputs, targets = chain(function)
+    assert recorded(pipe)
+    seed = 7 if name == "noise" else None
+    for _ in range(2):  # the same again: nothing was changed that is used again
+        assert_same(run(pipe, model, inputs, targets, seed), run_reference(pipe, model, inputs, targets, seed))
+    assert pipe.stages[1].undeferred.keys() == {f"1.{name}" for name in early}
+
+
+def test_statistics_that_nobody_reads():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(W, W), Written(with_statistics), nn.Linear(W, W))
+    model[1].register_buffer("mean", torch.zeros(W))
+    model[1].register_buffer("square", torch.ones(W))
+    x, how = torch.randn(6, W), one_f_one_b(ranks=3, microbatches=3)
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1", "2"], backward="graph")
+    assert recorded(pipe)
+    got = run(pipe, model, (x,), x)
+    assert_same(got, run_reference(pipe, model, (x,), x))
+    assert_same(got, loop(model, mse, (x,), x, 3))
+    assert got.buffers["1.mean"].abs().sum() > 0
