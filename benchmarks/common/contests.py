@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,14 +59,22 @@ class Task:
     microbatches: int
 
 
-def ours(contest: Contest, task: Task) -> Step:
-    """A step of this rank by fpipe: its gradients."""
+def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = "autograd") -> Step:
+    """A step of this rank by fpipe: its gradients. `backward` says how stages are differentiated."""
     import fpipe  # here, so that a process that measures one library does not import the other
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
     cuts = [str(layer) for layer in starts(task.blocks, how.stages)]
     batch = (task.tokens,)
-    pipe = fpipe.pipeline(task.model, example=batch, targets=task.targets, loss=cross_entropy, schedule=how, cuts=cuts)
+    pipe = fpipe.pipeline(
+        task.model,
+        example=batch,
+        targets=task.targets,
+        loss=cross_entropy,
+        schedule=how,
+        cuts=cuts,
+        backward=backward,
+    )
     state, step = pipe.init(task.model), fpipe.value_and_grad(pipe)
     return lambda: step(*state, batch, task.targets)[1]
 
