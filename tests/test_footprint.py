@@ -49,8 +49,8 @@ def test_linear_layers(backward):
     assert sizes.inputs == (0, LARGE, SMALL)
     assert sizes.weight == tuple(map(parameters, layers[::2]))
     assert sizes.residual == (LARGE, LARGE + SMALL, 2 * SMALL)
-    both = LARGE + SMALL  # what the two tanh return; autograd keeps what the stage is given, too
-    assert sizes.activation == (0, both + LARGE * (backward == "autograd"), 2 * SMALL + FLOAT), "and the loss"
+    both, autograd = LARGE + SMALL, backward == "autograd"  # what the two tanh return, and the last two of these
+    assert sizes.activation == (0, both + LARGE * autograd, 2 * SMALL + FLOAT * autograd), "what is given, and the loss"
 
 
 def test_what_the_weight_half_does_not_need_is_let_go():
