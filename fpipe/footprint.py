@@ -12,6 +12,9 @@ What counts is what comes and goes with a microbatch, each memory once per stage
 leaves of the batch stay for the whole step, whatever the schedule does, so they are not among it: a microbatch of a
 batch is mostly a view of it. What arrives from other stages counts, as if it came from another rank. Gradients, results
 and what is on its way do not: they are in no stage's keeping.
+
+Limits. A kernel that keeps a workspace whose size it alone knows, as oneDNN's LSTM does, has none on fake tensors. And
+compiled functions are counted as the graphs that they were compiled from.
 """
 
 from __future__ import annotations

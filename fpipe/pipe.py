@@ -87,7 +87,8 @@ class Pipeline:
 
         Found on fake tensors, without allocating anything. `activation`: after a forward; `inputs`: after a
         checkpointed one; `residual`: after the input half of a backward. Only what is the microbatch's counts, not the
-        step's batch, which is held throughout. `weight`: one version of the stage's parameters.
+        step's batch, which is held throughout. `weight`: one version of the stage's parameters. Stages of other
+        processes are counted as autograd would have them.
 
         >>> import torch, fpipe
         >>> from schedules import Costs, one_f_one_b, simulate
