@@ -67,12 +67,14 @@ class Phases:
     """The functions of a stage as phases of a graph.
 
     - `forward` takes key and arguments, and gives outputs, buffers, and what is kept.
+    - `evaluation` takes the same, and gives outputs and buffers.
     - `backward` takes what is kept and cotangents, and gives outgoing cotangents and gradients.
-    - `input` takes the same, and gives outgoing cotangents and what `weight` takes, which gives the gradients.
+    - `input` takes what `backward` does, and gives outgoing cotangents and what `weight` takes; this gives gradients.
     - `early`: the gradients that `input` computes, by number, and why.
     """
 
     forward: Phase
+    evaluation: Phase
     backward: Phase
     input: Phase
     weight: Phase
@@ -86,7 +88,8 @@ def divide(joint: Joint) -> Phases:
     halves = _halved(joint)
     first, second = _halves(halves)
     early = {k: _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
-    return Phases(forward, backward, first, second, early)
+    evaluation = forward._replace(gives=forward.gives[:2])
+    return Phases(forward, evaluation, backward, first, second, early)
 
 
 def _whole(joint: Joint) -> tuple[Phase, Phase]:

@@ -6,7 +6,7 @@ What is kept between functions is a list of tensors, which the one function that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ Layouts: TypeAlias = tuple[tuple[tuple[int, ...], Spec], ...]
 class Recorded:
     """The functions of a stage, as phases of a graph.
 
-    - `run_forward`, `run_backward`, `run_input`, `run_weight`: the phases.
+    - `run_forward`, `run_backward`, `run_input`, `run_weight`: the phases; `evaluation` is made at its first use.
     - `undeferred`: the gradients that the input half computes, and why.
     - `remark`: how the phases are run.
     """
@@ -35,6 +35,7 @@ class Recorded:
     run_backward: Run
     run_input: Run
     run_weight: Run
+    evaluation: Callable[[], Run]
     undeferred: Mapping[int, str]
     remark: str
 
@@ -47,6 +48,11 @@ class Recorded:
     def cotangents(self) -> Layouts:
         """Those of the outgoing cotangents."""
         return tuple((spec.stride, spec) for spec in self.wiring.cotangents)
+
+    @cached_property
+    def run_evaluation(self) -> Run:
+        """The forward that keeps nothing."""
+        return self.evaluation()
 
     def leaves(self, params: Tensors) -> Tensors:
         """The parameters, without a graph."""
@@ -62,8 +68,8 @@ class Recorded:
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, and nothing kept."""
-        outputs, new, _ = self.forward(params, buffers, inputs, key)
-        return outputs, new
+        outputs, new = self.run_evaluation([key, *params, *buffers, *self.constants, *inputs])
+        return _laid_out(self.outputs, outputs), new
 
     def backward(self, residuals: Kept | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
         """All gradients of one microbatch; empties the residuals."""

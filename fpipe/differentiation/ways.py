@@ -64,7 +64,8 @@ def recorded(run: Callable[[Phase], Run], remark: str, eager: Autograd, examples
         forward, backward, first, second = map(run, (phases.forward, phases.backward, phases.input, phases.weight))
     except Exception as error:  # whatever tracers and compilers may meet, autograd takes it
         return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
-    return Recorded(eager.wiring, eager.constants, forward, backward, first, second, phases.early, remark)
+    evaluation = partial(run, phases.evaluation)
+    return Recorded(eager.wiring, eager.constants, forward, backward, first, second, evaluation, phases.early, remark)
 
 
 def _first_line(error: Exception) -> Any:
