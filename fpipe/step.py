@@ -55,12 +55,16 @@ def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int |
 
 
 def keys(plan: Plan, seed: int | None) -> list[int]:
-    """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed."""
+    """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed.
+
+    Keys take a while to make, and nobody looks at them where nothing is drawn.
+    """
     if seed is None and plan.devices:
         raise InputError(
             "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
         )
-    return [random.key(seed or 0, i) for i in range(plan.program.schedule.microbatches)]
+    microbatches = range(plan.program.schedule.microbatches)
+    return [random.key(seed or 0, i) if plan.devices else 0 for i in microbatches]
 
 
 def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
