@@ -99,19 +99,17 @@ def measured(how: Schedule) -> float:
 
 
 def transfer() -> float:
-    """Median seconds of one transfer between ranks 0 and 1: half of there and back."""
-    data, times = torch.zeros(WIDTH), []
-    for _ in range(PINGS if dist.get_rank() < 2 else 0):
-        time.sleep(UNIT)  # both have gone to sleep, as in a step
-        start = time.perf_counter()
+    """Median seconds from when rank 0, just awake, sends to when rank 1, which waits, has it: they have one clock."""
+    sent, times = torch.zeros(1, dtype=torch.float64), []
+    for _ in range(PINGS):
+        dist.barrier()
         if dist.get_rank() == 0:
-            dist.send(data, 1)
-            dist.recv(data, 1)
-        else:
-            dist.recv(data, 0)
-            dist.send(data, 0)
-        times.append((time.perf_counter() - start) / 2)
-    return ranks.everywhere(statistics.median(times) if times else 0.0)[0]
+            time.sleep(UNIT)
+            dist.send(sent.fill_(time.perf_counter()), 1)
+        elif dist.get_rank() == 1:
+            dist.recv(sent, 0)
+            times.append(time.perf_counter() - sent.item())
+    return ranks.everywhere(statistics.median(times) if times else 0.0)[1]
 
 
 def rank(*names: str) -> None:
