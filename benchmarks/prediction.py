@@ -5,9 +5,10 @@
     python -m benchmarks.prediction 8 zb_v dualpipe      # some
 
 Every rank is a process, over Gloo. Two cores cannot compute for eight ranks, so stages sleep: each function of a stage
-of Linear(8, 8) lasts as long as its action costs, computing included. All else is as in any step: program, executor and
-transport. Simulated with these costs, and with the time of one transfer, measured between two ranks, as `comm`. A step
-goes from the first start on any rank to the last end; medians.
+of Linear(8, 8) lasts as long as its action costs, what it computes included, and what sleeps are late by, which is
+measured first. All else is as in any step: program, executor and transport. Simulated with these costs, and with the
+time of one transfer, measured between two ranks, as `comm`. A step goes from the first start on any rank to the last
+end; medians.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ FAMILIES: Final = (
 
 
 class Sleeping:
-    """A stage whose functions last as long as their actions cost."""
+    """A stage whose functions last as long as their actions cost, where a sleep is `late` seconds too long."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, late: float) -> None:
         self.stage = stage
-        self.forward = lasting(COSTS["F"], stage.forward)
-        self.backward = lasting(COSTS["B"], stage.backward)
-        self.backward_input = lasting(COSTS["I"], stage.backward_input)
-        self.backward_weight = lasting(COSTS["W"], stage.backward_weight)
+        self.forward = lasting(COSTS["F"] - late, stage.forward)
+        self.backward = lasting(COSTS["B"] - late, stage.backward)
+        self.backward_input = lasting(COSTS["I"] - late, stage.backward_input)
+        self.backward_weight = lasting(COSTS["W"] - late, stage.backward_weight)
 
     def __getattr__(self, name: str) -> Any:
         """All else is the stage's."""
@@ -59,7 +60,7 @@ class Sleeping:
 
 
 def lasting(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which returns so many seconds after it was called."""
+    """The function, which sleeps until so many seconds after it was called."""
 
     def slow(*args: Any) -> Any:
         end = time.perf_counter() + seconds
@@ -70,14 +71,24 @@ def lasting(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
-def step_of(how: Schedule) -> Callable[[], object]:
+def lateness() -> float:
+    """By how many seconds a sleep is too long, the median, while the other ranks sleep too."""
+    times = []
+    for _ in range(PINGS):
+        start = time.perf_counter()
+        time.sleep(UNIT)
+        times.append(time.perf_counter() - start - UNIT)
+    return statistics.median(times)
+
+
+def step_of(how: Schedule, late: float) -> Callable[[], object]:
     """One step of this rank, with stages that sleep."""
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(how.stages)])
     x = torch.randn(how.microbatches, WIDTH)
     cuts = [str(stage) for stage in range(1, how.stages)]
     pipe = fpipe.pipeline(model, example=(x,), loss=Tensor.mean, schedule=how, cuts=cuts)
     plan, (rank,) = pipe.training, pipe.ranks.ranks
-    stages = {s: Sleeping(pipe.stages[s]) for s in how.placement.stages_on(rank)}
+    stages = {s: Sleeping(pipe.stages[s], late) for s in how.placement.stages_on(rank)}
     linked = link(plan.program.actions(rank), stages, how.placement)
     inputs = scatter(plan, *pipe.init(model), pipe.batch((x,), None), None)
 
@@ -87,9 +98,9 @@ def step_of(how: Schedule) -> Callable[[], object]:
     return lambda: pipe.ranks.run(execution)
 
 
-def measured(how: Schedule) -> float:
+def measured(how: Schedule, late: float) -> float:
     """Median seconds of a step."""
-    step, times = step_of(how), []
+    step, times = step_of(how, late), []
     for turn in range(1 + ROUNDS):
         dist.barrier()
         start = time.perf_counter()
@@ -116,11 +127,11 @@ def rank(*names: str) -> None:
     """One rank: seconds, measured and simulated, of each schedule."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    count, found, comm = dist.get_world_size(), {}, transfer()
+    count, found, comm, late = dist.get_world_size(), {}, transfer(), lateness()
     for name in names or FAMILIES:
         how = getattr(schedules, name)(ranks=count, microbatches=2 * count)
         simulated = simulate(how, Costs(**COSTS, comm=comm)).makespan
-        found[name] = measured(how), simulated
+        found[name] = measured(how, late), simulated
     ranks.report({"comm": comm, "found": found})
     dist.destroy_process_group()
 
