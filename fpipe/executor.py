@@ -22,6 +22,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from fpipe.transport.contract import Handle, Message, Payload, Route, Transport
 from schedules import Action
 
+OWN = 2
+"""From how many terms on a sum of gradients is the stage's own memory, to which others may be added."""
+
 
 class Port(NamedTuple):
     """One end of an edge: the stage at the other end, and the specs of the values that cross, in order."""
@@ -71,17 +74,21 @@ class StageLike(Protocol):
     def evaluate(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any]:
         """Outputs and buffers, the same as those of `forward`."""
 
-    def backward(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
-        """Cotangents and gradients."""
+    def backward(self, residuals: Any, cotangents: Payload, onto: Any) -> tuple[Payload, Any]:
+        """Cotangents and gradients; or the sum `onto`, if it is not `()`, to which they were added."""
 
     def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
         """Cotangents, and what the weight half needs."""
 
-    def backward_weight(self, deferred: Any) -> Any:
-        """Gradients."""
+    def backward_weight(self, deferred: Any, onto: Any) -> Any:
+        """Gradients; or the sum `onto`, if it is not `()`, to which they were added."""
 
     def accumulate(self, total: Any, grads: Any, count: int) -> Any:
-        """The sum of `total`, of `count` gradients, and one more; at first it is `()`."""
+        """The sum of `total`, of `count` gradients, and one more; at first it is `()`. From `OWN` terms on it may be
+        passed as `onto`."""
+
+    def finished(self, total: Any) -> Any:
+        """The sum of all gradients."""
 
     def shared(self, total: Any, peer: int) -> Payload:
         """What stage `peer` needs of the summed gradients."""

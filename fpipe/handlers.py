@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fpipe.executor import Execution, Handler, StageLike
+from fpipe.executor import OWN, Execution, Handler, StageLike
 from fpipe.transport.contract import Payload
 from schedules import Action
 
@@ -51,7 +51,7 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived)
+    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived, _onto(run, s))
     _accumulate(run, s, stage, grads)
     return outgoing
 
@@ -64,19 +64,26 @@ def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: P
 
 def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i))))
+    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i)), _onto(run, s)))
     return ()
 
 
+def _onto(run: Execution, s: int) -> Any:
+    """The sum to which gradients may be added in place, if it is so far."""
+    return run.grads[s] if run.counts[s] >= OWN else ()
+
+
 def _accumulate(run: Execution, s: int, stage: StageLike, grads: Any) -> None:
-    run.grads[s] = stage.accumulate(run.grads[s], grads, run.counts[s])
-    run.counts[s] += 1
+    count = run.counts[s]
+    run.grads[s] = grads if count >= OWN else stage.accumulate(run.grads[s], grads, count)
+    run.counts[s] = count + 1
 
 
 def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """The sum over both replicas, in the order of routes: even microbatches take the first, odd ones the second."""
     _, s, i, _, _ = action
-    first, second = (arrived, run.grads[s]) if i % 2 else (run.grads[s], arrived)
+    own = stage.finished(run.grads[s])
+    first, second = (arrived, own) if i % 2 else (own, arrived)
     run.grads[s] = stage.accumulate(stage.accumulate((), first, 0), second, 1)
     return ()
 
@@ -85,7 +92,7 @@ def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -
     """The gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
     _, s, _, peer, _ = action
     assert peer is not None, "a transfer has a peer stage"
-    return run.grads[s] if peer == s else stage.shared(run.grads[s], peer)
+    return stage.shared(run.grads[s], peer)
 
 
 def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:

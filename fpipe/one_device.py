@@ -48,8 +48,8 @@ def one_device(
         for terms, grad in zip(sums, grads, strict=True):
             terms.add(i, grad)
     totals = defaultdict[str, list[Tensor]](list)
-    for name, terms in zip(whole.grads, sums, strict=True):
-        totals[name].append(terms.total())
+    for name, total in zip(whole.grads, whole.finished(tuple([terms.total() for terms in sums])), strict=True):
+        totals[name].append(total)
     return results, state, {name: reduce(add, by_stage) for name, by_stage in totals.items()}
 
 
@@ -64,22 +64,26 @@ class OrderedSum:
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order, self.next = tuple(order), 0
-        self.early: dict[int, Tensor] = {}
+        self.early: dict[int, Tensor | None] = {}
         self.sum: Tensor | None = None
 
-    def add(self, i: int, term: Tensor) -> None:
-        """Term number `i`; it waits until those before it in the order are there."""
+    def add(self, i: int, term: Tensor | None) -> None:
+        """Term number `i`, or `None` where there is none; it waits until those before it in the order are there."""
         self.early[i] = term
         while self.next < len(self.order) and self.order[self.next] in self.early:
-            term = self.early.pop(self.order[self.next])
-            self.sum = term if self.sum is None else self.sum + term
+            self.sum = _plus(self.sum, self.early.pop(self.order[self.next]))
             self.next += 1
 
-    def total(self) -> Tensor:
+    def total(self) -> Tensor | None:
         """The sum of all terms."""
-        assert self.sum is not None, "there is a term"
         assert not self.early, "every term of the order was added"
-        return self.sum if len(self.order) > 1 else self.sum.clone(memory_format=torch.contiguous_format)
+        if len(self.order) > 1 or self.sum is None:
+            return self.sum
+        return self.sum.clone(memory_format=torch.contiguous_format)
+
+
+def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    return total + term if total is not None and term is not None else term if total is None else total
 
 
 class ReplicaSum:
@@ -95,14 +99,18 @@ class ReplicaSum:
     def __init__(self, orders: Orders) -> None:
         self.parts = [OrderedSum(order) for order in orders]
 
-    def add(self, i: int, term: Tensor) -> None:
-        """Term number `i`."""
+    def add(self, i: int, term: Tensor | None) -> None:
+        """Term number `i`, or `None`."""
         (part,) = (part for part in self.parts if i in part.order)
         part.add(i, term)
 
-    def total(self) -> Tensor:
-        """The sum of all terms."""
-        return reduce(add, [part.total() for part in self.parts])
+    def total(self) -> Tensor | None:
+        """The sum of all terms; a replica without any adds zeros."""
+        found = [part.total() for part in self.parts]
+        some = next((one for one in found if one is not None), None)
+        if some is None:
+            return None
+        return reduce(add, [torch.zeros_like(some) if one is None else one for one in found])
 
 
 def orders(plan: Plan) -> dict[str, list[Orders]]:

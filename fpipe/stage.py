@@ -5,14 +5,16 @@ In terms of tuples of tensors:
 
     forward(params, buffers, inputs, key)  -> outputs, buffers', residuals
     evaluate(params, buffers, inputs, key) -> outputs, buffers'
-    backward(residuals, cotangents)        -> input_cotangents, grads
+    backward(residuals, cotangents, onto)  -> input_cotangents, grads
     backward_input(residuals, cotangents)  -> input_cotangents, deferred
-    backward_weight(deferred)              -> grads
+    backward_weight(deferred, onto)        -> grads
 
 `params` are leaves as `Stage.leaves` makes them, once a step. `inputs` are the stage's leaves of the batch, then what
 it gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only passed
-on stands there too. Nothing that is passed in is modified. A stage in which nothing wants a gradient keeps nothing, and
-has `None` for residuals.
+on stands there too. Nothing that is passed in is modified, but `onto`, and what was kept is used up by its one use.
+`onto` may be left out; it is a sum of gradients that is the stage's own, to which those of this microbatch are added,
+instead of being returned by themselves. A stage in which nothing wants a gradient keeps nothing, and has `None` for
+residuals.
 
 What the functions do is the business of `fpipe.differentiation`.
 """
@@ -23,11 +25,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe.capture.contract import Tensors
 from fpipe.differentiation.contract import Functions, Wiring
+from fpipe.differentiation.sums import Gradients, summed, whole
 from fpipe.executor import Port
 from fpipe.spec import Spec
 
@@ -90,30 +92,29 @@ class Stage:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
         return self.functions.evaluate(params, buffers, inputs, key)
 
-    def backward(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+    def backward(self, residuals: Any, cotangents: Tensors, onto: Gradients = ()) -> tuple[Tensors, Gradients]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
-        return self.functions.backward(residuals, cotangents)
+        return self.functions.backward(residuals, cotangents, onto)
 
     def backward_input(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Any]:
         """The cotangents for earlier stages, and what is needed for the rest."""
         return self.functions.backward_input(residuals, cotangents)
 
-    def backward_weight(self, deferred: Any) -> Tensors:
-        """The gradients of this stage's parameters."""
-        return self.functions.backward_weight(deferred)
+    def backward_weight(self, deferred: Any, onto: Gradients = ()) -> Gradients:
+        """The gradients of this stage's parameters; `None` where nothing was computed."""
+        return self.functions.backward_weight(deferred, onto)
 
-    def shared(self, total: Tensors, peer: int) -> Tensors:
-        """The gradients of the parameters of which stage `peer` holds copies."""
-        return tuple([total[self.grads.index(name)] for name in self.shared_names[peer]])
+    def shared(self, total: Gradients, peer: int) -> Tensors:
+        """The gradients of the parameters of which stage `peer` holds copies; of its other replica, all."""
+        finished = self.finished(total)
+        if peer == self.index:
+            return finished
+        return tuple([finished[self.grads.index(name)] for name in self.shared_names[peer]])
 
-    def accumulate(self, total: Tensors, grads: Tensors, count: int) -> Tensors:
-        """The sum of gradients: `total`, of `count` microbatches, plus one more.
+    def accumulate(self, total: Gradients, grads: Gradients, count: int) -> Gradients:
+        """The sum of gradients: `total`, of `count` microbatches, plus one more."""
+        return summed(total, grads, count)
 
-        The second sum is a new tensor, since gradients may share memory with each other; later ones are made in it.
-        """
-        if not grads or not count:
-            return grads
-        if count == 1:
-            return tuple(torch._foreach_add(total, grads))
-        torch._foreach_add_(total, grads)
-        return total
+    def finished(self, total: Gradients) -> Tensors:
+        """The sum over all microbatches, with zeros for what none of them has made a gradient of."""
+        return whole(total, self.totals)

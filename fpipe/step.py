@@ -103,7 +103,7 @@ def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
     stages = plan.assembly.stages
     terms = defaultdict[str, dict[int, Tensor]](dict)
     for outcome in outcomes.values():
-        found = [(s, stages[s].grads, total) for s, total in outcome.grads.items()]
+        found = [(s, stages[s].grads, stages[s].finished(total)) for s, total in outcome.grads.items() if total]
         found += [(s, stages[s].shared_names[t], total) for (s, t), total in outcome.shared.items()]
         for s, names, total in found:
             for name, grad in zip(names, total, strict=True):

@@ -51,7 +51,6 @@ def eagerly(
     """
     losses, columns = [], []
     sums = {name: ReplicaSum(order) for name, order in orders.items()}
-    reached = set[str]()
     with _put_back(model):
         for i in range(objective.microbatches):
             value, outputs = objective(model, [_copy(parts[i]) for _, parts in sorted(batch.items())])
@@ -60,14 +59,13 @@ def eagerly(
                 torch.autograd.backward(value)
             for name, p in model.named_parameters():
                 if name in sums:
-                    reached |= {name} if p.grad is not None else set()
-                    sums[name].add(i, torch.zeros_like(p) if p.grad is None else p.grad)
+                    sums[name].add(i, p.grad)
                     p.grad = None
             leaves, _ = flatten(outputs, opaque=True)
             losses.append(value.detach())
             columns.append([leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        grads |= {name: sums[name].total() for name in reached}
+        grads |= {name: total for name, terms in sums.items() if (total := terms.total()) is not None}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     joined = None if joining is None else joining.join(list(zip(*columns, strict=True)))
     return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)

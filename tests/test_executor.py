@@ -63,8 +63,11 @@ class Symbolic:
     def evaluate(self, params, buffers, inputs, key):
         return self.forward(params, buffers, inputs, key)[:2]
 
-    def backward(self, residuals, cotangents):
-        return self._pull(residuals, cotangents), make("W", residuals.kept, cotangents)
+    def backward(self, residuals, cotangents, onto=()):
+        return self._pull(residuals, cotangents), self._added(make("W", residuals.kept, cotangents), onto)
+
+    def _added(self, grads, onto):
+        return (*onto, grads) if onto else grads
 
     def _pull(self, residuals, cotangents):
         return tuple(make(spec, residuals.kept, cotangents) for port in self.pulls for spec in port.specs)
@@ -72,15 +75,20 @@ class Symbolic:
     def backward_input(self, residuals, cotangents):
         return self._pull(residuals, cotangents), (residuals, cotangents)
 
-    def backward_weight(self, deferred):
+    def backward_weight(self, deferred, onto=()):
         residuals, cotangents = deferred
-        return make("W", residuals.kept, cotangents)
+        return self._added(make("W", residuals.kept, cotangents), onto)
 
     def accumulate(self, total, grads, count):
         assert count == len(total)
         return (*total, grads)
 
+    def finished(self, total):
+        return total
+
     def shared(self, total, peer):
+        if peer == self.index:
+            return total
         (specs,) = [port.specs for port in self.shares if port.peer == peer]
         return tuple(make(spec, *total) for spec in specs)
 

@@ -32,7 +32,7 @@ def halves(function, inputs, weights, cotangent=None):
     half = Splitter({}, True).half(Graph([out], 0), weights)
     now = [weights[k] for k in half.now]
     found = torch.autograd.grad(out, [*inputs, *now, *half.edges], cotangent)
-    grads = half.grads(found[len(inputs) + len(now) :], weights)
+    grads = dict(half.grads(found[len(inputs) + len(now) :], weights))
     deferred = set(grads)
     grads |= dict(zip(half.now, found[len(inputs) :], strict=False))
     split = (*found[: len(inputs)], *[grads[k] for k in range(len(weights))])

@@ -5,6 +5,7 @@ Counted while a step runs: every message, every forward that keeps something, ev
 """
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_nothing_is_done_for_what_is_frozen(what, capture, kind, monkeypatch):
     )
     run(*built)  # plans are made at the first step
     sent, kept, calls = Counter(), Counter(), Counter()
-    send, forward, grad = LocalChannel.send, Stage.forward, torch.autograd.grad
+    send, forward, grad, backward = LocalChannel.send, Stage.forward, torch.autograd.grad, torch.autograd.backward
 
     def sending(channel, message, payload, specs):
         sent[message[0], message[1], message[3]] += 1
@@ -99,13 +100,14 @@ def test_nothing_is_done_for_what_is_frozen(what, capture, kind, monkeypatch):
         kept[stage.index] += residuals is not None
         return *found, residuals
 
-    def differentiating(*arguments, **how):
+    def differentiating(function, *arguments, **how):
         calls["grad"] += 1
-        return grad(*arguments, **how)
+        return function(*arguments, **how)
 
     monkeypatch.setattr(LocalChannel, "send", sending)
     monkeypatch.setattr(Stage, "forward", keeping)
-    monkeypatch.setattr(torch.autograd, "grad", differentiating)
+    monkeypatch.setattr(torch.autograd, "grad", partial(differentiating, grad))
+    monkeypatch.setattr(torch.autograd, "backward", partial(differentiating, backward))
     got = run(*built)
     monkeypatch.undo()
     assert {ends for ends in sent if ends[0] == "B"} == {("B", *edge) for edge in edges}

@@ -120,16 +120,17 @@ class Watched:
         outputs, new = self.computed("evaluate", received, params, buffers, inputs, key)
         return copies(outputs), changed(buffers, new)
 
-    def backward(self, residuals, cotangents):
-        outgoing, grads = self.computed("backward", cotangents, residuals, cotangents)
-        return copies(outgoing), copies(grads)
+    def backward(self, residuals, cotangents, onto):
+        outgoing, grads = self.computed("backward", cotangents, residuals, cotangents, onto)
+        return copies(outgoing), grads if onto else copies(grads)
 
     def backward_input(self, residuals, cotangents):
         outgoing, deferred = self.computed("backward_input", cotangents, residuals, cotangents)
         return copies(outgoing), deferred
 
-    def backward_weight(self, deferred):
-        return copies(self.computed("backward_weight", (), deferred))
+    def backward_weight(self, deferred, onto):
+        grads = self.computed("backward_weight", (), deferred, onto)
+        return grads if onto else copies(grads)
 
 
 def copies(tensors):

@@ -26,7 +26,7 @@ class Echo:
     def forward(self, params, buffers, inputs, key):
         return inputs, buffers, "kept"
 
-    def backward(self, residuals, cotangents):
+    def backward(self, residuals, cotangents, onto):
         return cotangents or ("cotangent",), ()
 
     def accumulate(self, total, grads, count):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from fpipe.capture.contract import Function, Tensors
 from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.splitting import Graph, Half, Splitter, made_so_far
+from fpipe.differentiation.sums import Gradients, added, own
 
 
 class Residuals(NamedTuple):
@@ -38,7 +40,7 @@ class Deferred(NamedTuple):
 
     weights: Tensors
     half: Half
-    grads: Tensors
+    grads: Gradients
     incoming: tuple[Tensor | None, ...]
 
 
@@ -106,13 +108,34 @@ class Autograd:
         scoped = given if self.function.scope is not None else ()
         return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
 
-    def backward(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+    def backward(
+        self, residuals: Residuals | None, cotangents: Tensors, onto: Gradients = ()
+    ) -> tuple[Tensors, Gradients]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
         if residuals is None:
             return (), ()
-        found = _whole(self._grad(residuals, residuals.leaves, cotangents), residuals.leaves)
+        if onto:
+            return self._added(residuals, cotangents, onto)
+        found = self._grad(residuals, residuals.leaves, cotangents)
         split = len(self.wiring.cotangents)
-        return self._outgoing(found[:split]), found[split:]
+        return self._outgoing(found[:split], residuals), found[split:]
+
+    def _added(self, residuals: Residuals, cotangents: Tensors, onto: Gradients) -> tuple[Tensors, Gradients]:
+        """Autograd adds each gradient as soon as it is there, while it is in the processor's caches."""
+        split = len(self.wiring.cotangents)
+        inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
+        for weight, total in zip(weights, onto, strict=True):
+            weight.grad = total
+        try:
+            if residuals.roots:
+                with self.function.placed(self._copied(residuals.arguments)):
+                    roots = cast("tuple[Tensor, ...]", residuals.roots)
+                    torch.autograd.backward(roots, self._incoming(cotangents), inputs=residuals.leaves)
+            totals = [own(total, weight.grad) for total, weight in zip(onto, weights, strict=True)]
+            return self._outgoing([leaf.grad for leaf in inputs], residuals), tuple(totals)
+        finally:  # parameters of other stages are leaves of the whole step, too
+            for leaf in residuals.leaves:
+                leaf.grad = None
 
     def backward_input(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Deferred | None]:
         """The cotangents for earlier stages, and what is needed for the rest."""
@@ -123,25 +146,32 @@ class Autograd:
         half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
         leaves = (*inputs, *[weights[k] for k in half.now])
         found = self._grad(residuals, (*leaves, *half.edges), cotangents)
-        grads, incoming = _whole(found[: len(leaves)], leaves), found[len(leaves) :]
+        grads, incoming = found[: len(leaves)], found[len(leaves) :]
         half = half._replace(edges=())  # through their nodes the whole graph would stay, and the tensors at its leaves
-        return self._outgoing(grads[:split]), Deferred(weights, half, grads[split:], incoming)
+        return self._outgoing(grads[:split], residuals), Deferred(weights, half, grads[split:], incoming)
 
-    def backward_weight(self, deferred: Deferred | None) -> Tensors:
+    def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
         """The gradients of this stage's parameters."""
         if deferred is None:
             return ()
         weights, half, grads, incoming = deferred
-        found = half.grads(incoming, weights)
-        found.update(zip(half.now, grads, strict=True))
-        return _whole([found.get(k) for k in range(len(weights))], weights)
+        found = chain(zip(half.now, grads, strict=True), half.grads(incoming, weights))
+        if not onto:
+            alone = dict(found)
+            return tuple([alone.get(k) for k in range(len(weights))])
+        totals = list(onto)
+        for k, grad in found:
+            totals[k] = added(totals[k], grad)
+        return tuple(totals)
 
     def _incoming(self, cotangents: Tensors) -> tuple[Tensor | None, ...]:
         """One per root; the loss has none, autograd begins there with one."""
         return cotangents if self.wiring.loss is None else (None, *cotangents)
 
-    def _outgoing(self, found: Tensors) -> Tensors:
-        return tuple([spec.like(cotangent) for spec, cotangent in zip(self.wiring.cotangents, found, strict=True)])
+    def _outgoing(self, found: Sequence[Tensor | None], residuals: Residuals) -> Tensors:
+        """Cotangents as they are sent; zeros where there is none."""
+        triples = zip(self.wiring.cotangents, found, residuals.leaves, strict=False)
+        return tuple([spec.like(torch.zeros_like(leaf) if one is None else one) for spec, one, leaf in triples])
 
     def _grad(
         self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Tensors
@@ -157,11 +187,6 @@ class Autograd:
     def _copied(self, arguments: Tensors) -> Tensors:
         """Arguments for what is run again in a backward: what it modifies is cloned, as in the forward, and dropped."""
         return tuple([t.clone() if k in self.wiring.modified else t for k, t in enumerate(arguments)])
-
-
-def _whole(grads: Sequence[Tensor | None], leaves: Tensors) -> Tensors:
-    """The gradients, zeros where there is none."""
-    return tuple([torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)])
 
 
 def _dropped(saved: object) -> None:

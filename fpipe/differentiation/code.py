@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from fpipe.differentiation.joint import CONSTANT
 from fpipe.differentiation.phases import Phase
-from fpipe.differentiation.simplification import is_item
+from fpipe.differentiation.simplification import is_item, written_by
 
 Run: TypeAlias = Callable[[list[Any]], tuple[Any, ...]]
 """Takes the values of `Phase.takes`, in a list that it empties; returns the groups of `Phase.gives`."""
@@ -56,30 +56,61 @@ DIRECT: Mapping[Any, Any] = MappingProxyType(
 
 def function(phase: Phase) -> Run:
     """The phase as a function."""
+    return _compiled(phase, ())
+
+
+def adding(phase: Phase) -> Run:
+    """The phase as a function that takes, behind all else, a sum for each tensor of the last group that it gives.
+
+    It adds each tensor to its sum as soon as it is computed, and gives the sums; at the end, if anything is written in
+    place on the way.
+    """
+    return _compiled(phase, tuple(f"s{k}" for k in range(len(phase.gives[-1]))))
+
+
+def _compiled(phase: Phase, sums: tuple[str, ...]) -> Run:
     names = {node: f"v{k}" for k, node in enumerate((*phase.takes, *phase.nodes))}
-    writer = _Writer(names)
-    last = _last_uses(phase)
-    lines = ["def run(box):", f"    {_tuple(names[node] for node in phase.takes)} = box" if phase.takes else "    pass"]
-    lines += ["    box.clear()", *writer.dropped(last.pop(None, []))]
-    for node in phase.nodes:
-        lines += [f"    {writer.call(node)}", *writer.dropped(last.get(node, []))]
-    lines.append(f"    return {writer.text(phase.gives)}")
+    writer, last = _Writer(names), _last_uses(phase, bool(sums))
+    added = _added(phase, sums)
+    taken = [*(names[node] for node in phase.takes), *sums]
+    lines = ["def run(box):", f"    {_tuple(taken)} = box" if taken else "    pass", "    box.clear()"]
+    for node in (None, *phase.nodes):
+        lines += [f"    {writer.call(node)}"] if node is not None else []
+        lines += [f"    {total}.add_({writer.text(grad)})" for total, grad in added.get(node, ())]
+        lines += writer.dropped(last.get(node, []))
+    groups = [*map(writer.text, phase.gives[:-1]), _tuple(sums)] if sums else map(writer.text, phase.gives)
+    lines.append(f"    return {_tuple(groups)}")
     exec(compile("\n".join(lines), "<stage>", "exec"), writer.namespace)
     made: Run = writer.namespace["run"]
     return made
+
+
+def _added(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
+    """Behind which node what is added to which sum; `None` stands for the beginning."""
+    writes = any(written_by(node) for node in phase.nodes)
+    found: dict[Node | None, list[tuple[str, Node]]] = {}
+    for total, grad in zip(sums, phase.gives[-1] if sums else (), strict=True):
+        behind = phase.nodes[-1] if writes else grad if grad in phase.nodes else None
+        found.setdefault(behind, []).append((total, grad))
+    return found
 
 
 def _tuple(entries: Iterable[str]) -> str:
     return f"({''.join(f'{entry}, ' for entry in entries)})"
 
 
-def _last_uses(phase: Phase) -> dict[Node | None, list[Node]]:
-    """After which node each value is used no more, and is not returned; under `None` what is never used."""
-    returned = {node for group in phase.gives for node in group}
+def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
+    """After which node each value is used no more, and is not returned; under `None` what is never used.
+
+    What is added to sums is used up to the end, if anything is written in place.
+    """
     last: dict[Node, Node | None] = dict.fromkeys(phase.takes, None)
     for node in phase.nodes:
         for used in (node, *(one for one in node.all_input_nodes if one in last)):
             last[used] = node
+    if adding and any(written_by(node) for node in phase.nodes):
+        last.update({grad: phase.nodes[-1] for grad in phase.gives[-1] if grad in last})
+    returned = {node for group in (phase.gives[:-1] if adding else phase.gives) for node in group}
     found: dict[Node | None, list[Node]] = {}
     for value, user in last.items():
         if value not in returned:

@@ -45,6 +45,20 @@ def compiled(phase: Phase, compiler: Compiler) -> Run:
     return call
 
 
+def added(run: Run, count: int) -> Run:
+    """What `run` computes, added to as many sums as its last group has tensors; they are taken behind all else."""
+
+    def call(box: list[Any]) -> tuple[Any, ...]:
+        sums = box[len(box) - count :]
+        del box[len(box) - count :]
+        *others, grads = run(box)
+        if sums:
+            torch._foreach_add_(sums, grads)
+        return (*others, tuple(sums))
+
+    return call
+
+
 def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
     graph, to = Graph(), dict[Node, Node]()
     holder = torch.nn.Module()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fpipe.capture.contract import Tensors
+from fpipe.differentiation.sums import Gradients
 from fpipe.spec import Spec
 
 
@@ -66,11 +67,11 @@ class Functions(Protocol):
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
 
-    def backward(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Tensors]:
-        """Cotangents for earlier stages, and gradients."""
+    def backward(self, residuals: Any, cotangents: Tensors, onto: Gradients = ()) -> tuple[Tensors, Gradients]:
+        """Cotangents for earlier stages, and gradients; or the sum `onto`, to which they were added in place."""
 
     def backward_input(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Any]:
         """Cotangents for earlier stages, and what is needed for the rest."""
 
-    def backward_weight(self, deferred: Any) -> Tensors:
-        """Gradients."""
+    def backward_weight(self, deferred: Any, onto: Gradients = ()) -> Gradients:
+        """Gradients; or the sum `onto`, to which they were added in place."""

@@ -34,6 +34,7 @@ from fpipe.capture.contract import Tensors
 from fpipe.capture.observation import drawn
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.contract import Wiring
+from fpipe.differentiation.sums import Gradients
 from fpipe.errors import CaptureError
 from fpipe.spec import Spec
 
@@ -108,13 +109,14 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     reached: dict[str, Any] = {}
     draws = _Draws()
 
-    def joint(*tensors: Tensor) -> tuple[Tensors, Tensors, Tensors, Tensors]:
+    def joint(*tensors: Tensor) -> tuple[Tensors, Tensors, Tensors, Gradients]:
         params, buffers, constants, inputs, cotangents = (tensors[a:b] for a, b in stops)
         functions = replace(eager, constants=constants)
         with draws, _Assignments(), _casting_once():
             outputs, new, residuals = functions.forward(params, buffers, inputs, 0)
             reached["forward"] = frozenset(draws.graph.nodes)
             outgoing, grads = functions.backward(residuals, cotangents)
+            assert all(grad is not None for grad in grads), "what autograd has no gradient of has none in a stage"
         reached["counts"] = [len(outputs), len(new), len(outgoing), len(grads)]
         return outputs, new, outgoing, grads
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from fpipe.capture.contract import Tensors
 from fpipe.differentiation.code import Run
 from fpipe.differentiation.contract import Wiring
+from fpipe.differentiation.sums import Gradients
 from fpipe.spec import Spec
 
 Kept: TypeAlias = list[Any]
@@ -25,6 +26,7 @@ class Recorded:
     """The functions of a stage, as phases of a graph.
 
     - `run_forward`, `run_backward`, `run_input`, `run_weight`: the phases; `evaluation` is made at its first use.
+    - `add_backward`, `add_weight`: the same as without `add`, but gradients are added to sums that are taken, too.
     - `undeferred`: the gradients that the input half computes, and why.
     - `remark`: how the phases are run.
     """
@@ -35,6 +37,8 @@ class Recorded:
     run_backward: Run
     run_input: Run
     run_weight: Run
+    add_backward: Run
+    add_weight: Run
     evaluation: Callable[[], Run]
     undeferred: Mapping[int, str]
     remark: str
@@ -71,12 +75,13 @@ class Recorded:
         outputs, new = self.run_evaluation([key, *params, *buffers, *self.constants, *inputs])
         return _laid_out(self.outputs, outputs), new
 
-    def backward(self, residuals: Kept | None, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+    def backward(self, residuals: Kept | None, cotangents: Tensors, onto: Gradients = ()) -> tuple[Tensors, Gradients]:
         """All gradients of one microbatch; empties the residuals."""
         if residuals is None:
             return (), ()
         residuals.extend(cotangents)
-        outgoing, grads = self.run_backward(residuals)
+        residuals.extend(onto)
+        outgoing, grads = self.add_backward(residuals) if onto else self.run_backward(residuals)
         return _laid_out(self.cotangents, outgoing), grads
 
     def backward_input(self, residuals: Kept | None, cotangents: Tensors) -> tuple[Tensors, Kept | None]:
@@ -87,12 +92,13 @@ class Recorded:
         outgoing, rest = self.run_input(residuals)
         return _laid_out(self.cotangents, outgoing), rest
 
-    def backward_weight(self, deferred: Kept | None) -> Tensors:
+    def backward_weight(self, deferred: Kept | None, onto: Gradients = ()) -> Gradients:
         """The gradients of this stage's parameters; empties what was kept for them."""
         if deferred is None:
             return ()
-        grads: Tensors
-        (grads,) = self.run_weight(deferred)
+        deferred.extend(onto)
+        grads: Gradients
+        (grads,) = self.add_weight(deferred) if onto else self.run_weight(deferred)
         return grads
 
 

@@ -124,9 +124,11 @@ class Half(NamedTuple):
     kept: tuple[Kept, ...]
     behind: tuple[GradientEdge, ...]
 
-    def grads(self, incoming: Sequence[Tensor | None], weights: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The deferred gradients, of the gradients that came in at `edges`, by weight; where none came in, none."""
-        found: dict[int, Tensor] = {}
+    def grads(self, incoming: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """The deferred gradients, each with its weight, as they are computed.
+
+        They are made of the gradients that came in at `edges`; where none came in, there is none.
+        """
         onto: list[tuple[GradientEdge, int, Tensor]] = []
         onward = iter(self.behind)
         for (node, formula, operands), kept in zip(self.split.tasks, self.kept, strict=True):
@@ -135,17 +137,20 @@ class Half(NamedTuple):
             for operand, grad in zip(operands, grads, strict=True):
                 edge = next(onward) if operand.between else None
                 if grad is not None and edge is None:
-                    found[operand.weight] = grad
+                    yield operand.weight, grad
                 elif grad is not None and edge is not None:
                     onto.append((edge, operand.weight, grad))
-        return found | _carried(onto, weights) if onto else found
+        if onto:
+            yield from _carried(onto, weights)
 
 
-def _carried(onto: Sequence[tuple[GradientEdge, int, Tensor]], weights: Sequence[Tensor]) -> dict[int, Tensor]:
+def _carried(
+    onto: Sequence[tuple[GradientEdge, int, Tensor]], weights: Sequence[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
     """The gradients of weights, given those of what was made of them."""
     edges, numbers, grads = zip(*onto, strict=True)
     found = torch.autograd.grad(edges, [weights[k] for k in numbers], grads)
-    return dict(zip(numbers, found, strict=True))
+    return zip(numbers, found, strict=True)
 
 
 class Splitter:

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from fpipe.differentiation.autograd import Autograd
-from fpipe.differentiation.code import Run, function
-from fpipe.differentiation.compiling import Compiler, compiled
+from fpipe.differentiation.code import Run, adding, function
+from fpipe.differentiation.compiling import Compiler, added, compiled
 from fpipe.differentiation.contract import Functions
 from fpipe.differentiation.joint import Examples, record
 from fpipe.differentiation.phases import Phase, divide
@@ -31,6 +31,7 @@ from fpipe.errors import InputError
 
 Backward: TypeAlias = str | Compiler
 Way: TypeAlias = Callable[[Autograd, Examples], Functions]
+Make: TypeAlias = Callable[[Phase], Run]
 
 
 def way(backward: Backward) -> Way | None:
@@ -38,9 +39,10 @@ def way(backward: Backward) -> Way | None:
     if backward == "autograd":
         return None
     if backward == "graph":
-        return partial(recorded, function, "as a graph")
+        return partial(recorded, function, adding, "as a graph")
     compiler, name = _compiler(backward), backward if isinstance(backward, str) else repr(backward)
-    return partial(recorded, partial(compiled, compiler=compiler), f"as a graph, compiled by {name}")
+    run = partial(compiled, compiler=compiler)
+    return partial(recorded, run, None, f"as a graph, compiled by {name}")
 
 
 def _compiler(backward: Backward) -> Compiler:
@@ -55,8 +57,11 @@ def _compiler(backward: Backward) -> Compiler:
     return cast("Compiler", torch._dynamo.lookup_backend(backward))
 
 
-def recorded(run: Callable[[Phase], Run], remark: str, eager: Autograd, examples: Examples) -> Functions:
-    """The functions of a stage as phases of a graph, each made a function by `run`; or `eager`, with the reason."""
+def recorded(run: Make, add: Make | None, remark: str, eager: Autograd, examples: Examples) -> Functions:
+    """The functions of a stage as phases of a graph, or `eager`, with the reason.
+
+    `run` makes a phase a function, and `add` one that adds to sums; if there is none, what `run` makes is used.
+    """
     if eager.varying:
         return replace(eager, remark="by autograd: it reads the values of tensors")
     try:
@@ -64,8 +69,20 @@ def recorded(run: Callable[[Phase], Run], remark: str, eager: Autograd, examples
         forward, backward, first, second = map(run, (phases.forward, phases.backward, phases.input, phases.weight))
     except Exception as error:  # whatever tracers and compilers may meet, autograd takes it
         return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
-    evaluation = partial(run, phases.evaluation)
-    return Recorded(eager.wiring, eager.constants, forward, backward, first, second, evaluation, phases.early, remark)
+    count = len(eager.wiring.leaves) - len(eager.wiring.cotangents)
+    return Recorded(
+        wiring=eager.wiring,
+        constants=eager.constants,
+        run_forward=forward,
+        run_backward=backward,
+        run_input=first,
+        run_weight=second,
+        add_backward=add(phases.backward) if add else added(backward, count),
+        add_weight=add(phases.weight) if add else added(second, count),
+        evaluation=partial(run, phases.evaluation),
+        undeferred=phases.early,
+        remark=remark,
+    )
 
 
 def _first_line(error: Exception) -> Any:
