@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from fpipe.capture.memo import Memo
 from fpipe.errors import CaptureError
 
 aten = torch.ops.aten
+DEVICE = torch.ops.prim.device.default
 
 
 def _rows(args: Any) -> torch.memory_format:
@@ -52,7 +54,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which operations compute metadata only. Constants of the model are taken in as they appear."""
-    return _Fakes(allow_non_fake_inputs=True)
+    return _Fakes()
 
 
 class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -62,10 +64,23 @@ class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     wrongly how some results are laid out in memory, which a bias gradient shows in its last bits.
     """
 
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.memo = Memo(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:  # asked for most often
+            return args[0].device
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What an operation returns, as fakes."""
+        kwargs = kwargs or {}
+        return self.memo.result(func, args, kwargs, lambda: self._worked_out(func, types, args, kwargs))
+
+    def _worked_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            return self._grouped(*args, **(kwargs or {}))
+            return self._grouped(*args, **kwargs)
         out: Any = super().dispatch(func, types, args, kwargs)
         return self._laid_out(out, LAID_OUT[func](args)) if func in LAID_OUT else out
 

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operations on fake tensors returned, so that it need not be worked out again.
+
+A model's blocks are alike, and it is run several times before the first step: most operations are asked what they were
+asked before. torch remembers that too, but takes longer to see it than the operation takes. Here less is remembered,
+and told apart by less: only torch's own operations, which write nothing, on ordinary tensors of the mode itself. All
+else is left to torch.
+
+Invariant: what an operation returns follows from its arguments' metadata and the settings in the key, which hold
+everything that torch's own key does, or exclude it. Results that lie in an argument's memory do so again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+Key: TypeAlias = tuple[object, ...]
+Run: TypeAlias = Callable[[], Any]
+
+PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format})
+VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+
+
+class _UnlikeError(Exception):
+    """Raised for an argument or a result that is not remembered."""
+
+
+class Made(NamedTuple):
+    """A tensor that an operation returned: its metadata, and in which argument's memory it lies, if in any.
+
+    `itself`: it was that argument.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    argument: int | None
+    itself: bool
+
+
+class Returned(NamedTuple):
+    """What an operation returned: `kind` is list, tuple, or that of a single tensor."""
+
+    kind: type
+    made: tuple[Made | None, ...]
+
+
+class Memo:
+    """Remembers for one mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.known: dict[Key, Returned] = {}
+        self.remembered: dict[Any, bool] = {}
+
+    def result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Any:
+        """What `run()` returns, which calls `func(*args, **kwargs)`."""
+        if func not in self.remembered:
+            self.remembered[func] = _remembered(func)
+        if not self.remembered[func] or torch.is_inference_mode_enabled():
+            return run()
+        tensors: list[Tensor] = []
+        try:
+            with torch._C.DisableTorchFunction():  # this is no call of the model's
+                key = func, *_settings(), *self._described((*args, *kwargs, *kwargs.values()), tensors)
+        except _UnlikeError:
+            return run()
+        if key in self.known:
+            with torch._C.DisableTorchFunction():
+                return self._again(self.known[key], tensors)
+        out = run()
+        with suppress(_UnlikeError), torch._C.DisableTorchFunction():
+            self.known[key] = self._returned(out, tensors)
+        return out
+
+    def _described(self, values: Sequence[Any], tensors: list[Tensor]) -> Iterator[object]:
+        """What tells arguments apart; the tensors among them are added to `tensors`."""
+        for value in values:
+            kind = type(value)
+            yield kind
+            if kind is FakeTensor:
+                tensors.append(value)
+                yield from self._metadata(value)
+            elif kind in PLAIN:
+                yield value
+            elif kind is list or kind is tuple:
+                yield len(value)
+                yield from self._described(value, tensors)
+            elif kind is torch.device and (value.type == "cpu" or value.index is not None):
+                yield value
+            else:
+                raise _UnlikeError
+
+    def _metadata(self, tensor: FakeTensor) -> Iterator[object]:
+        self._require_plain(tensor)
+        yield tensor.dtype
+        yield tensor.shape
+        yield tensor.stride()
+        yield tensor.storage_offset()
+        yield tensor.untyped_storage().nbytes()
+        yield tensor.fake_device
+        yield tensor.requires_grad
+        yield torch._C._dispatch_keys(tensor).raw_repr()  # conjugated, negated, of inference mode, ...
+
+    def _require_plain(self, tensor: Any) -> None:
+        plain = tensor.fake_mode is self.mode and tensor.constant is None and tensor.layout is torch.strided
+        if not plain or tensor._has_symbolic_sizes_strides or tensor.is_quantized:
+            raise _UnlikeError
+
+    def _returned(self, out: Any, tensors: Sequence[Tensor]) -> Returned:
+        """What was returned, by which the same can be made again."""
+        if type(out) is FakeTensor:
+            return Returned(FakeTensor, (self._made(out, tensors),))
+        if type(out) not in (list, tuple):
+            raise _UnlikeError
+        made = tuple([self._made(one, tensors) for one in out])
+        fresh = {
+            one.untyped_storage()._cdata for one, its in zip(out, made, strict=True) if its and its.argument is None
+        }
+        if len(fresh) < sum(its is not None and its.argument is None for its in made):
+            raise _UnlikeError  # two new tensors share memory
+        return Returned(type(out), made)
+
+    def _made(self, tensor: Any, tensors: Sequence[Tensor]) -> Made | None:
+        if tensor is None:
+            return None
+        if type(tensor) is not FakeTensor or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+            raise _UnlikeError
+        self._require_plain(tensor)
+        shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        memory = tensor.untyped_storage()
+        shared = [k for k, other in enumerate(tensors) if other.untyped_storage()._cdata == memory._cdata]
+        itself = [k for k in shared if tensors[k] is tensor]
+        if not shared and (offset or memory.nbytes() != _extent(tensor)):
+            raise _UnlikeError
+        argument = next(iter(itself or shared), None)
+        return Made(shape, stride, offset, tensor.dtype, tensor.fake_device, argument, bool(itself))
+
+    def _again(self, returned: Returned, tensors: Sequence[Tensor]) -> Any:
+        out = [None if made is None else self._new(made, tensors) for made in returned.made]
+        return out[0] if returned.kind is FakeTensor else returned.kind(out)
+
+    def _new(self, made: Made, tensors: Sequence[Tensor]) -> Tensor:
+        if made.argument is not None and made.itself:
+            return tensors[made.argument]
+        with in_kernel_invocation_manager(self.mode):
+            if made.argument is None:
+                meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            else:
+                memory = tensors[made.argument].untyped_storage()
+                meta = torch.empty((0,), dtype=made.dtype, device="meta")
+                meta.set_(memory, made.offset, made.shape, made.stride)
+        return FakeTensor(self.mode, meta, made.device)
+
+
+def _remembered(func: Any) -> bool:
+    """Whether results of an operation may be remembered: it writes nothing, and no value decides what it returns."""
+    return (
+        isinstance(func, OpOverload)
+        and func.namespace == "aten"
+        and not func._schema.is_mutable
+        and not any(tag in func.tags for tag in VALUES_DECIDE)
+        and not func._schema.name.startswith("aten::lift")
+    )
+
+
+def _settings() -> Key:
+    """What decides besides arguments."""
+    return torch.get_default_dtype(), torch._C._get_default_device()
+
+
+def _extent(tensor: Tensor) -> int:
+    """How many bytes a tensor's elements span."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.element_size()
