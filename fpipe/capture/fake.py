@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.nn.parameter import is_lazy
 
 from fpipe.capture.memo import Memo
@@ -48,6 +48,14 @@ LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
         aten.mse_loss_backward.default: _rows,
     }
 )
+
+VIEWS = frozenset(
+    {
+        *(aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.permute.default),
+        *(aten.unsqueeze.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten._unsafe_view.default),
+    }
+)
+"""Views by kernels that are the same for every device; torch goes another way, which is for symbolic sizes too."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -81,8 +89,16 @@ class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _worked_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped(*args, **kwargs)
+        if func in VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self and args[0].constant is None:
+            return self._viewed(func, args, kwargs)
         out: Any = super().dispatch(func, types, args, kwargs)
         return self._laid_out(out, LAID_OUT[func](args)) if func in LAID_OUT else out
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """A view, as torch's own kernel for every device makes it."""
+        with in_kernel_invocation_manager(self):
+            meta = func(*args, **kwargs)
+        return FakeTensor(self, meta, args[0].fake_device)
 
     def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         with self:
@@ -100,9 +116,10 @@ class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     """A fake of a plain tensor; one on meta becomes a fake on `device`."""
-    with mode:
-        home = device if tensor.device.type == "meta" else tensor.device
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=home)
+    home = device if tensor.device.type == "meta" else tensor.device
+    with in_kernel_invocation_manager(mode):
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, meta, home)
 
 
 def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:

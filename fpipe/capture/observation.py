@@ -29,6 +29,7 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "aten::miopen_batch_norm": (3, 4),
     }
 )
+DEVICE = torch.ops.prim.device.default
 TRAINING = 5  # the position of the flag without which these write nothing
 
 
@@ -92,6 +93,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is DEVICE:  # asked for most often
+            return func(*args)
         for argument in written(func, args, kwargs):
             self._write(argument)
         self.foreign |= any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
@@ -110,6 +113,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments of a call of an operator that it writes to."""
     if not isinstance(func, torch._ops.OpOverload):
+        return
+    if not func._schema.is_mutable and func._schema.name not in UNDECLARED:
         return
     for position, declared in enumerate(func._schema.arguments):
         undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING]
