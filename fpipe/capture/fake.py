@@ -57,6 +57,16 @@ VIEWS = frozenset(
 )
 """Views by kernels that are the same for every device; torch goes another way, which is for symbolic sizes too."""
 
+DIRECT = frozenset(
+    {
+        *(aten.addmm.default, aten.gelu.default, aten.gelu_backward.default, aten.silu_backward.default),
+        *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+        *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
+        *(aten._softmax.default, aten._softmax_backward_data.default),
+    }
+)
+"""What torch decomposes into other operations on fakes, though its meta kernel says the same on every device."""
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -85,6 +95,10 @@ class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         """What an operation returns, as fakes."""
         kwargs = kwargs or {}
         return self.memo.result(func, args, kwargs, lambda: self._worked_out(func, types, args, kwargs))
+
+    def cpp_meta_supports_symint(self, func: Any) -> bool:
+        """Whether an operation's meta kernel is asked rather than its decomposition; no size is a symbol here."""
+        return func in DIRECT or bool(super().cpp_meta_supports_symint(func))
 
     def _worked_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:

@@ -12,14 +12,14 @@ everything that torch's own key does, or exclude it. Results that lie in an argu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 Key: TypeAlias = tuple[object, ...]
 Run: TypeAlias = Callable[[], Any]
@@ -68,48 +68,37 @@ class Memo:
             self.remembered[func] = _remembered(func)
         if not self.remembered[func] or torch.is_inference_mode_enabled():
             return run()
-        tensors: list[Tensor] = []
+        key, tensors = [func, torch.get_default_dtype(), torch._C._get_default_device()], list[Tensor]()
         try:
             with torch._C.DisableTorchFunction():  # this is no call of the model's
-                key = func, *_settings(), *self._described((*args, *kwargs, *kwargs.values()), tensors)
+                self._describe(args, key, tensors)
+                for name, value in kwargs.items():
+                    self._describe((name, value), key, tensors)
+                known = self.known.get(tuple(key))
+                if known is not None:
+                    return self._again(known, tensors)
         except _UnlikeError:
             return run()
-        if key in self.known:
-            with torch._C.DisableTorchFunction():
-                return self._again(self.known[key], tensors)
         out = run()
         with suppress(_UnlikeError), torch._C.DisableTorchFunction():
-            self.known[key] = self._returned(out, tensors)
+            self.known[tuple(key)] = self._returned(out, tensors)
         return out
 
-    def _described(self, values: Sequence[Any], tensors: list[Tensor]) -> Iterator[object]:
-        """What tells arguments apart; the tensors among them are added to `tensors`."""
+    def _describe(self, values: Sequence[Any], key: list[Any], tensors: list[Tensor]) -> None:
+        """Add what tells arguments apart to `key`, and the tensors among them to `tensors`."""
         for value in values:
             kind = type(value)
-            yield kind
             if kind is FakeTensor:
+                self._require_plain(value)
                 tensors.append(value)
-                yield from self._metadata(value)
-            elif kind in PLAIN:
-                yield value
+                key.append(_metadata(value))
+            elif kind in PLAIN or (kind is torch.device and (value.type == "cpu" or value.index is not None)):
+                key += (kind, value)
             elif kind is list or kind is tuple:
-                yield len(value)
-                yield from self._described(value, tensors)
-            elif kind is torch.device and (value.type == "cpu" or value.index is not None):
-                yield value
+                key += (kind, len(value))
+                self._describe(value, key, tensors)
             else:
                 raise _UnlikeError
-
-    def _metadata(self, tensor: FakeTensor) -> Iterator[object]:
-        self._require_plain(tensor)
-        yield tensor.dtype
-        yield tensor.shape
-        yield tensor.stride()
-        yield tensor.storage_offset()
-        yield tensor.untyped_storage().nbytes()
-        yield tensor.fake_device
-        yield tensor.requires_grad
-        yield torch._C._dispatch_keys(tensor).raw_repr()  # conjugated, negated, of inference mode, ...
 
     def _require_plain(self, tensor: Any) -> None:
         plain = tensor.fake_mode is self.mode and tensor.constant is None and tensor.layout is torch.strided
@@ -146,19 +135,18 @@ class Memo:
         return Made(shape, stride, offset, tensor.dtype, tensor.fake_device, argument, bool(itself))
 
     def _again(self, returned: Returned, tensors: Sequence[Tensor]) -> Any:
+        """The same, made anew; here no mode is on any longer, so that tensors on meta are what they say."""
         out = [None if made is None else self._new(made, tensors) for made in returned.made]
         return out[0] if returned.kind is FakeTensor else returned.kind(out)
 
     def _new(self, made: Made, tensors: Sequence[Tensor]) -> Tensor:
         if made.argument is not None and made.itself:
             return tensors[made.argument]
-        with in_kernel_invocation_manager(self.mode):
-            if made.argument is None:
-                meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-            else:
-                memory = tensors[made.argument].untyped_storage()
-                meta = torch.empty((0,), dtype=made.dtype, device="meta")
-                meta.set_(memory, made.offset, made.shape, made.stride)
+        if made.argument is None:
+            meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+        else:
+            meta = torch.empty((0,), dtype=made.dtype, device="meta")
+            meta.set_(tensors[made.argument].untyped_storage(), made.offset, made.shape, made.stride)
         return FakeTensor(self.mode, meta, made.device)
 
 
@@ -173,9 +161,17 @@ def _remembered(func: Any) -> bool:
     )
 
 
-def _settings() -> Key:
-    """What decides besides arguments."""
-    return torch.get_default_dtype(), torch._C._get_default_device()
+def _metadata(tensor: Any) -> Key:
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        tensor.fake_device,
+        tensor.requires_grad,
+        torch._C._dispatch_keys(tensor).raw_repr(),  # conjugated, negated, of inference mode, ...
+    )
 
 
 def _extent(tensor: Tensor) -> int:
