@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 import fpipe
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
-from fpipe.executor import OWN, Execution, Inputs, Port, StageLike
+from fpipe.executor import Execution, Inputs, Port, StageLike
 from fpipe.linking import link
 from fpipe.step import scatter
 from fpipe.transport.contract import Transport
@@ -107,12 +107,12 @@ def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> No
         if kind == "I":
             values[s - 1, i], kept[s, i] = stage.backward_input(kept.pop((s, i)), values.pop((s, i)))
             continue
-        onto = totals[s] if counts[s] >= OWN else ()
+        onto = totals[s]
         if kind == "B":
             values[s - 1, i], grads = stage.backward(kept.pop((s, i)), values.pop((s, i)), onto)
         else:
             grads = stage.backward_weight(kept.pop((s, i)), onto)
-        totals[s] = grads if onto else stage.accumulate(totals[s], grads, counts[s])
+        totals[s] = grads if onto else stage.accumulate((), grads, 0)
         counts[s] += 1
 
 

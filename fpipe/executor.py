@@ -22,9 +22,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from fpipe.transport.contract import Handle, Message, Payload, Route, Transport
 from schedules import Action
 
-OWN = 2
-"""From how many terms on a sum of gradients is the stage's own memory, to which others may be added."""
-
 
 class Port(NamedTuple):
     """One end of an edge: the stage at the other end, and the specs of the values that cross, in order."""
@@ -84,8 +81,7 @@ class StageLike(Protocol):
         """Gradients; or the sum `onto`, if it is not `()`, to which they were added."""
 
     def accumulate(self, total: Any, grads: Any, count: int) -> Any:
-        """The sum of `total`, of `count` gradients, and one more; at first it is `()`. From `OWN` terms on it may be
-        passed as `onto`."""
+        """The sum of `total`, of `count` gradients, and one more; at first it is `()`. May be passed as `onto`."""
 
     def finished(self, total: Any) -> Any:
         """The sum of all gradients."""

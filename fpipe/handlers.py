@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fpipe.executor import OWN, Execution, Handler, StageLike
+from fpipe.executor import Execution, Handler, StageLike
 from fpipe.transport.contract import Payload
 from schedules import Action
 
@@ -51,7 +51,7 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived, _onto(run, s))
+    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived, run.grads[s])
     _accumulate(run, s, stage, grads)
     return outgoing
 
@@ -64,19 +64,14 @@ def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: P
 
 def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i)), _onto(run, s)))
+    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i)), run.grads[s]))
     return ()
 
 
-def _onto(run: Execution, s: int) -> Any:
-    """The sum to which gradients may be added in place, if it is so far."""
-    return run.grads[s] if run.counts[s] >= OWN else ()
-
-
 def _accumulate(run: Execution, s: int, stage: StageLike, grads: Any) -> None:
-    count = run.counts[s]
-    run.grads[s] = grads if count >= OWN else stage.accumulate(run.grads[s], grads, count)
-    run.counts[s] = count + 1
+    """The first gradients become the sum, to which later ones have been added already."""
+    run.grads[s] = grads if run.counts[s] else stage.accumulate((), grads, 0)
+    run.counts[s] += 1
 
 
 def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:

@@ -9,7 +9,6 @@ from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from fpipe import random
@@ -96,10 +95,7 @@ def _exchanged(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict
 
 
 def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
-    """Gradients by name; where several stages have one of the same parameter, their sum in stage order.
-
-    Of one microbatch nothing was summed, so they may be views of each other or expanded; then they are copied.
-    """
+    """Gradients by name; where several stages have one of the same parameter, their sum in stage order."""
     stages = plan.assembly.stages
     terms = defaultdict[str, dict[int, Tensor]](dict)
     for outcome in outcomes.values():
@@ -108,10 +104,7 @@ def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
         for s, names, total in found:
             for name, grad in zip(names, total, strict=True):
                 terms[name][s] = grad
-    grads = {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
-    if plan.program.schedule.microbatches > 1:
-        return grads
-    return {name: grad.clone(memory_format=torch.contiguous_format) for name, grad in grads.items()}
+    return {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
 
 
 def joined(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:

@@ -56,7 +56,8 @@ def loop(model, loss, inputs, targets, microbatches, order=None, dims=(0, 0), we
         if order is None and values[-1].requires_grad:
             values[-1].backward()
     for i in order or ():
-        values[i].backward()
+        if values[i].requires_grad:
+            values[i].backward()
     total = values[0].detach()
     for value in values[1:]:
         total = total + value.detach()

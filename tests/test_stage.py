@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import operator
 import weakref
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ZOO, build, few, run
+from torch import nn
 
+from fpipe.differentiation import sums
+from fpipe.differentiation.sums import owned, summed
 from fpipe.random import key, preserved
 from fpipe.spec import Spec
 from fpipe.tree import same_bits
@@ -127,18 +131,50 @@ def test_parameters_are_leaves_of_the_stage_s_own():
 
 @settings(max_examples=few(60))
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=6))
-def test_gradients_are_added_in_order_to_new_memory(values):
-    stage, _ = next(iter([(STAGE, None)]))
+def test_gradients_are_added_in_order_to_own_memory(values):
+    """The first sum is new memory, if anybody else has the gradients'; later ones are added in it."""
     terms = [(torch.tensor([v + 0.1]), torch.tensor(v * 0.3)) for v in values]
     kept = copy.deepcopy(terms)
     total = ()
     for count, term in enumerate(terms):
-        total = stage.accumulate(total, term, count)
+        total = STAGE.accumulate(total, (*term,), count)
     want = kept[0]
     for term in kept[1:]:
         want = tuple(a + b for a, b in zip(want, term, strict=True))
     assert all_same(total, want)
     assert all(all_same(term, old) for term, old in zip(terms, kept, strict=True)), "no term was changed"
+
+
+def test_memory_that_somebody_else_has_is_not_taken():
+    shared, whole = torch.ones(4), torch.ones(3, 2)
+    for grads in (
+        (shared, torch.ones(2)),
+        (shared.view(2, 2), torch.ones(2)),
+        (whole.t(), torch.ones(2)),
+        (whole[0], torch.ones(2)),
+        (torch.ones(2).expand(3, 2), torch.ones(2)),
+        (torch.ones(8)[:4], torch.ones(2)),
+        (None, torch.ones(2)),
+    ):
+        first, second = owned(grads)
+        assert first is None if grads[0] is None else first is not grads[0] and same_bits(first, grads[0])
+        assert second is grads[1]
+    twice = torch.ones(2)
+    assert owned((twice, twice))[0] is not twice
+    linear = nn.Linear(2, 2)
+    grads = torch.autograd.grad(linear(torch.ones(3, 2)).sum(), linear.parameters())
+    assert all(map(operator.is_, owned(grads), grads)), "new memory costs more than adding"
+
+
+def test_where_there_is_no_gradient_nothing_is_added():
+    """Zeros would make zeros of negative ones."""
+    none, zero, one = (None,), (torch.tensor([-0.0]),), (torch.tensor([1.0]),)
+    (spec,) = [Spec.of(one[0])]
+    assert summed(summed((), none, 0), none, 1) == none
+    assert same_bits(summed(summed((), zero, 0), none, 1)[0], torch.tensor([-0.0]))
+    assert same_bits(summed(summed((), none, 0), zero, 1)[0], torch.tensor([-0.0]))
+    assert same_bits(summed(summed((), none, 0), one, 1)[0], one[0])
+    assert same_bits(sums.whole(none, (spec,))[0], torch.tensor([0.0]))
 
 
 STAGE = build(ZOO["mlp"], one_f_one_b(ranks=1, microbatches=1), 2)[0].stages[0]

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from fpipe.capture.contract import Function, Tensors
 from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.splitting import Graph, Half, Splitter, made_so_far
-from fpipe.differentiation.sums import Gradients, added, own
+from fpipe.differentiation.sums import Gradients, added, own, summed
 
 
 class Residuals(NamedTuple):
@@ -114,11 +114,17 @@ class Autograd:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
         if residuals is None:
             return (), ()
-        if onto:
+        if onto and self._laid_out(residuals.leaves):
             return self._added(residuals, cotangents, onto)
         found = self._grad(residuals, residuals.leaves, cotangents)
         split = len(self.wiring.cotangents)
-        return self._outgoing(found[:split], residuals), found[split:]
+        grads = summed(onto, found[split:], 1) if onto else found[split:]
+        return self._outgoing(found[:split], residuals), grads
+
+    def _laid_out(self, leaves: Tensors) -> bool:
+        """Whether cotangents are laid out as their values are: into another layout autograd would copy them."""
+        pairs = zip(self.wiring.cotangents, leaves, strict=False)
+        return all(spec.stride == leaf.stride() for spec, leaf in pairs)
 
     def _added(self, residuals: Residuals, cotangents: Tensors, onto: Gradients) -> tuple[Tensors, Gradients]:
         """Autograd adds each gradient as soon as it is there, while it is in the processor's caches."""
