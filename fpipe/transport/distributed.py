@@ -144,6 +144,7 @@ class DistributedRanks:
         self.ranks = (dist.get_rank(group),)
         self.failure: str | None = None
         self.steps = 0
+        self.shared: tuple[Tensor, int] | None = None
         self.transport = DistributedTransport(group, device)
 
     def prepare(self, description: str, channels: Iterable[Route]) -> None:
@@ -172,6 +173,7 @@ class DistributedRanks:
     def guarded(self) -> Iterator[None]:
         """Count the step; raise `TransportError` if an earlier one broke off in the middle."""
         self._require_whole("another step")
+        self._require_same_step()
         self.steps += 1
         yield
 
@@ -199,19 +201,28 @@ class DistributedRanks:
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Broadcast the tensor of rank `source`, and with it how many steps that rank has begun.
 
-        Raises `TransportError` if this rank has begun another number: then their messages were of different steps.
+        Raises `TransportError` if this rank has begun another number: then their messages were of different steps. On
+        an accelerator that is read when the next step begins, so that no step waits for the device.
         """
-        count = torch.tensor([self.steps], device=spec.device).view(torch.uint8)
+        count = torch.full((1,), self.steps, device=spec.device).view(torch.uint8)
         data = torch.cat([spec.buffer() if tensor is None else spec.pack(tensor), count])
         dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
-        theirs = int(data[-len(count) :].clone().view(torch.int64).item())
-        if theirs != self.steps:
+        self.shared = data[-len(count) :].clone().view(torch.int64), source
+        if spec.device.type == "cpu":
+            self._require_same_step()
+        return spec.unpack(data[: -len(count)].clone())
+
+    def _require_same_step(self) -> None:
+        if self.shared is None:
+            return
+        (theirs, source), self.shared = self.shared, None
+        if theirs.item() != self.steps:
             self.failure = "steps out of step"
             raise TransportError(
-                f"rank {self.ranks[0]}: got step {theirs} of rank {source} in its own step {self.steps}, expected the "
-                "same step on every rank: some rank skipped one. Call the step as often on every rank; end the process."
+                f"rank {self.ranks[0]}: got step {theirs.item()} of rank {source} in its own step {self.steps}, "
+                "expected the same step on every rank: some rank skipped one. Call the step as often on every rank; "
+                "end the process."
             )
-        return spec.unpack(data[: -len(count)].clone())
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
