@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from benchmarks.common.turns import device, seconds, without_collection
 from schedules import one_f_one_b
 
 HEADS, MIB = 4, 2**20
+WAYS = ("autograd", "graph")
 
 
 def mean(outputs: Tensor) -> Tensor:
@@ -47,12 +49,12 @@ def timed(times: list[float], function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Ours:
-    """A stage of a pipeline."""
+    """A stage of a pipeline, differentiated in one of our ways."""
 
-    def __init__(self, layers: nn.Sequential, x: Tensor) -> None:
+    def __init__(self, layers: nn.Sequential, x: Tensor, backward: str) -> None:
         model = nn.Sequential(nn.Linear(x.shape[-1], x.shape[-1], device=x.device), layers, nn.Identity())
         how = one_f_one_b(ranks=3, microbatches=1)
-        pipe = fpipe.pipeline(model, example=(x,), loss=mean, schedule=how, cuts=["1", "2"])
+        pipe = fpipe.pipeline(model, example=(x,), loss=mean, schedule=how, cuts=["1", "2"], backward=backward)
         params, _ = pipe.init(model)
         self.stage = pipe.stages[1]
         self.arguments = self.stage.leaves(params), (), (x,), 0
@@ -69,9 +71,10 @@ class Ours:
         residuals = self.stage.forward(*self.arguments)[2]
         _, deferred = timed(times["I"], self.stage.backward_input, residuals, (self.cotangent,))
         del residuals
-        kept = [part for task in deferred.half.kept for part in task if isinstance(part, Tensor)]
-        timed(times["W"], self.stage.backward_weight, deferred)
-        return [*kept, *deferred.incoming]
+        kept = deferred if isinstance(deferred, list) else [*chain(*deferred.half.kept), *deferred.incoming]
+        kept = [part for part in kept if isinstance(part, Tensor)]
+        done = timed(times["W"], self.stage.backward_weight, deferred)
+        return [part for part in kept if all(part is not grad for grad in done)]
 
 
 class Theirs:
@@ -136,8 +139,9 @@ def least(layers: nn.Sequential, x: Tensor) -> int:
 
 
 def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[dict[str, float], int]]:
-    """For both libraries, medians in microseconds, and bytes kept between the halves."""
-    sides: dict[str, Ours | Theirs] = {"fpipe": Ours(layers, x), "incumbent": Theirs(layers, x)}
+    """For our ways and the incumbent, medians in microseconds, and bytes kept between the halves."""
+    sides: dict[str, Ours | Theirs] = {f"{way} stages": Ours(layers, x, way) for way in WAYS}
+    sides["incumbent"] = Theirs(layers, x)
     times: dict[str, Times] = {name: {"B": [], "I": [], "W": []} for name in sides}
     kept: dict[str, list[Tensor]] = {}
     for side in sides.values():  # once for nothing
@@ -171,10 +175,13 @@ def main() -> None:
         layers = nn.Sequential(*[make() for _ in range(count)]).to(device())
         x = torch.randn(shape, device=device())
         needed, found = least(layers, x), measure(layers, x, rounds)
-        ours, theirs = ((times["I"] + times["W"]) / times["B"] for times, _ in found.values())
-        print(row(f"(I + W) / full backward, {title}", "", ours, theirs, reach), flush=True)
-        ours, theirs = (kept / needed for _, kept in found.values())
-        memory.append(row(f"bytes kept between I and W over the minimum, {title}", "", ours, theirs, most(1)))
+        *ours, theirs = ((times["I"] + times["W"]) / times["B"] for times, _ in found.values())
+        for way, ratio in zip(WAYS, ours, strict=True):
+            print(row(f"(I + W) / full backward, {title}, {way} stages", "", ratio, theirs, reach), flush=True)
+        *ours, theirs = (kept / needed for _, kept in found.values())
+        for way, ratio in zip(WAYS, ours, strict=True):
+            what = f"bytes kept between I and W over the minimum, {title}, {way} stages"
+            memory.append(row(what, "", ratio, theirs, most(1)))
         for name, (times, kept) in found.items():
             cells = [figure(times[kind]) for kind in ("B", "I", "W")] + [figure(kept / MIB)]
             details.append(f"| {title} | {name} | {' | '.join(cells)} |")
