@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.recorded import Recorded
+from fpipe.differentiation.simplification import SMALL
 from fpipe.tree import same_bits
 from schedules import one_f_one_b, recompute, split_backward, zb_v
 
@@ -307,7 +308,22 @@ def noise(module, x):
     return functional.linear(x + torch.rand_like(x) * torch.bernoulli(torch.full_like(x, 0.5)), module.weight)
 
 
+def cast_once(module, x):
+    """Under autocast both uses of a weight share one cast, so its gradients are added in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.linear(functional.linear(x, module.weight, module.bias), module.weight).float()
+
+
+def summed(module, x):
+    """Sums that are viewed as something else than themselves without their first dimension."""
+    square = module.bias.view(2, 2)
+    y = functional.linear(x, module.weight) + (square * 2).view(1, W)
+    return y * module.weight[:1].sum(1, keepdim=True).view(1) * (module.weight[:1] * x[:1]).sum(1, keepdim=True).view(1)
+
+
 SUBTLE = {
+    "cast once": (cast_once, set()),
+    "sums": (summed, set()),
     "in place in the backward": (lambda m, x: Overwriting.apply(x, m.weight) + m.bias, {"weight", "bias"}),
     "constants": (started, set()),
     "noise": (noise, set()),
@@ -337,3 +353,18 @@ def test_statistics_that_nobody_reads():
     assert_same(got, run_reference(pipe, model, (x,), x))
     assert_same(got, loop(model, mse, (x,), x, 3))
     assert got.buffers["1.mean"].abs().sum() > 0
+
+
+def test_only_small_constants_are_kept():
+    """The one with which a backward begins, for example, not a tensor of the size of a value."""
+    for rows, count in ((2, 1), (2 * SMALL, 0)):
+        x = torch.randn(rows, W)
+        pipe = fpipe.pipeline(
+            nn.Sequential(nn.Linear(W, W)),
+            example=(x,),
+            loss=lambda out: (out * torch.ones_like(out)).sum(),
+            schedule=one_f_one_b(ranks=1, microbatches=1),
+            backward="graph",
+        )
+        known = pipe.stages[0].functions.run_forward.__globals__.values()
+        assert sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in known) == count
