@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fpipe.capture.contract import Tensors
+from fpipe.differentiation.sums import copied
 from fpipe.plan import Plan
 from schedules import KINDS
 
@@ -79,7 +80,7 @@ class OrderedSum:
         assert not self.early, "every term of the order was added"
         if len(self.order) > 1 or self.sum is None:
             return self.sum
-        return self.sum.clone(memory_format=torch.contiguous_format)
+        return copied(self.sum)
 
 
 def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:

@@ -371,3 +371,21 @@ def test_only_small_constants_are_kept():
         )
         known = pipe.stages[0].functions.run_forward.__globals__.values()
         assert sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in known) == count
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_sparse_gradients(backward, microbatches):
+    torch.manual_seed(0)
+    model, words, y = (
+        nn.Sequential(nn.Embedding(9, W, sparse=True), nn.Linear(W, W)),
+        torch.arange(6),
+        torch.randn(6, W),
+    )
+    how = split_backward(one_f_one_b(ranks=2, microbatches=microbatches))
+    pipe = fpipe.pipeline(model, example=(words,), targets=y, loss=mse, schedule=how, cuts=["1"], backward=backward)
+    grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (words,), y)[1]
+    want = loop(model, mse, (words,), y, microbatches).grads
+    assert grads["0.weight"].is_sparse
+    assert grads.keys() == want.keys()
+    assert all(same_bits(grads[name].to_dense(), want[name].to_dense()) for name in want)

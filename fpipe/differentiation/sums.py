@@ -46,7 +46,7 @@ def owned(grads: Gradients) -> Gradients:
         own = [torch.empty(1, 1), torch.empty(1, 1).t()]  # nobody has these, or what the second is a view of
     alone = [_holders(one) for one in own]
     holders = [_holders(one) for one in grads]
-    return tuple([one if found in alone else _copy(one) for one, found in zip(grads, holders, strict=True)])
+    return tuple([one if found in alone else copied(one) for one, found in zip(grads, holders, strict=True)])
 
 
 def _holders(tensor: Tensor | None) -> tuple[int, ...]:
@@ -65,8 +65,11 @@ def _references(tensor: Any) -> tuple[int, int]:
     return (0, 0) if tensor is None else (sys.getrefcount(tensor), tensor._use_count())
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+def copied(tensor: Tensor | None) -> Tensor | None:
+    """The same in memory of its own; a sparse tensor has no layout to choose."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return None if tensor is None else tensor.clone()
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _tensors(gradients: Gradients) -> list[Tensor]:
@@ -82,7 +85,7 @@ def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 def own(total: Tensor | None, reached: Tensor | None) -> Tensor | None:
     """What autograd has added `total` to: that, or new memory where there was none and it may have taken another's."""
-    return _copy(reached) if total is None else total
+    return copied(reached) if total is None else total
 
 
 def whole(total: Gradients, specs: Sequence[Spec]) -> tuple[Tensor, ...]:
