@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -80,17 +81,18 @@ class Spec:
 
     def buffer(self) -> Tensor:
         """Uninitialised bytes for what `pack` returns."""
-        return as_bytes(torch.empty(self._packed, dtype=self.dtype, device=self.device))
+        return torch.empty(self._bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """The elements of `tensor` as contiguous bytes, in the order of memory; a view where memory is dense."""
-        return as_bytes(self._once(tensor).permute(self._order))
+        return as_bytes(tensor if self._rows else self._once(tensor).permute(self._order))
 
     def unpack(self, data: Tensor) -> Tensor:
         """A tensor of this shape and stride around (or, where memory has gaps, copied from) packed bytes."""
-        packed = data.view(self.dtype).reshape(self._packed)
+        flat = data.view(self.dtype)
         if self._dense:
-            return packed.as_strided(self.shape, self.stride)
+            return flat.as_strided(self.shape, self.stride)
+        packed = flat.reshape(self._packed)
         inverse = [self._order.index(dim) for dim in range(len(self.shape))]
         tensor = self.strided()
         self._once(tensor).copy_(packed.permute(inverse))
@@ -117,6 +119,15 @@ class Spec:
         return tuple(sizes[dim] for dim in self._order)
 
     @cached_property
+    def _bytes(self) -> int:
+        return prod(self._packed) * self.dtype.itemsize
+
+    @cached_property
+    def _rows(self) -> bool:
+        """Whether memory is in row-major order, without repetitions."""
+        return self._packed == self.shape and self._order == tuple(range(len(self.shape)))
+
+    @cached_property
     def _dense(self) -> bool:
         """Whether memory order has no gaps: each dimension's stride is the product of all faster ones."""
         expected = 1
@@ -133,4 +144,6 @@ class Spec:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The elements of `tensor` in row-major order, as one-dimensional bytes; a view where it is contiguous."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a lone element may have any stride
+    if flat.stride() != (1,):  # a lone element may have any
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
