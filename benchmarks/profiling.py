@@ -53,12 +53,12 @@ class Channel(DistributedChannel):
     def send(self, message: Message, payload: Tensors, specs: Specs) -> Nameless:
         """Post a send."""
         data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
-        return Nameless([dist.isend(one, dst=self.target, group=self.group) for one in data if one.numel()], data, ())
+        return Nameless([self.group.send([one], self.target, 0) for one in data if one.numel()], data, ())
 
     def receive(self, message: Message, specs: Specs) -> Nameless:
         """Post a receive."""
         data = tuple([spec.buffer() for spec in specs])
-        works = [dist.irecv(one, src=self.source, group=self.group) for one in data if one.numel()]
+        works = [self.group.recv([one], self.source, 0) for one in data if one.numel()]
         return Nameless(works, data, specs)
 
 

@@ -36,17 +36,14 @@ class Posted:
 
     done = False
 
-    def __init__(
-        self, end: str, message: Message, works: Sequence[dist.Work | None], data: Tensors, specs: Specs
-    ) -> None:
+    def __init__(self, end: str, message: Message, works: Sequence[dist.Work], data: Tensors, specs: Specs) -> None:
         self.end, self.message = end, message
         self.works, self.data, self.specs = works, data, specs
 
     def wait(self) -> None:
         """Block until the works are done; what was sent need not live any longer."""
         for work in self.works:
-            if work is not None:
-                work.wait()
+            work.wait()
         self.works = ()
         if not self.specs:
             self.data = ()
@@ -58,22 +55,27 @@ class Posted:
 
 
 class DistributedChannel(NamedTuple):
-    """A channel as a process group, with the processes at its two ends."""
+    """A channel as a process group of two, and which of them is at which end."""
 
     group: dist.ProcessGroup
     source: int
     target: int
 
+    @classmethod
+    def between(cls, group: dist.ProcessGroup, source: int, target: int) -> DistributedChannel:
+        """From process `source` of the job to `target`; groups count their processes in ascending order."""
+        return cls(group, int(source > target), int(target > source))
+
     def send(self, message: Message, payload: Tensors, specs: Specs) -> Posted:
         """Post the send of a tuple of tensors."""
         data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
-        works = [dist.isend(bytes_, dst=self.target, group=self.group) for bytes_ in data if bytes_.numel()]
+        works = [self.group.send([bytes_], self.target, 0) for bytes_ in data if bytes_.numel()]
         return Posted("SEND", message, works, data, ())
 
     def receive(self, message: Message, specs: Specs) -> Posted:
         """Post the receive of tensors of these specs."""
         data = tuple([spec.buffer() for spec in specs])
-        works = [dist.irecv(bytes_, src=self.source, group=self.group) for bytes_ in data if bytes_.numel()]
+        works = [self.group.recv([bytes_], self.source, 0) for bytes_ in data if bytes_.numel()]
         return Posted("RECV", message, works, data, specs)
 
 
@@ -100,7 +102,9 @@ class DistributedTransport:
                     for world in self.replicas
                 ]
                 group = replicas[self.replicas.index(self.world)]
-                self.channels[source, target] = DistributedChannel(group, self.world[source], self.world[target])
+                self.channels[source, target] = DistributedChannel.between(
+                    group, self.world[source], self.world[target]
+                )
                 self._warm_up(source, target)
 
     def _warm_up(self, source: int, target: int) -> None:
