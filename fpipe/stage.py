@@ -21,8 +21,9 @@ What the functions do is the business of `fpipe.differentiation`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -82,27 +83,30 @@ class Stage:
         """This stage's parameters, as its functions take them."""
         return self.functions.leaves(tuple([params[name] for name in self.parameters]))
 
-    def forward(
-        self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
-    ) -> tuple[Tensors, Tensors, Any | None]:
+    @cached_property
+    def forward(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors, Any | None]]:
         """Run the stage on one microbatch."""
-        return self.functions.forward(params, buffers, inputs, key)
+        return self.functions.forward
 
-    def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
+    @cached_property
+    def evaluate(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors]]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
-        return self.functions.evaluate(params, buffers, inputs, key)
+        return self.functions.evaluate
 
-    def backward(self, residuals: Any, cotangents: Tensors, onto: Gradients = ()) -> tuple[Tensors, Gradients]:
+    @cached_property
+    def backward(self) -> Callable[..., tuple[Tensors, Gradients]]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
-        return self.functions.backward(residuals, cotangents, onto)
+        return self.functions.backward
 
-    def backward_input(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Any]:
+    @cached_property
+    def backward_input(self) -> Callable[[Any, Tensors], tuple[Tensors, Any]]:
         """The cotangents for earlier stages, and what is needed for the rest."""
-        return self.functions.backward_input(residuals, cotangents)
+        return self.functions.backward_input
 
-    def backward_weight(self, deferred: Any, onto: Gradients = ()) -> Gradients:
+    @cached_property
+    def backward_weight(self) -> Callable[..., Gradients]:
         """The gradients of this stage's parameters; `None` where nothing was computed."""
-        return self.functions.backward_weight(deferred, onto)
+        return self.functions.backward_weight
 
     def shared(self, total: Gradients, peer: int) -> Tensors:
         """The gradients of the parameters of which stage `peer` holds copies; of its other replica, all."""

@@ -369,7 +369,7 @@ def test_only_small_constants_are_kept():
             schedule=one_f_one_b(ranks=1, microbatches=1),
             backward="graph",
         )
-        known = pipe.stages[0].functions.run_forward.__globals__.values()
+        known = pipe.stages[0].functions.forward.__globals__.values()
         assert sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in known) == count
 
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a phase of a stage to a function: a line of Python for each node.
 
-The function takes a list and empties it, and every value is let go of after its last use; so nothing lives longer
-than it is needed, whoever calls. Operators are called as directly as Python can: by torch's own bindings where there is
+What was kept for it is a list, which the function empties, and every value is let go of after its last use; so nothing
+lives longer than it is needed. Operators are called as directly as Python can: by torch's own bindings where there is
 one for exactly this operator (`DIRECT`), else past the dispatcher's Python frame.
+
+What leaves is copied where it is not laid out as was inferred: fake tensors can be wrong in that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -19,9 +21,10 @@ from torch.fx import Node
 from fpipe.differentiation.joint import CONSTANT
 from fpipe.differentiation.phases import Phase
 from fpipe.differentiation.simplification import is_item, written_by
+from fpipe.spec import Spec
 
-Run: TypeAlias = Callable[[list[Any]], tuple[Any, ...]]
-"""Takes the values of `Phase.takes`, in a list that it empties; returns the groups of `Phase.gives`."""
+Run: TypeAlias = Callable[..., Any]
+"""Takes the groups of `Phase.takes`, and returns those of `Phase.gives`; where it is one, that alone."""
 
 aten = torch.ops.aten
 DIRECT: Mapping[Any, Any] = MappingProxyType(
@@ -56,40 +59,38 @@ DIRECT: Mapping[Any, Any] = MappingProxyType(
 
 def function(phase: Phase) -> Run:
     """The phase as a function."""
-    return _compiled(phase, ())
+    return _compiled(phase, None)
 
 
 def adding(phase: Phase) -> Run:
-    """The phase as a function that takes, behind all else, a sum for each tensor of the last group that it gives.
+    """The phase as a function that may take, behind all else, a sum for each tensor of the last group that it gives.
 
     It adds each tensor to its sum as soon as it is computed, and gives the sums; at the end, if anything is written in
-    place on the way.
+    place on the way. Without sums it gives the tensors themselves.
     """
-    return _compiled(phase, tuple(f"s{k}" for k in range(len(phase.gives[-1]))))
+    return _compiled(phase, function(phase))
 
 
-def _compiled(phase: Phase, sums: tuple[str, ...]) -> Run:
-    names = {node: f"v{k}" for k, node in enumerate((*phase.takes, *phase.nodes))}
-    writer, last = _Writer(names), _last_uses(phase, bool(sums))
+def _compiled(phase: Phase, alone: Run | None) -> Run:
+    """A function; there is one `alone`, if sums may be taken, which is run without them."""
+    adding = alone is not None
+    sums = tuple(f"s{k}" for k in range(len(phase.gives[-1] or ()))) if adding else ()
+    writer, last = _Writer(phase), _last_uses(phase, adding)
     added = _added(phase, sums)
-    taken = [*(names[node] for node in phase.takes), *sums]
-    lines = ["def run(box):", f"    {_tuple(taken)} = box" if taken else "    pass", "    box.clear()"]
+    lines = writer.beginning(sums, alone)
     for node in (None, *phase.nodes):
-        lines += [f"    {writer.call(node)}"] if node is not None else []
-        lines += [f"    {total}.add_({writer.text(grad)})" for total, grad in added.get(node, ())]
+        lines += [writer.call(node)] if node is not None else []
+        lines += [f"{total}.add_({writer.text(grad)})" for total, grad in added.get(node, ())]
         lines += writer.dropped(last.get(node, []))
-    groups = [*map(writer.text, phase.gives[:-1]), _tuple(sums)] if sums else map(writer.text, phase.gives)
-    lines.append(f"    return {_tuple(groups)}")
-    exec(compile("\n".join(lines), "<stage>", "exec"), writer.namespace)
-    made: Run = writer.namespace["run"]
-    return made
+    lines.append(writer.end(adding))
+    return writer.function(lines)
 
 
 def _added(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
     """Behind which node what is added to which sum; `None` stands for the beginning."""
     writes = any(written_by(node) for node in phase.nodes)
     found: dict[Node | None, list[tuple[str, Node]]] = {}
-    for total, grad in zip(sums, phase.gives[-1] if sums else (), strict=True):
+    for total, grad in zip(sums, phase.gives[-1] or (), strict=False):
         behind = phase.nodes[-1] if writes else grad if grad in phase.nodes else None
         found.setdefault(behind, []).append((total, grad))
     return found
@@ -104,13 +105,13 @@ def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
 
     What is added to sums is used up to the end, if anything is written in place.
     """
-    last: dict[Node, Node | None] = dict.fromkeys(phase.takes, None)
+    last: dict[Node, Node | None] = dict.fromkeys(phase.taken, None)
     for node in phase.nodes:
         for used in (node, *(one for one in node.all_input_nodes if one in last)):
             last[used] = node
     if adding and any(written_by(node) for node in phase.nodes):
-        last.update({grad: phase.nodes[-1] for grad in phase.gives[-1] if grad in last})
-    returned = {node for group in (phase.gives[:-1] if adding else phase.gives) for node in group}
+        last.update({grad: phase.nodes[-1] for grad in phase.gives[-1] or () if grad in last})
+    returned = {node for group in (phase.gives[:-1] if adding else phase.gives) for node in group or ()}
     found: dict[Node | None, list[Node]] = {}
     for value, user in last.items():
         if value not in returned:
@@ -119,12 +120,46 @@ def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
 
 
 class _Writer:
-    """Writes calls; `namespace` holds what the text cannot say."""
+    """Writes the lines of a phase; `namespace` holds what the text cannot say."""
 
-    def __init__(self, names: Mapping[Node, str]) -> None:
-        self.names = names
+    def __init__(self, phase: Phase) -> None:
+        self.phase = phase
+        self.names = {node: f"v{k}" for k, node in enumerate((*phase.taken, *phase.nodes))}
         self.namespace: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
+
+    def function(self, lines: Iterable[str]) -> Run:
+        """The lines, the first of which says what is taken, as a function."""
+        exec(compile("\n    ".join(lines), "<stage>", "exec"), self.namespace)
+        made: Run = self.namespace["run"]
+        return made
+
+    def beginning(self, sums: Sequence[str], alone: Run | None) -> list[str]:
+        """The lines that take groups apart, and sums, if they may be taken; without sums it is `alone` that is run."""
+        takes = self.phase.takes
+        groups = [self.names[group] if isinstance(group, Node) else f"g{k}" for k, group in enumerate(takes)]
+        lines = [f"def run({', '.join(groups)}{', onto=()' if alone else ''}):"]
+        if alone is not None:
+            lines += ["if not onto:", f"    return {self._named(alone)}({', '.join(groups)})", f"{_tuple(sums)} = onto"]
+        for name, group in zip(groups, takes, strict=True):
+            if group and not isinstance(group, Node):
+                lines.append(f"{self.text(tuple(group))} = {name}")
+                lines += [f"{name}.clear()"] * isinstance(group, list)
+        return lines
+
+    def end(self, adding: bool) -> str:
+        """The line that gives the groups."""
+        first, *rest = [self.text(group) for group in self.phase.gives]
+        if self.phase.layouts:
+            first = _tuple(map(self._laid_out, self.phase.gives[0] or (), self.phase.layouts))
+        groups = [first, *rest]
+        if adding:
+            groups[-1] = "onto"
+        return f"return {_tuple(groups) if rest else groups[0]}"
+
+    def _laid_out(self, node: Node, spec: Spec) -> str:
+        name = self.text(node)
+        return f"{name} if {name}.stride() == {self._named(spec.stride)} else {self._named(spec.like)}({name})"
 
     def call(self, node: Node) -> str:
         """The line of a node."""
@@ -137,7 +172,7 @@ class _Writer:
 
     def dropped(self, nodes: list[Node]) -> list[str]:
         """The line that lets go of these values."""
-        return [f"    del {', '.join(self.names[node] for node in nodes)}"] if nodes else []
+        return [f"del {', '.join(self.names[node] for node in nodes)}"] if nodes else []
 
     def text(self, argument: Any) -> str:
         """An argument of a call, or what is returned."""

@@ -7,11 +7,12 @@ nothing of seeds, so a phase that draws random numbers is not given to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -28,35 +29,49 @@ def compiled(phase: Phase, compiler: Compiler) -> Run:
     """The phase as a function that `compiler` makes; operator by operator if it has nothing for it."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
         return function(phase)
-    takes = [node for node in phase.takes if "val" in node.meta]  # not the key
-    wanted = {k for k, node in enumerate(phase.takes) if node in set(takes)}
+    takes = [node for node in phase.taken if "val" in node.meta]
     run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), function(phase)
-    groups: list[tuple[Any, int]] = [(type(group), len(group)) for group in phase.gives]
 
-    def call(box: list[Any]) -> tuple[Any, ...]:
-        if any(isinstance(value, FakeTensor) for value in box):  # kernels would read memory that is not there
-            return plain(box)
-        given = [value for k, value in enumerate(box) if k in wanted]
-        box.clear()
+    def call(*groups: Any) -> Any:
+        taken = [value for group in groups if isinstance(group, tuple | list) for value in group]
+        given = [value for value in taken if isinstance(value, Tensor)]  # not the key
+        del taken
+        if any(isinstance(tensor, FakeTensor) for tensor in given):  # kernels would read memory that is not there
+            return plain(*groups)
+        for group in groups:
+            if isinstance(group, list):
+                group.clear()
         with torch.no_grad():
-            found = iter(run(*given))
-        return tuple([kind(islice(found, count)) for kind, count in groups])
+            found = _grouped(phase, run(*given))
+        return found if len(found) > 1 else found[0]
 
     return call
 
 
-def added(run: Run, count: int) -> Run:
-    """What `run` computes, added to as many sums as its last group has tensors; they are taken behind all else."""
+def added(phase: Phase, compiler: Compiler) -> Run:
+    """The same, and what the last group is added to may be taken behind all else."""
+    run, count = compiled(phase, compiler), len(phase.takes)
 
-    def call(box: list[Any]) -> tuple[Any, ...]:
-        sums = box[len(box) - count :]
-        del box[len(box) - count :]
-        *others, grads = run(box)
-        if sums:
-            torch._foreach_add_(sums, grads)
-        return (*others, tuple(sums))
+    def call(*groups: Any) -> Any:
+        found, onto = run(*groups[:count]), groups[count] if groups[count:] else ()
+        if onto:
+            torch._foreach_add_(onto, found[-1] if len(phase.gives) > 1 else found)
+        return (*found[:-1], onto) if onto and len(phase.gives) > 1 else onto or found
 
     return call
+
+
+def _grouped(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """The groups that a phase gives, the first laid out as it should be."""
+    left = iter(tensors)
+    kinds: list[Any] = [type(group) for group in phase.gives]
+    groups = [
+        None if group is None else kind(islice(left, len(group)))
+        for kind, group in zip(kinds, phase.gives, strict=True)
+    ]
+    if phase.layouts:
+        groups[0] = tuple([spec.like(tensor) for spec, tensor in zip(phase.layouts, groups[0] or (), strict=True)])
+    return tuple(groups)
 
 
 def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
@@ -75,9 +90,5 @@ def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
 
     for node in phase.nodes:
         to[node] = graph.node_copy(node, placed)
-    graph.output(tuple(map(placed, _flat(phase))))
+    graph.output(tuple(map(placed, phase.given)))
     return GraphModule(holder, graph)
-
-
-def _flat(phase: Phase) -> Iterator[Node]:
-    return (node for group in phase.gives for node in group)

@@ -63,18 +63,20 @@ class Examples(NamedTuple):
 class Joint:
     """The graph, and which of its nodes are what.
 
-    - `key`, `arguments`, `cotangents`: its placeholders.
+    - `params`, `buffers`, `inputs`, `key`, `cotangents`: its placeholders; those of the model's own tensors have them.
     - `forward`: the nodes that were recorded in the forward.
-    - `outputs`, `buffers`, `outgoing`, `grads`: what the functions of the stage return.
+    - `outputs`, `updated` (buffers), `outgoing`, `grads`: what the functions of the stage return.
     """
 
     graph: Graph
+    params: tuple[Node, ...]
+    buffers: tuple[Node, ...]
+    inputs: tuple[Node, ...]
     key: Node
-    arguments: tuple[Node, ...]
     cotangents: tuple[Node, ...]
     forward: frozenset[Node]
     outputs: tuple[Node, ...]
-    buffers: tuple[Node, ...]
+    updated: tuple[Node, ...]
     outgoing: tuple[Node, ...]
     grads: tuple[Node, ...]
 
@@ -91,12 +93,14 @@ class Joint:
 
         return Joint(
             graph,
+            all_of(self.params),
+            all_of(self.buffers),
+            all_of(self.inputs),
             to[self.key],
-            all_of(self.arguments),
             all_of(self.cotangents),
             frozenset(to[node] for node in self.forward if node in to),
             all_of(self.outputs),
-            all_of(self.buffers),
+            all_of(self.updated),
             all_of(self.outgoing),
             all_of(self.grads),
         )
@@ -126,12 +130,21 @@ def record(eager: Autograd, examples: Examples) -> Joint:
         module = make_fx(joint)(*arguments)
     for node in module.graph.find_nodes(op="get_attr"):
         node.meta[CONSTANT] = _constant(getattr(module, node.target))
-    return _joint(module.graph, reached["forward"], reached["counts"], len(cotangents), draws.found)
+    holders = list(module.graph.find_nodes(op="placeholder"))
+    groups = [tuple(holders[a:b]) for a, b in stops]
+    for node, tensor in zip(groups.pop(2), eager.constants, strict=True):
+        node.meta[CONSTANT] = tensor
+    return _joint(module.graph, groups, reached["forward"], reached["counts"], draws.found)
 
 
-def _joint(graph: Graph, forward: frozenset[Node], counts: Sequence[int], last: int, draws: Sequence[_Draw]) -> Joint:
+def _joint(
+    graph: Graph,
+    taken: Sequence[tuple[Node, ...]],
+    forward: frozenset[Node],
+    counts: Sequence[int],
+    draws: Sequence[_Draw],
+) -> Joint:
     """The recorded graph with the seeds in it."""
-    holders = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_before(next(iter(graph.nodes))):
         key = graph.placeholder("key")
     seeds: dict[Node, Node] = {}
@@ -140,9 +153,9 @@ def _joint(graph: Graph, forward: frozenset[Node], counts: Sequence[int], last: 
             seeds[graph.call_function(random.reseed, (key, label, device))] = node
     returned = [node for group in next(iter(reversed(graph.nodes))).args[0] for node in group]
     groups = [tuple(returned[sum(counts[:k]) : sum(counts[: k + 1])]) for k in range(4)]
-    first = len(holders) - last
+    params, buffers, inputs, cotangents = taken
     forward |= {seed for seed, node in seeds.items() if node in forward}
-    return Joint(graph, key, tuple(holders[:first]), tuple(holders[first:]), forward, *groups)
+    return Joint(graph, params, buffers, inputs, key, cotangents, forward, *groups)
 
 
 def _constant(tensor: Tensor) -> Tensor:

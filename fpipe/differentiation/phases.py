@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
 
 from fpipe.capture.observation import memory
+from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.joint import Joint
 from fpipe.differentiation.simplification import is_item, simplified, value_of, written_by
+from fpipe.spec import Spec
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
@@ -54,19 +56,39 @@ SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.
 LIGHT = VIEWS | SUMS | SCALED | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
 
 
+Group: TypeAlias = Sequence[Node]
+
+
 class Phase(NamedTuple):
-    """Nodes that run together: what they take, and what they give, in groups; a list is kept for another phase."""
+    """Nodes that run together.
+
+    - `takes`, `gives`: nodes in groups. A list is what one phase keeps for another, which empties it; `None` stands for
+      one where nothing is kept. A node that is taken by itself is no group.
+    - `layouts`: how the tensors of the first group that is given are laid out, where that matters.
+    """
 
     nodes: tuple[Node, ...]
-    takes: tuple[Node, ...]
-    gives: tuple[Sequence[Node], ...]
+    takes: tuple[Group | Node | None, ...]
+    gives: tuple[Group | None, ...]
+    layouts: tuple[Spec, ...]
+
+    @property
+    def taken(self) -> Iterator[Node]:
+        """All that it takes."""
+        for group in self.takes:
+            yield from (group,) if isinstance(group, Node) else group or ()
+
+    @property
+    def given(self) -> Iterator[Node]:
+        """All that it gives."""
+        return (node for group in self.gives for node in group or ())
 
 
 @dataclass(frozen=True)
 class Phases:
     """The functions of a stage as phases of a graph.
 
-    - `forward` takes key and arguments, and gives outputs, buffers, and what is kept.
+    - `forward` takes parameters, buffers, inputs and the key, and gives outputs, buffers, and what is kept.
     - `evaluation` takes the same, and gives outputs and buffers.
     - `backward` takes what is kept and cotangents, and gives outgoing cotangents and gradients.
     - `input` takes what `backward` does, and gives outgoing cotangents and what `weight` takes; this gives gradients.
@@ -81,32 +103,34 @@ class Phases:
     early: Mapping[int, str]
 
 
-def divide(joint: Joint) -> Phases:
+def divide(joint: Joint, wiring: Wiring) -> Phases:
     """Cut a joint graph."""
     joint = simplified(joint)
-    forward, backward = _whole(joint)
+    forward, backward = _whole(joint, wiring)
     halves = _halved(joint)
-    first, second = _halves(halves)
+    first, second = _halves(halves, wiring)
     early = {k: _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
     evaluation = forward._replace(gives=forward.gives[:2])
     return Phases(forward, evaluation, backward, first, second, early)
 
 
-def _whole(joint: Joint) -> tuple[Phase, Phase]:
+def _whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
     early = [node for node in joint.calls if node in joint.forward]
     late = [node for node in joint.calls if node not in joint.forward]
-    made = {*early, *joint.arguments, joint.key}
-    kept = _across(made, late, (*joint.outgoing, *joint.grads))
+    takes = joint.params, joint.buffers, joint.inputs, joint.key
+    made = {*early, *joint.params, *joint.buffers, *joint.inputs, joint.key}
+    kept = _across(made, late, (*joint.outgoing, *joint.grads)) if wiring.leaves else None
+    outputs = tuple(spec for _, spec in wiring.outputs)
     return (
-        Phase(tuple(early), (joint.key, *joint.arguments), (joint.outputs, joint.buffers, [*kept])),
-        Phase(tuple(late), (*kept, *joint.cotangents), (joint.outgoing, joint.grads)),
+        Phase(tuple(early), takes, (joint.outputs, joint.updated, kept), outputs),
+        Phase(tuple(late), (kept, joint.cotangents), (joint.outgoing, joint.grads), wiring.cotangents),
     )
 
 
-def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[Node]) -> tuple[Node, ...]:
+def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[Node]) -> list[Node]:
     """Those of the nodes made before a cut that are used behind it, each once."""
     used = [*(operand for node in behind for operand in node.all_input_nodes), *returned]
-    return tuple(dict.fromkeys(node for node in used if node in made))
+    return list(dict.fromkeys(node for node in used if node in made))
 
 
 def _maker(node: Node) -> str:
@@ -116,13 +140,16 @@ def _maker(node: Node) -> str:
     return f"computed by {getattr(node.target, '__name__', node.target)}"
 
 
-def _halves(joint: Joint) -> tuple[Phase, Phase]:
-    _, backward = _whole(joint)
+def _halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
+    _, backward = _whole(joint, wiring)
     deferred = _deferred(joint, backward)
     first = [node for node in backward.nodes if node not in deferred]
     second = [node for node in backward.nodes if node in deferred]
-    rest = _across({*first, *backward.takes}, second, joint.grads)
-    return Phase(tuple(first), backward.takes, (joint.outgoing, [*rest])), Phase(tuple(second), rest, (joint.grads,))
+    rest = _across({*first, *backward.taken}, second, joint.grads) if wiring.leaves else None
+    return (
+        Phase(tuple(first), backward.takes, (joint.outgoing, rest), wiring.cotangents),
+        Phase(tuple(second), (rest,), (joint.grads,), ()),
+    )
 
 
 def _deferred(joint: Joint, backward: Phase) -> frozenset[Node]:

@@ -88,7 +88,7 @@ def is_item(node: Node) -> bool:
 
 def _folded(joint: Joint) -> Joint:
     """Small tensors that depend on no argument become constants, unless they leave or are written to."""
-    returned = [*joint.outputs, *joint.buffers, *joint.outgoing, *joint.grads]
+    returned = [*joint.outputs, *joint.updated, *joint.outgoing, *joint.grads]
     changed = [one for node in joint.calls for one in written_by(node)]
     kept = {memory(value) for node in (*returned, *changed) for value in [value_of(node)] if value is not None}
     for node in list(joint.calls):
@@ -104,7 +104,7 @@ def _is_constant(node: Node, kept: Collection[int]) -> bool:
         return False
     if _acts(node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    known = all(CONSTANT in one.meta for one in node.all_input_nodes)
+    known = all(one.op == "get_attr" for one in node.all_input_nodes)
     return node.target in LIKE or (known and bool(node.all_input_nodes))
 
 
@@ -122,7 +122,7 @@ def _computed(node: Node) -> Tensor:
 
 
 def _used(joint: Joint) -> Joint:
-    returned = {*joint.outputs, *joint.buffers, *joint.outgoing, *joint.grads}
+    returned = {*joint.outputs, *joint.updated, *joint.outgoing, *joint.grads}
     for node in reversed(list(joint.calls)):
         if not node.users and node not in returned and not _acts(node):
             joint.graph.erase_node(node)

@@ -41,8 +41,8 @@ def way(backward: Backward) -> Way | None:
     if backward == "graph":
         return partial(recorded, function, adding, "as a graph")
     compiler, name = _compiler(backward), backward if isinstance(backward, str) else repr(backward)
-    run = partial(compiled, compiler=compiler)
-    return partial(recorded, run, None, f"as a graph, compiled by {name}")
+    run, add = partial(compiled, compiler=compiler), partial(added, compiler=compiler)
+    return partial(recorded, run, add, f"as a graph, compiled by {name}")
 
 
 def _compiler(backward: Backward) -> Compiler:
@@ -57,32 +57,26 @@ def _compiler(backward: Backward) -> Compiler:
     return cast("Compiler", torch._dynamo.lookup_backend(backward))
 
 
-def recorded(run: Make, add: Make | None, remark: str, eager: Autograd, examples: Examples) -> Functions:
+def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examples) -> Functions:
     """The functions of a stage as phases of a graph, or `eager`, with the reason.
 
-    `run` makes a phase a function, and `add` one that adds to sums; if there is none, what `run` makes is used.
+    `run` makes a phase a function, and `add` one that may be given sums to add to.
     """
     if eager.varying:
         return replace(eager, remark="by autograd: it reads the values of tensors")
     try:
-        phases = divide(record(eager, examples))
-        forward, backward, first, second = map(run, (phases.forward, phases.backward, phases.input, phases.weight))
+        phases = divide(record(eager, examples), eager.wiring)
+        return Recorded(
+            forward=run(phases.forward),
+            backward=add(phases.backward),
+            backward_input=run(phases.input),
+            backward_weight=add(phases.weight),
+            evaluation=partial(run, phases.evaluation),
+            undeferred=phases.early,
+            remark=remark,
+        )
     except Exception as error:  # whatever tracers and compilers may meet, autograd takes it
         return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
-    count = len(eager.wiring.leaves) - len(eager.wiring.cotangents)
-    return Recorded(
-        wiring=eager.wiring,
-        constants=eager.constants,
-        run_forward=forward,
-        run_backward=backward,
-        run_input=first,
-        run_weight=second,
-        add_backward=add(phases.backward) if add else added(backward, count),
-        add_weight=add(phases.weight) if add else added(second, count),
-        evaluation=partial(run, phases.evaluation),
-        undeferred=phases.early,
-        remark=remark,
-    )
 
 
 def _first_line(error: Exception) -> Any:
