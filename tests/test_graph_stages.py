@@ -324,12 +324,19 @@ def summed(module, x):
     return y * module.weight[:1].sum(1, keepdim=True).view(1) * (module.weight[:1] * x[:1]).sum(1, keepdim=True).view(1)
 
 
+def powers(module, x):
+    """A power of one is a copy, and only one of both is written to."""
+    y = functional.linear(x, module.weight, module.bias)
+    return (y**1).mul_(y) + y
+
+
 SUBTLE = {
     "cast once": (cast_once, set()),
     "sums": (summed, set()),
     "in place in the backward": (lambda m, x: Overwriting.apply(x, m.weight) + m.bias, {"weight", "bias"}),
     "constants": (started, set()),
     "noise": (noise, set()),
+    "powers": (powers, set()),
 }
 
 

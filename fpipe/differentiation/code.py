@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from fpipe.differentiation.joint import CONSTANT
 from fpipe.differentiation.phases import Phase
-from fpipe.differentiation.simplification import is_item, written_by
+from fpipe.differentiation.simplification import is_item, value_of, written_by
 from fpipe.spec import Spec
 
 Run: TypeAlias = Callable[..., Any]
@@ -29,32 +29,43 @@ Run: TypeAlias = Callable[..., Any]
 aten = torch.ops.aten
 DIRECT: Mapping[Any, Any] = MappingProxyType(
     {
-        aten.mm.default: torch.mm,
-        aten.bmm.default: torch.bmm,
-        aten.addmm.default: torch.addmm,
-        aten.baddbmm.default: torch.baddbmm,
-        aten.t.default: torch.t,
-        aten.transpose.int: torch.transpose,
-        aten.permute.default: torch.permute,
+        aten.mm.default: Tensor.mm,
+        aten.bmm.default: Tensor.bmm,
+        aten.addmm.default: Tensor.addmm,
+        aten.baddbmm.default: Tensor.baddbmm,
+        aten.t.default: Tensor.t,
+        aten.transpose.int: Tensor.transpose,
+        aten.permute.default: Tensor.permute,
         aten.view.default: Tensor.view,
         aten.expand.default: Tensor.expand,
-        aten.unsqueeze.default: torch.unsqueeze,
-        aten.sum.dim_IntList: torch.sum,
-        aten.sum.default: torch.sum,
-        aten.mean.default: torch.mean,
-        aten.pow.Tensor_Scalar: torch.pow,
-        aten.add.Tensor: torch.add,
-        aten.sub.Tensor: torch.sub,
-        aten.mul.Tensor: torch.mul,
-        aten.mul.Scalar: torch.mul,
-        aten.div.Tensor: torch.div,
-        aten.div.Scalar: torch.div,
-        aten.relu.default: torch.relu,
-        aten.tanh.default: torch.tanh,
+        aten.unsqueeze.default: Tensor.unsqueeze,
+        aten.sum.dim_IntList: Tensor.sum,
+        aten.sum.default: Tensor.sum,
+        aten.mean.default: Tensor.mean,
+        aten.pow.Tensor_Scalar: Tensor.pow,
+        aten.add.Tensor: Tensor.add,
+        aten.sub.Tensor: Tensor.sub,
+        aten.mul.Tensor: Tensor.mul,
+        aten.mul.Scalar: Tensor.mul,
+        aten.div.Tensor: Tensor.div,
+        aten.div.Scalar: Tensor.div,
+        aten.relu.default: Tensor.relu,
+        aten.tanh.default: Tensor.tanh,
         aten.gelu.default: torch._C._nn.gelu,
         aten.native_layer_norm.default: torch.native_layer_norm,
     }
 )
+NUMBERED = frozenset(
+    {
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.mul.Scalar,
+        aten.div.Tensor,
+        aten.div.Scalar,
+    }
+)
+"""Operators of two tensors, which make one of a number, every time that they are called with one."""
 
 
 def function(phase: Phase) -> Run:
@@ -166,9 +177,9 @@ class _Writer:
         name = self.names[node]
         if is_item(node):
             return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
-        arguments = [self.text(one) for one in node.args]
+        arguments = [self.text(one) for one in _arguments(node)]
         arguments += [f"{keyword}={self.text(one)}" for keyword, one in node.kwargs.items()]
-        return f"{name} = {self._named(_callable(node.target))}({', '.join(arguments)})"
+        return f"{name} = {self._named(_callable(node))}({', '.join(arguments)})"
 
     def dropped(self, nodes: list[Node]) -> list[str]:
         """The line that lets go of these values."""
@@ -191,5 +202,31 @@ class _Writer:
         return self.known[id(value)]
 
 
-def _callable(target: Any) -> Any:
-    return DIRECT.get(target) or (target._op if isinstance(target, torch._ops.OpOverload) else target)
+def _callable(node: Node) -> Any:
+    """What is called; methods are those of tensors."""
+    target: Any = node.target
+    if target in DIRECT and isinstance(node.args[0], Node):
+        return DIRECT[target]
+    return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    """The arguments of a call, as torch reads them fastest: a dimension for a list of one; a tensor for a number."""
+    if node.target is aten.sum.dim_IntList and isinstance(node.args[1], list) and len(node.args[1]) == 1:
+        return (node.args[0], *node.args[1], *node.args[2:])
+    if node.target in NUMBERED and (number := _number(node)) is not None:
+        return (node.args[0], number, *node.args[2:])
+    return node.args
+
+
+def _number(node: Node) -> Tensor | None:
+    """The second argument, if it is a number, as the kernel will have it: kernels for short floats and for accelerators
+    read it unrounded."""
+    number, made, taken = node.args[1], value_of(node), node.args[0]
+    value = value_of(taken) if isinstance(taken, Node) else None
+    if type(number) not in (int, float) or made is None or value is None or value.dtype != made.dtype:
+        return None
+    if made.device.type != "cpu" or made.dtype not in (torch.float32, torch.float64):
+        return None
+    dtype = torch.float64 if isinstance(number, float) else None
+    return torch.tensor(number, dtype=dtype).to(made.dtype)

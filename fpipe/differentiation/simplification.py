@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A joint graph without what need not be done, or not every time. The bits stay the same.
 
-- Copies that are the same tensor (detached ones) are left out, and transposes of transposes.
+- Copies that are the same tensor (detached ones) are left out, transposes of transposes, and, where nothing is written
+  to, powers of one (a square has one in its backward).
 - A sum that keeps its dimension and then is viewed without it does not keep it.
 - What depends on no argument and is small is computed once: the one with which a backward begins, for example.
 - What nobody uses is left out, if it does nothing else: neither writes, nor draws, nor seeds.
@@ -32,9 +33,11 @@ SMALL = 4096
 def simplified(joint: Joint) -> Joint:
     """The same functions, with less to do."""
     graph, to = Graph(), dict[Node, Node]()
+    writes = any(written_by(node) for node in joint.calls)
     for node in joint.graph.nodes:
         if node.op != "output":
-            to[node] = _shortcut(node, to) or _summed(node, to, graph) or graph.node_copy(node, to.__getitem__)
+            same = _shortcut(node, to) or (None if writes else _power_of_one(node, to))
+            to[node] = same or _summed(node, to, graph) or graph.node_copy(node, to.__getitem__)
     return _used(_folded(joint.mapped(graph, to)))
 
 
@@ -45,6 +48,16 @@ def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
     if node.target is aten.t.default and (turned := to[node.all_input_nodes[0]]).target is aten.t.default:
         return turned.all_input_nodes[0]
     return None
+
+
+def _power_of_one(node: Node, to: Mapping[Node, Node]) -> Node | None:
+    """What a node is a copy of, with the same bits in the same layout."""
+    if node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1:
+        return None
+    base, made = to[node.all_input_nodes[0]], value_of(node)
+    value = value_of(base)
+    same = made is not None and value is not None and (made.dtype, made.stride()) == (value.dtype, value.stride())
+    return base if same else None
 
 
 def _summed(node: Node, to: Mapping[Node, Node], graph: Graph) -> Node | None:
