@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same model under the same schedule by both libraries: functions that take one step, forward and backward.
 
-Both start from new gradients in every step and make the loss known where it arises; neither puts outputs together.
+Both start from new gradients in every step and make the loss known where it arises; neither puts outputs together. The
+gradients are what a step returns, and nothing else of it stays alive: the next to take a turn would have to get new
+memory from the system.
 `torch.distributed.pipelining` has no ZB-H1 of that name; its `ScheduleInterleavedZeroBubble` with one stage per rank is
 the paper's ZB-1P, the same order up to where the weight halves stand.
 """
@@ -95,10 +97,11 @@ def incumbents(contest: Contest, task: Task) -> Step:
     named = {name: parameter for name, parameter in task.model.named_parameters() if id(parameter) in mine}
 
     def step() -> dict[str, Tensor]:
+        runner.step(*given, **wanted, return_outputs=False)
+        found = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
         for parameter in named.values():
             parameter.grad = None
-        runner.step(*given, **wanted, return_outputs=False)
-        return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+        return found
 
     return step
 
