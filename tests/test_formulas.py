@@ -29,12 +29,12 @@ def halves(function, inputs, weights, cotangent=None):
     cotangent = torch.randn(out.shape).to(out.dtype) if cotangent is None else cotangent(out)
     whole = torch.autograd.grad(out, [*inputs, *weights], cotangent)
     out = function(*inputs, *weights)
-    half = Splitter({}, True).half(Graph([out], 0), weights)
-    now = [weights[k] for k in half.now]
-    found = torch.autograd.grad(out, [*inputs, *now, *half.edges], cotangent)
+    edges, half = Splitter({}, True).half(Graph([out], 0), weights)
+    now = [weights[k] for k in half.split.now]
+    found = torch.autograd.grad(out, [*inputs, *now, *edges], cotangent)
     grads = dict(half.grads(found[len(inputs) + len(now) :], weights))
     deferred = set(grads)
-    grads |= dict(zip(half.now, found[len(inputs) :], strict=False))
+    grads |= dict(zip(half.split.now, found[len(inputs) :], strict=False))
     split = (*found[: len(inputs)], *[grads[k] for k in range(len(weights))])
     for one, other in zip(whole, split, strict=True):
         assert same_bits(one, other)
@@ -70,12 +70,14 @@ def products(draw):
                 (lambda x, w: w @ x, (k, n), [(m, k)], {0}),
                 (lambda x, w: w.t() @ x, (k, n), [(k, m)], {0}),
                 (lambda x, w, b: torch.addmm(b, x, w), (m, k), [(k, n), (n,)], {0, 1}),
+                (lambda x, w, b: torch.addmm(b, x, w), (m, k), [(k, n), (1,)], {0, 1}),
                 (lambda x, w, b: torch.addmm(b, w, x), (k, n), [(m, k), (m, 1)], {0, 1}),
                 (lambda x, w, b: torch.addmm(b, x, w, alpha=2, beta=3), (m, k), [(k, n), (n,)], set()),
                 (torch.bmm, (b, m, k), [(b, k, n)], {0}),
                 (lambda x, w: torch.bmm(w, x), (b, k, n), [(b, m, k)], {0}),
                 (lambda x, w: torch.bmm(x, w.transpose(1, 2)), (b, m, k), [(b, n, k)], {0}),
                 (lambda x, w, a: torch.baddbmm(a, x, w), (b, m, k), [(b, k, n), (b, 1, n)], {0, 1}),
+                (lambda x, w, a: torch.baddbmm(a, x, w), (b, m, k), [(b, k, n), (m, n)], {0, 1}),
                 (lambda x, w: torch.einsum("bij,kj->bik", x, w), (b, m, k), [(n, k)], {0}),
                 (lambda x, w: x @ w.expand(x.shape[0], -1, -1), (b, m, k), [(k, n)], {0}),
                 (lambda x, w: x @ w.to(x.dtype, copy=True), (m, k), [(k, n)], {0}),
@@ -85,7 +87,7 @@ def products(draw):
     return function, made(*given_), [made(*shape) for shape in weights], draw(layouts), deferred
 
 
-@settings(max_examples=few(150))
+@settings(max_examples=few(200))
 @given(products())
 def test_products(case):
     function, given_, weights, layout, deferred = case
@@ -140,8 +142,8 @@ def test_embeddings(shape, padding, scaled, layout):
 def test_sparse_gradients_are_not_deferred():
     weight = leaf((5, 3))
     out = functional.embedding(torch.tensor([1, 1]), weight, sparse=True)
-    half = Splitter({}, True).half(Graph([out], 0), [weight])
-    assert half.now == (0,)
+    _, half = Splitter({}, True).half(Graph([out], 0), [weight])
+    assert half.split.now == (0,)
 
 
 def test_complex_weights_are_not_deferred():

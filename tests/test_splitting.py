@@ -169,10 +169,10 @@ def test_only_inputs_and_gradients_of_outputs_are_kept():
         active = functional.gelu(middle)
         out = functional.linear(active, w2).sin()
         watched = {"middle": weakref.ref(middle), "active": weakref.ref(active)}
-        half = Splitter({}, True).half(Graph([out], 0), [w1, b1, w2])
-        found = torch.autograd.grad(out, [x, *half.edges] if inner else half.edges, torch.ones_like(out))
+        edges, half = Splitter({}, True).half(Graph([out], 0), [w1, b1, w2])
+        found = torch.autograd.grad(out, [x, *edges] if inner else edges, torch.ones_like(out))
         incoming = found[inner:]
-        del middle, active, out, found
+        del middle, active, out, found, edges
         gc.collect()
         assert not [name for name, ref in watched.items() if ref() is not None]
         kept = {t.data_ptr(): t for part in half.kept for t in part if isinstance(t, torch.Tensor)}
@@ -210,10 +210,11 @@ def test_another_graph_is_noticed(first, second):
         out = makes[name]()
         want = torch.autograd.grad(out, [x, *weights], torch.ones_like(out), allow_unused=True)
         start, out = made_so_far(), makes[name]()
-        half = splitter.half(Graph([out], start), weights)
-        ends = (x, *[weights[k] for k in half.now], *half.edges)
+        edges, half = splitter.half(Graph([out], start), weights)
+        now = half.split.now
+        ends = (x, *[weights[k] for k in now], *edges)
         found = torch.autograd.grad(out, ends, torch.ones_like(out), allow_unused=True)
-        got = dict(zip(half.now, found[1:], strict=False)) | dict(half.grads(found[1 + len(half.now) :], weights))
+        got = dict(zip(now, found[1:], strict=False)) | dict(half.grads(found[1 + len(now) :], weights))
         for k, grad in enumerate(want[1:]):
             assert got.get(k) is None if grad is None else same_bits(got[k], grad)
 
@@ -243,8 +244,8 @@ def test_where_no_gradient_comes_in_there_is_none():
 
     x, w = leaf(2, W), leaf(W, W)
     out = Nothing.apply(x @ w.view(W, W)) + x
-    half = Splitter({}, True).half(Graph([out], 0), [w])
-    _, incoming = torch.autograd.grad(out, [x, *half.edges], torch.ones_like(out), allow_unused=True)
+    edges, half = Splitter({}, True).half(Graph([out], 0), [w])
+    _, incoming = torch.autograd.grad(out, [x, *edges], torch.ones_like(out), allow_unused=True)
     assert list(half.grads([incoming], [w])) == []
 
 

@@ -8,13 +8,15 @@ stage's own share to the incoming cotangent in the order of one device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from fpipe.capture.contract import Function, Tensors
@@ -134,9 +136,7 @@ class Autograd:
             weight.grad = total
         try:
             if residuals.roots:
-                with self.function.placed(self._copied(residuals.arguments)):
-                    roots = cast("tuple[Tensor, ...]", residuals.roots)
-                    torch.autograd.backward(roots, self._incoming(cotangents), inputs=residuals.leaves)
+                self._walk(residuals, residuals.leaves, cotangents, into_leaves=True)
             totals = [own(total, weight.grad) for total, weight in zip(onto, weights, strict=True)]
             return self._outgoing([leaf.grad for leaf in inputs], residuals), tuple(totals)
         finally:  # parameters of other stages are leaves of the whole step, too
@@ -149,30 +149,20 @@ class Autograd:
             return (), None
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
-        half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
-        leaves = (*inputs, *[weights[k] for k in half.now])
-        found = self._grad(residuals, (*leaves, *half.edges), cotangents)
-        grads, incoming = found[: len(leaves)], found[len(leaves) :]
-        half = half._replace(edges=())  # through their nodes the whole graph would stay, and the tensors at its leaves
-        return self._outgoing(grads[:split], residuals), Deferred(weights, half, grads[split:], incoming)
+        edges, half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
+        found = self._grad(residuals, (*inputs, *[weights[k] for k in half.split.now], *edges), cotangents)
+        done = len(found) - len(edges)
+        return self._outgoing(found[:split], residuals), Deferred(weights, half, found[split:done], found[done:])
 
     def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
         """The gradients of this stage's parameters."""
         if deferred is None:
             return ()
         weights, half, grads, incoming = deferred
-        found = chain(zip(half.now, grads, strict=True), half.grads(incoming, weights))
-        if not onto:
-            alone = dict(found)
-            return tuple([alone.get(k) for k in range(len(weights))])
-        totals = list(onto)
-        for k, grad in found:
-            totals[k] = added(totals[k], grad)
+        totals = [*onto] or [None] * len(weights)
+        for k, grad in chain(zip(half.split.now, grads, strict=True), half.grads(incoming, weights)):
+            totals[k] = added(totals[k], grad) if onto else grad
         return tuple(totals)
-
-    def _incoming(self, cotangents: Tensors) -> tuple[Tensor | None, ...]:
-        """One per root; the loss has none, autograd begins there with one."""
-        return cotangents if self.wiring.loss is None else (None, *cotangents)
 
     def _outgoing(self, found: Sequence[Tensor | None], residuals: Residuals) -> Tensors:
         """Cotangents as they are sent; zeros where there is none."""
@@ -185,14 +175,26 @@ class Autograd:
         """The gradients at `leaves`, if there are any; the graph is freed."""
         if not leaves or not residuals.roots:
             return (None,) * len(leaves)
-        with self.function.placed(self._copied(residuals.arguments)):
-            # torch takes tensors and edges together
-            roots, ends = cast("tuple[Tensor, ...]", residuals.roots), cast("tuple[Tensor, ...]", leaves)
-            return torch.autograd.grad(roots, ends, self._incoming(cotangents), allow_unused=True)
+        return self._walk(residuals, leaves, cotangents, into_leaves=False)
 
-    def _copied(self, arguments: Tensors) -> Tensors:
-        """Arguments for what is run again in a backward: what it modifies is cloned, as in the forward, and dropped."""
-        return tuple([t.clone() if k in self.wiring.modified else t for k, t in enumerate(arguments)])
+    def _walk(
+        self, residuals: Residuals, ends: tuple[Tensor | GradientEdge, ...], cotangents: Tensors, into_leaves: bool
+    ) -> tuple[Any, ...]:
+        """What `torch.autograd.grad` or, into leaves, `backward` do; what they look at before takes as long as a layer.
+
+        Where the loss is a root, its cotangent is one.
+        """
+        roots: tuple[Any, ...] = residuals.roots
+        given = cotangents if self.wiring.loss is None else (torch.ones_like(roots[0]), *cotangents)
+        with self._placed(residuals.arguments):
+            return graph._engine_run_backward(roots, given, False, False, ends, True, accumulate_grad=into_leaves)
+
+    def _placed(self, given: Tensors) -> AbstractContextManager[None]:
+        """The context for a backward in which a part may be run again: what that modifies is cloned, and dropped."""
+        if self.function.scope is None:
+            return nullcontext()
+        modified = self.wiring.modified
+        return self.function.scope(tuple([t.clone() if k in modified else t for k, t in enumerate(given)]))
 
 
 def _dropped(saved: object) -> None:

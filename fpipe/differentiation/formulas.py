@@ -64,8 +64,10 @@ def _nothing(node: Node) -> Kept:
 
 
 def _summed(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """Of a bias: the engine sums what was broadcast."""
-    return (incoming.sum_to_size(operands[0].shape),)
+    """Of a bias: the engine sums what was broadcast, which is the first dimension and nothing else for most."""
+    shape = operands[0].shape
+    rows = incoming.dim() == len(shape) + 1 and 1 not in shape
+    return (incoming.sum(0) if rows else incoming.sum_to_size(shape),)
 
 
 def _left(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:

@@ -14,13 +14,13 @@ are done by autograd, later. All other weights get their gradient in the first h
 
 The same stage makes the same graph for every microbatch. So it is searched once, and afterwards the shortest ways to
 the nodes in question are followed, which are few. On the way it is verified that the graph is the same: how many nodes
-it has, and for those in question their classes, which ones they are, and the weights. If not, it is searched again; and
+it has, the classes of those on the ways, which ones are in question, and the weights. If not, it is searched again; and
 it is always searched if the stage reads the values of tensors, which may decide what it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fpipe.differentiation.formulas import Formula, Kept, Node, Operand, formula_of
 
 Root: TypeAlias = Tensor | GradientEdge
+Edges: TypeAlias = tuple[GradientEdge, ...]
 AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
 
 made_so_far: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
@@ -59,87 +60,78 @@ class Graph(NamedTuple):
         """Those of the roots; a leaf's is the one where its gradient is accumulated."""
         return [r.node if isinstance(r, GradientEdge) else r.grad_fn or get_gradient_edge(r).node for r in self.roots]
 
-    def length(self, nodes: Sequence[Node]) -> int:
-        """How many nodes were made up to the youngest of these."""
-        return max([n._sequence_nr() for n in nodes if type(n) is not AccumulateGrad], default=self.start) - self.start
-
 
 @dataclass(frozen=True)
 class Split:
     """What is deferred in the backward of a stage, and how to find it.
 
     - `hops`: from the roots to the nodes that compute deferred gradients, and on to the weights: from which place among
-      those followed so far, through which input.
-    - `sites`: where these nodes are then, and how many nodes are made before each.
-    - `length`: how many nodes are made up to the youngest root.
-    - `kinds`: the classes of these nodes and of those between them and the weights; `ends`: the weights. Each by place.
-    - `tasks`: what is to be done with what the nodes saved; `behind`: for their operands that are made of a weight, in
-      order, the site and the input.
-    - `reasons`: for every weight that is not deferred, why.
+      those followed so far, through which inputs; `kinds`: the classes of all of them, by place.
+    - `sites`: where the nodes in question are then; `ends`: the weights; `ages`: how many nodes were made before each
+      site and before each root.
+    - `tasks`: what is to be done with what the nodes saved; `behind`: of operands that are made of a weight, that
+      weight, the site and the input.
+    - `now`: the weights that are not deferred; `reasons`: why.
     """
 
-    hops: tuple[tuple[int, int], ...]
-    sites: tuple[tuple[int, int], ...]
-    length: int
-    kinds: tuple[tuple[int, type[Any]], ...]
+    hops: tuple[tuple[int, tuple[int, ...]], ...]
+    kinds: tuple[type[Any], ...]
+    sites: tuple[int, ...]
     ends: tuple[tuple[int, int], ...]
+    ages: tuple[tuple[int, int], ...]
     tasks: tuple[Task, ...]
-    behind: tuple[tuple[int, int], ...]
+    behind: tuple[tuple[int, int, int], ...]
+    now: tuple[int, ...]
     reasons: Mapping[int, str]
 
     def follow(self, graph: Graph, weights: Sequence[Tensor]) -> list[Node] | None:
         """The nodes at the sites, if the graph is like the one that was searched."""
         if not self.sites:
             return []
-        nodes = graph.nodes()
-        if graph.length(nodes) != self.length:
-            return None
+        nodes, start = graph.nodes(), graph.start
         try:
-            for place, number in self.hops:
-                nodes.append(nodes[place].next_functions[number][0])
+            for place, numbers in self.hops:
+                after = nodes[place].next_functions
+                for number in numbers:
+                    nodes.append(after[number][0])
         except (AttributeError, IndexError):
             return None
-        for place, kind in self.kinds:
-            if type(nodes[place]) is not kind:
-                return None
-        for place, age in self.sites:
-            if nodes[place]._sequence_nr() - graph.start != age:
+        if tuple(map(type, nodes)) != self.kinds:
+            return None
+        for place, age in self.ages:
+            if nodes[place]._sequence_nr() - start != age:
                 return None
         for place, k in self.ends:
-            if type(nodes[place]) is not AccumulateGrad or nodes[place].variable is not weights[k]:
+            if nodes[place].variable is not weights[k]:
                 return None
-        return [nodes[place] for place, _ in self.sites]
+        return [nodes[place] for place in self.sites]
 
 
 class Half(NamedTuple):
-    """What a first half has to ask for, and what it keeps.
+    """What is kept for the second half.
 
-    - `now`: the weights whose gradients it asks for; `edges`: where it asks for the gradient that comes in.
-    - `kept`: what the tasks need; `behind`: where autograd goes on, for the operands that are made of a weight.
+    - `kept`: what the tasks need; `behind`: where autograd goes on, for weights of which operands are made.
     """
 
     split: Split
-    now: tuple[int, ...]
-    edges: tuple[GradientEdge, ...]
     kept: tuple[Kept, ...]
-    behind: tuple[GradientEdge, ...]
+    behind: Mapping[int, GradientEdge]
 
     def grads(self, incoming: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The deferred gradients, each with its weight, as they are computed.
 
-        They are made of the gradients that came in at `edges`; where none came in, there is none.
+        They are made of the gradients that came in where the first half asked; where none came in, there is none.
         """
         onto: list[tuple[GradientEdge, int, Tensor]] = []
-        onward = iter(self.behind)
         for (node, formula, operands), kept in zip(self.split.tasks, self.kept, strict=True):
             gradient = incoming[node]
-            grads = [None] * len(operands) if gradient is None else formula.grads(gradient, kept, operands)
-            for operand, grad in zip(operands, grads, strict=True):
-                edge = next(onward) if operand.between else None
-                if grad is not None and edge is None:
+            if gradient is None:
+                continue
+            for operand, grad in zip(operands, formula.grads(gradient, kept, operands), strict=True):
+                if operand.between:
+                    onto.append((self.behind[operand.weight], operand.weight, grad))
+                else:
                     yield operand.weight, grad
-                elif grad is not None and edge is not None:
-                    onto.append((edge, operand.weight, grad))
         if onto:
             yield from _carried(onto, weights)
 
@@ -165,8 +157,12 @@ class Splitter:
         self.refused, self.alike = refused, alike
         self.split: Split | None = None
 
-    def half(self, graph: Graph, weights: Sequence[Tensor]) -> Half:
-        """The first half of the backward, while the graph has all that it saved."""
+    def half(self, graph: Graph, weights: Sequence[Tensor]) -> tuple[Edges, Half]:
+        """For the first half of the backward: where to ask for the gradient that comes in, besides for the gradients of
+        `split.now`; and what to keep, while the graph has all that it saved.
+
+        The edges are not for keeping: through them the whole graph would stay, and the tensors at its leaves.
+        """
         nodes = self.split.follow(graph, weights) if self.split is not None and self.alike else None
         if self.split is None or nodes is None:
             self.split = search(graph, weights, self.refused)
@@ -175,14 +171,10 @@ class Splitter:
         return _half(self.split, nodes)
 
 
-def _half(split: Split, nodes: Sequence[Node]) -> Half:
-    return Half(
-        split,
-        tuple(split.reasons),
-        tuple([GradientEdge(node, 0) for node in nodes]),
-        tuple([task.formula.keep(nodes[task.node]) for task in split.tasks]),
-        tuple([GradientEdge(*nodes[k].next_functions[number]) for k, number in split.behind]),
-    )
+def _half(split: Split, nodes: Sequence[Node]) -> tuple[Edges, Half]:
+    kept = tuple([formula.keep(nodes[node]) for node, formula, _ in split.tasks])
+    behind = {weight: GradientEdge(*nodes[k].next_functions[number]) for weight, k, number in split.behind}
+    return tuple([GradientEdge(node, 0) for node in nodes]), Half(split, kept, behind)
 
 
 def search(graph: Graph, weights: Sequence[Tensor], refused: Mapping[int, str]) -> Split:
@@ -254,39 +246,37 @@ class _Search:
         """The split with these tasks."""
         nodes = list(dict.fromkeys(node for node, _ in tasks))
         ends = {o.weight: self.weights[o.weight] for operands in tasks.values() for o in operands}
-        hops, places = self._ways([*nodes, *ends.values()])
-        between = [node for end in ends.values() for node in self._between(end, nodes)]
+        hops, ways = self._ways([*nodes, *ends.values()])
+        places = {node: k for k, node in enumerate(ways)}
+        aged = [n for n in dict.fromkeys((*self.starts, *nodes)) if not isinstance(n, AccumulateGrad)]
         found = tuple(Task(nodes.index(node), formula, tuple(using)) for (node, formula), using in tasks.items())
         return Split(
-            hops,
-            tuple((places[node], node._sequence_nr() - self.graph.start) for node in nodes),
-            self.graph.length(self.starts),
-            tuple((places[node], type(node)) for node in (*nodes, *between)),
+            tuple((place, tuple(numbers)) for place, numbers in hops.items()),
+            tuple(map(type, ways)),
+            tuple(places[node] for node in nodes),
             tuple((places[node], weight) for weight, node in ends.items()),
+            tuple((places[node], node._sequence_nr() - self.graph.start) for node in aged),
             found,
-            tuple((task.node, operand.number) for task in found for operand in task.operands if operand.between),
+            tuple((o.weight, task.node, o.number) for task in found for o in task.operands if o.between),
+            tuple(reasons),
             reasons,
         )
 
-    def _between(self, end: Node, nodes: Collection[Node]) -> Iterator[Node]:
-        """The nodes between a weight's own and the one of `nodes` that uses it."""
-        while (end := self.first[end][0]) not in nodes:
-            yield end
-
-    def _ways(self, targets: Sequence[Node]) -> tuple[tuple[tuple[int, int], ...], dict[Node, int]]:
-        """The shortest ways from the roots to nodes: the hops in order, and where each node is then."""
+    def _ways(self, targets: Sequence[Node]) -> tuple[dict[int, list[int]], list[Node]]:
+        """The shortest ways from the roots to nodes: the hops in order, and the nodes by place."""
         needed = set[Node]()
         for node in targets:
             while node in self.first and node not in needed:
                 needed.add(node)
                 node, _ = self.first[node]
-        places = {node: k for k, node in reversed(list(enumerate(self.starts)))}
-        hops: list[tuple[int, int]] = []
+        nodes, hops = [*self.starts], dict[int, list[int]]()
+        places = {node: k for k, node in enumerate(nodes)}
         for node, (before, number) in self.first.items():
             if node in needed:
-                places[node] = len(self.starts) + len(hops)
-                hops.append((places[before], number))
-        return tuple(hops), places
+                hops.setdefault(places[before], []).append(number)
+                places[node] = len(nodes)
+                nodes.append(node)
+        return hops, nodes
 
 
 def _refusal(node: Node, formula: Formula, weight: Tensor) -> str:
