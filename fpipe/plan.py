@@ -67,6 +67,11 @@ class Plan:
         """The buffers that this process holds."""
         return self._named(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
 
+    @cached_property
+    def reads(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
+        """For each stage of this process, the leaves of the batch that it reads, per microbatch."""
+        return {s.index: tuple(cut.stages[s.index].batch for cut in self.assemblies) for s in self.held}
+
     @property
     def share(self) -> tuple[str, ...]:
         """The names of the parameters and buffers that this process holds."""

@@ -11,9 +11,9 @@ from fpipe.errors import InputError
 from fpipe.spec import Spec
 
 
-def require_names(wanted: Iterable[str], got: Mapping[str, Tensor]) -> None:
+def require_names(wanted: Iterable[str], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Raise `InputError` if evaluation reads a parameter or buffer on another rank than training does."""
-    missing = [name for name in wanted if name not in got]
+    missing = [name for name in wanted if name not in params and name not in buffers]
     if missing:
         raise InputError(
             f"params, buffers: got none of {missing}, expected them: in eval mode the model reads them on this rank, "

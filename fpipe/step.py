@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
@@ -41,16 +41,21 @@ class Step(NamedTuple):
 def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int | None) -> Inputs:
     """What the executor takes, for the stages of this process; raises `InputError` for what is missing or wrong."""
     held = plan.held
-    require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], {**params, **buffers})
-    read = {stage.index: [cut.stages[stage.index].batch for cut in plan.assemblies] for stage in held}
-    leaves = batch.take({leaf for rows in read.values() for row in rows for leaf in row})
-    parts = {s: [tuple([leaves[leaf][i] for leaf in row]) for i, row in enumerate(rows)] for s, rows in read.items()}
+    require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], params, buffers)
+    leaves = batch.take({leaf for rows in plan.reads.values() for row in dict.fromkeys(rows) for leaf in row})
+    parts = {s: _rows(rows, leaves) for s, rows in plan.reads.items()}
     return Inputs(
         params={stage.index: stage.leaves(params) for stage in held},
         buffers={stage.index: tuple(buffers[name] for name in stage.buffers) for stage in held},
         batch=lambda stage, i: parts[stage][i],
         keys=keys(plan, seed),
     )
+
+
+def _rows(rows: Sequence[tuple[int, ...]], leaves: Mapping[int, Sequence[Tensor]]) -> list[Tensors]:
+    """The tensors of the leaves in each row; rows are microbatches, of which nearly all are alike."""
+    columns = {row: list(zip(*[leaves[leaf] for leaf in row], strict=True)) for row in dict.fromkeys(rows) if row}
+    return [columns[row][i] if row else () for i, row in enumerate(rows)]
 
 
 def keys(plan: Plan, seed: int | None) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import optree
@@ -27,7 +28,7 @@ NAMESPACE = "fpipe"
 
 @dataclass(frozen=True)
 class Structure:
-    """A tree without its tensors: the treespec, the paths of all leaves, and the leaves that are no tensors.
+    """A tree without its tensors: the treespec, and the leaves that are no tensors.
 
     >>> tensors, structure = flatten({"x": torch.ones(2), "flag": True, "none": None})
     >>> len(tensors), structure.names
@@ -37,8 +38,12 @@ class Structure:
     """
 
     spec: optree.PyTreeSpec
-    paths: tuple[str, ...]
     constants: tuple[tuple[int, Any], ...]
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all leaves."""
+        return tuple(accessor.codify("") for accessor in optree.treespec_accessors(self.spec))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,9 +73,8 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
     Raises `InputError` for a leaf in which tensors may hide, unless `opaque` leaves are welcome.
     """
     leaves, spec = taken_apart(tree)
-    paths = tuple(accessor.codify("") for accessor in optree.treespec_accessors(spec))
-    constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
-    structure = Structure(spec, paths, constants)
+    constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)])
+    structure = Structure(spec, constants)
     if not opaque:
         require_transparent("a tree", structure)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], structure

@@ -151,7 +151,8 @@ class Batching:
         ]
         both = (halves[0], halves[1])
         signature = Signature(tuple(specs), _program(both), both)
-        self._require_pieces(signature)
+        if signature.leaves != self.example.leaves:
+            self._require_pieces(signature)
         return Batch(self, signature, tuple(cut))
 
     def difference(self, signature: Signature) -> str:

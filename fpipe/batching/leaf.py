@@ -59,9 +59,8 @@ class Leaf:
                 "example that pipeline() was given; sizes may differ. Convert it, or build another pipeline for this "
                 "batch."
             )
-        spec = replace(spec.sized(tuple(tensor.shape)), device=tensor.device)
-        whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=META)
-        whole = whole if tensor.device == META else spec.like(tensor.detach())
+        spec = spec.sized(tuple(tensor.shape))
+        whole = replace(spec, device=META).strided() if tensor.device == META else spec.like(tensor.detach())
         return self._called(self.dim(whole, microbatches), microbatches) if callable(self.dim) else (whole,)
 
     def _called(self, parts: Sequence[Tensor], microbatches: int) -> tuple[Tensor, ...]:
@@ -76,7 +75,8 @@ class Leaf:
 
     def specs(self, known: Sequence[Tensor]) -> tuple[Spec, ...]:
         """The specs of what is known of a leaf."""
-        return tuple([replace(Spec.of(tensor), device=self.spec.device) for tensor in known])
+        device = self.spec.device
+        return tuple([Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, device) for tensor in known])
 
     def parts(self, known: Sequence[Tensor], microbatches: int) -> Sequence[Tensor]:
         """One tensor for each microbatch."""
