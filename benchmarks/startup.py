@@ -3,10 +3,15 @@
 
     python -m benchmarks.startup
 
-Four fresh processes over Gloo, for each library in turn: from after the imports, `init_process_group` and the making of
+Four fresh processes over Gloo, for each side in turn: from after the imports, `init_process_group` and the making of
 the model to the end of the first step of 1F1B, on the rank where it takes longest. That is capture, checks, lowering,
-connecting and the step itself. Each process imports one of the libraries, and `torch._dynamo`, which both come to
-import. Also from the start of the processes, imports included. Medians of several starts.
+connecting and the step itself. Also from the start of the processes, imports included. Medians of several starts.
+
+The incumbent is measured twice. With its own front end it does what fpipe does: `pipeline(model, mb_args, split_spec)`
+traces a model that nobody edited and splits it at the same blocks. With stages that were cut by hand it captures
+nothing, and knows nothing of the model beforehand; this is the least that a first step can take.
+
+Each process imports one of the libraries, and `torch._dynamo`, which all come to import.
 """
 
 from __future__ import annotations
@@ -15,19 +20,36 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.common import ranks
-from benchmarks.common.contests import CONTESTS, incumbents, ours
+from benchmarks.common.contests import CONTESTS, Contest, Step, Task, incumbents, ours, traced
 from benchmarks.common.rows import most, row
 from benchmarks.throughput import task
 
 RANKS, STARTS = 4, 3
-SIDES = {"fpipe": ours, "torch.distributed.pipelining": incumbents}
+PIPELINING = "torch.distributed.pipelining"
+
+
+class Side(NamedTuple):
+    """A library, and how it is asked for a step; `told`: what it is beside fpipe."""
+
+    library: str
+    step: Callable[[Contest, Task], Step]
+    told: str = ""
+
+
+SIDES: Final = {
+    "fpipe": Side("fpipe", ours),
+    "front end": Side(PIPELINING, traced, "beside the incumbent's front end"),
+    "by hand": Side(PIPELINING, incumbents, "beside stages cut by hand"),
+}
 PARTS = {
     "all": ("first step after start", most(1, of="ratio")),
     "whole": ("the same from the start of the processes, imports included", None),
@@ -45,13 +67,13 @@ def since_start() -> float:
 def rank(side: str, schedule: str) -> None:
     """One rank: seconds until the pipeline was built, and until a step was done."""
     torch.set_num_threads(1)
-    for name in (side, "torch._dynamo"):
+    for name in (SIDES[side].library, "torch._dynamo"):
         import_module(name)
     dist.init_process_group("gloo")
     work = task()
     dist.barrier()
     start = time.perf_counter()
-    step = SIDES[side](CONTESTS[schedule], work)
+    step = SIDES[side].step(CONTESTS[schedule], work)
     built = time.perf_counter()
     step()
     end, whole = time.perf_counter(), since_start()
@@ -67,8 +89,9 @@ def main() -> None:
         for side, starts in found.items():
             starts.append(ranks.maxima(ranks.start("benchmarks.startup", RANKS, side, schedule)))
     for part, (what, reach) in PARTS.items():
-        both = [statistics.median(one[part] for one in starts) for starts in found.values()]
-        print(row(f"{what}, {CONTESTS[schedule].title}, {RANKS} ranks", "s", *both, reach), flush=True)
+        mine, *others = [statistics.median(one[part] for one in starts) for starts in found.values()]
+        for (*_, told), other in zip([*SIDES.values()][1:], others, strict=True):
+            print(row(f"{what}, {CONTESTS[schedule].title}, {RANKS} ranks, {told}", "s", mine, other, reach), flush=True)
 
 
 if __name__ == "__main__":

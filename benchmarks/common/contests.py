@@ -82,26 +82,47 @@ def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = 
 
 
 def incumbents(contest: Contest, task: Task) -> Step:
-    """A step of this rank by the incumbent: its gradients."""
+    """A step of this rank by the incumbent, of stages that were cut by hand: its gradients."""
     from torch.distributed import pipelining
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
-    held = how.placement.stages_on(dist.get_rank())
     modules = parts(task.model, starts(task.blocks, how.stages))
+    held = how.placement.stages_on(dist.get_rank())
     stages = [pipelining.PipelineStage(modules[s], s, how.stages, torch.device("cpu")) for s in held]
-    made: Any = getattr(pipelining, contest.incumbent)
-    runner = made(stages[0] if contest.single else stages, task.microbatches, loss_fn=cross_entropy)
-    given = (task.tokens,) if 0 in held else ()
-    wanted: dict[str, Any] = {"target": task.targets, "losses": []} if how.stages - 1 in held else {}
     mine = {id(parameter) for s in held for parameter in modules[s].parameters()}
     named = {name: parameter for name, parameter in task.model.named_parameters() if id(parameter) in mine}
+    return _theirs(contest, task, stages, named)
+
+
+def traced(contest: Contest, task: Task) -> Step:
+    """The same of stages that the incumbent's own front end made of the model."""
+    from torch.distributed import pipelining
+
+    how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
+    splits = {str(layer): pipelining.SplitPoint.BEGINNING for layer in starts(task.blocks, how.stages)}
+    first = task.tokens[: len(task.tokens) // task.microbatches]
+    pipe = pipelining.pipeline(task.model, mb_args=(first,), split_spec=splits)
+    held = how.placement.stages_on(dist.get_rank())
+    stages = [pipe.build_stage(s, torch.device("cpu")) for s in held]
+    named = {name: parameter for s in held for name, parameter in pipe.get_stage_module(s).named_parameters()}
+    return _theirs(contest, task, stages, named)
+
+
+def _theirs(contest: Contest, task: Task, stages: list[Any], named: dict[str, nn.Parameter]) -> Step:
+    """The incumbent's step of this rank's stages, whose parameters these are."""
+    from torch.distributed import pipelining
+
+    made: Any = getattr(pipelining, contest.incumbent)
+    runner = made(stages[0] if contest.single else stages, task.microbatches, loss_fn=cross_entropy)
+    given = (task.tokens,) if any(stage.is_first for stage in stages) else ()
+    last = any(stage.is_last for stage in stages)
+    wanted: dict[str, Any] = {"target": task.targets, "losses": []} if last else {}
 
     def step() -> dict[str, Tensor]:
-        runner.step(*given, **wanted, return_outputs=False)
-        found = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
         for parameter in named.values():
             parameter.grad = None
-        return found
+        runner.step(*given, **wanted, return_outputs=False)
+        return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
 
     return step
 
