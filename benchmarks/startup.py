@@ -91,7 +91,8 @@ def main() -> None:
     for part, (what, reach) in PARTS.items():
         mine, *others = [statistics.median(one[part] for one in starts) for starts in found.values()]
         for (*_, told), other in zip([*SIDES.values()][1:], others, strict=True):
-            print(row(f"{what}, {CONTESTS[schedule].title}, {RANKS} ranks, {told}", "s", mine, other, reach), flush=True)
+            name = f"{what}, {CONTESTS[schedule].title}, {RANKS} ranks, {told}"
+            print(row(name, "s", mine, other, reach), flush=True)
 
 
 if __name__ == "__main__":
