@@ -100,7 +100,7 @@ def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> No
         stage = stages[s]
         if kind == "F":
             arguments = inputs.batch(s, i) + values.pop((s, i), ())
-            values[s + 1, i], _, kept[s, i] = stage.forward(inputs.params[s], (), arguments, 0)
+            values[s + 1, i], _, kept[s, i] = stage.forward(inputs.params[i][s], (), arguments, 0)
             if s == STAGES - 1:
                 values[s, i] = ()
             continue
@@ -145,7 +145,7 @@ def empty(how: Schedule) -> dict[str, Function]:
     """The executor with empty stages."""
     program, nothing = lower(how), dict.fromkeys(range(STAGES), ())
     stages = [Empty(s) for s in range(STAGES)]
-    inputs = Inputs(nothing, nothing, lambda s, i: (), [0] * MICROBATCHES)
+    inputs = Inputs([nothing] * MICROBATCHES, nothing, lambda s, i: (), [0] * MICROBATCHES)
     held = [{s: stages[s] for s in how.placement.stages_on(rank)} for rank in range(how.ranks)]
     linked = [link(program.actions(rank), held[rank], how.placement) for rank in range(how.ranks)]
 

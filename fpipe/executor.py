@@ -93,12 +93,12 @@ class StageLike(Protocol):
 class Inputs(NamedTuple):
     """What one rank is given for one step.
 
-    - `params`, `buffers`: per stage of the rank, in the form that its functions take.
+    - `params`: per microbatch and stage of the rank, in the form that its functions take; `buffers`: per stage.
     - `batch`: `batch(stage, microbatch)` is the stage's part of the batch.
     - `keys`: per microbatch, the key of its randomness.
     """
 
-    params: Mapping[int, Any]
+    params: Sequence[Mapping[int, Any]]
     buffers: Mapping[int, Any]
     batch: Callable[[int, int], Payload]
     keys: Sequence[int]

@@ -20,7 +20,7 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
     _, s, i, _, _ = action
     inputs, buffers = run.inputs, run.buffers
     arguments = inputs.batch(s, i) + arrived
-    outputs, buffers[s], residuals = stage.forward(inputs.params[s], buffers[s], arguments, inputs.keys[i])
+    outputs, buffers[s], residuals = stage.forward(inputs.params[i][s], buffers[s], arguments, inputs.keys[i])
     if residuals is not None:
         run.residuals[s, i] = residuals
     if stage.results:
@@ -32,7 +32,7 @@ def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arri
     _, s, i, _, _ = action
     inputs, buffers = run.inputs, run.buffers
     run.checkpoints[s, i] = buffers[s], arrived
-    outputs, buffers[s] = stage.evaluate(inputs.params[s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
+    outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
     if stage.results:
         run.results[i] = outputs[: len(stage.results)]
     return outputs
@@ -43,7 +43,7 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
     _, s, i, _, _ = action
     inputs = run.inputs
     buffers, arrived = run.checkpoints.pop((s, i))
-    _, _, residuals = stage.forward(inputs.params[s], buffers, inputs.batch(s, i) + arrived, inputs.keys[i])
+    _, _, residuals = stage.forward(inputs.params[i][s], buffers, inputs.batch(s, i) + arrived, inputs.keys[i])
     if residuals is not None:
         run.residuals[s, i] = residuals
     return ()

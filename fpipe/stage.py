@@ -9,12 +9,12 @@ In terms of tuples of tensors:
     backward_input(residuals, cotangents)  -> input_cotangents, deferred
     backward_weight(deferred, onto)        -> grads
 
-`params` are leaves as `Stage.leaves` makes them, once a step. `inputs` are the stage's leaves of the batch, then what
-it gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only passed
-on stands there too. Nothing that is passed in is modified, but `onto`, and what was kept is used up by its one use.
-`onto` may be left out; it is a sum of gradients that is the stage's own, to which those of this microbatch are added,
-instead of being returned by themselves. A stage in which nothing wants a gradient keeps nothing, and has `None` for
-residuals.
+`params` is what `Stage.leaves` makes of the parameters, once a step. `inputs` are the stage's leaves of the batch, then
+what it gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only
+passed on stands there too. Nothing that is passed in is modified, but `onto`, and what was kept is used up by its one
+use. `onto` may be left out; it is a sum of gradients that is the stage's own, to which those of this microbatch are
+added, instead of being returned by themselves. A stage in which nothing wants a gradient keeps nothing, and has `None`
+for residuals.
 
 What the functions do is the business of `fpipe.differentiation`.
 """
@@ -80,7 +80,7 @@ class Stage:
         return f"stage {self.index}: {'; '.join(parts)}"
 
     def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
-        """This stage's parameters, as its functions take them."""
+        """This stage's parameters in the form that its functions take, theirs alone."""
         return self.functions.leaves(tuple([params[name] for name in self.parameters]))
 
     @cached_property

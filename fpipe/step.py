@@ -44,8 +44,12 @@ def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int |
     require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], params, buffers)
     leaves = batch.take({leaf for rows in plan.reads.values() for row in dict.fromkeys(rows) for leaf in row})
     parts = {s: _rows(rows, leaves) for s, rows in plan.reads.items()}
+    params_of = {
+        cut: {stage.index: cut.stages[stage.index].leaves(params) for stage in held}
+        for cut in dict.fromkeys(plan.assemblies)
+    }
     return Inputs(
-        params={stage.index: stage.leaves(params) for stage in held},
+        params=[params_of[cut] for cut in plan.assemblies],
         buffers={stage.index: tuple(buffers[name] for name in stage.buffers) for stage in held},
         batch=lambda stage, i: parts[stage][i],
         keys=keys(plan, seed),
@@ -118,7 +122,9 @@ def joined(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, A
     loss = None
     if plan.assembly.captured.loss is not None:
         first, *rest = columns.pop(0)
-        loss = sum(rest, start=first)
+        loss = first.clone()
+        for one in rest:
+            loss.add_(one)
     if plan.joining is None:
         return loss, None
     return loss, plan.joining.join(columns)

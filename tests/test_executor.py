@@ -190,7 +190,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
     for rank in range(schedule.ranks):
         held = schedule.placement.stages_on(rank)
         inputs = Inputs(
-            params={s: f"params {s}" for s in held},
+            params=[{s: f"params {s}" for s in held}] * schedule.microbatches,
             buffers=dict.fromkeys(held, ()),
             batch=batch,
             keys=[key(i) for i in range(schedule.microbatches)],
@@ -320,7 +320,7 @@ def test_the_position_tells_where_a_rank_stands(kinds):
 
     program = list(lower(schedule, chain(2)).actions(0))
     graph, transport = chain(2), LocalTransport()
-    inputs = [Inputs({s: ""}, {s: ()}, batch, [0, 1]) for s in range(2)]
+    inputs = [Inputs([{s: ""}] * 2, {s: ()}, batch, [0, 1]) for s in range(2)]
     stages = [{s: Symbolic(graph, s)} for s in range(2)]
     execution = hooked(program, stages[0], schedule.placement, transport, inputs[0], compute)
     other = Execution(link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])

@@ -40,7 +40,8 @@ def start(*rows, homes=None):
     executions = []
     for rank, row in enumerate(rows):
         stages = {s: Echo(s, len(homes)) for s, home in enumerate(homes) if home == rank}
-        inputs = Inputs(dict.fromkeys(stages), dict.fromkeys(stages), lambda s, i: ("x",) if s == 0 else (), range(9))
+        nothing = dict.fromkeys(stages)
+        inputs = Inputs([nothing] * 9, nothing, lambda s, i: ("x",) if s == 0 else (), range(9))
         executions.append(Execution(link(map(parse, row.split()), stages, placement), transport, inputs))
     return transport, executions
 

@@ -63,7 +63,8 @@ class Examples(NamedTuple):
 class Joint:
     """The graph, and which of its nodes are what.
 
-    - `params`, `buffers`, `inputs`, `key`, `cotangents`: its placeholders; those of the model's own tensors have them.
+    - `params`, `buffers`, `inputs`, `key`, `cotangents`: what is taken: its placeholders, of which those of the model's
+      own tensors have these themselves; and views of parameters, if they are made beforehand.
     - `forward`: the nodes that were recorded in the forward.
     - `outputs`, `updated` (buffers), `outgoing`, `grads`: what the functions of the stage return.
     """
@@ -82,8 +83,8 @@ class Joint:
 
     @property
     def calls(self) -> Iterator[Node]:
-        """The nodes at which something is done, in order; constants are none."""
-        return (node for node in self.graph.nodes if node.op == "call_function")
+        """The nodes at which something is done, in order; neither constants nor what is taken are."""
+        return (node for node in self.graph.nodes if node.op == "call_function" and node not in self.params)
 
     def mapped(self, graph: Graph, to: Mapping[Node, Node]) -> Joint:
         """The same in a graph where others stand for its nodes; what is not there is left out."""

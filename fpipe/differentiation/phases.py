@@ -13,7 +13,7 @@ weight half neither reads nor views.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -88,6 +88,7 @@ class Phase(NamedTuple):
 class Phases:
     """The functions of a stage as phases of a graph.
 
+    - `views` takes parameters, and gives them and views of them, once a step: `forward` takes all of these for them.
     - `forward` takes parameters, buffers, inputs and the key, and gives outputs, buffers, and what is kept.
     - `evaluation` takes the same, and gives outputs and buffers.
     - `backward` takes what is kept and cotangents, and gives outgoing cotangents and gradients.
@@ -95,6 +96,7 @@ class Phases:
     - `early`: the gradients that `input` computes, by number, and why.
     """
 
+    views: Phase
     forward: Phase
     evaluation: Phase
     backward: Phase
@@ -105,13 +107,23 @@ class Phases:
 
 def divide(joint: Joint, wiring: Wiring) -> Phases:
     """Cut a joint graph."""
-    joint = simplified(joint)
+    views, joint = _viewed(simplified(joint))
     forward, backward = _whole(joint, wiring)
     halves = _halved(joint)
     first, second = _halves(halves, wiring)
     early = {k: _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
     evaluation = forward._replace(gives=forward.gives[:2])
-    return Phases(forward, evaluation, backward, first, second, early)
+    return Phases(views, forward, evaluation, backward, first, second, early)
+
+
+def _viewed(joint: Joint) -> tuple[Phase, Joint]:
+    """The phase that makes views of parameters, and what takes them."""
+    known = dict.fromkeys(joint.params)
+    for node in joint.calls:
+        if node.target in VIEWS and known.keys() >= set(node.all_input_nodes):
+            known[node] = None
+    views = tuple(node for node in known if node not in joint.params)
+    return Phase(views, (joint.params,), (tuple(known),), ()), replace(joint, params=tuple(known))
 
 
 def _whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:

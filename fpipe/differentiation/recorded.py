@@ -18,11 +18,13 @@ from fpipe.differentiation.code import Run
 class Recorded:
     """The functions of a stage, as phases of a graph.
 
+    - `views` takes parameters, and gives what `forward` takes for them.
     - `evaluation` makes the forward that keeps nothing.
     - `undeferred`: the gradients that the input half computes, and why.
     - `remark`: how the phases are run.
     """
 
+    views: Run
     forward: Run
     backward: Run
     backward_input: Run
@@ -37,5 +39,6 @@ class Recorded:
         return self.evaluation()
 
     def leaves(self, params: Tensors) -> Tensors:
-        """The parameters, without a graph."""
-        return tuple([tensor.detach() for tensor in params])
+        """The parameters, without a graph, and views of them that every microbatch needs."""
+        leaves: Tensors = self.views(tuple([tensor.detach() for tensor in params]))
+        return leaves

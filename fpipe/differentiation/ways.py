@@ -67,6 +67,7 @@ def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examp
     try:
         phases = divide(record(eager, examples), eager.wiring)
         return Recorded(
+            views=function(phases.views),
             forward=run(phases.forward),
             backward=add(phases.backward),
             backward_input=run(phases.input),
