@@ -71,10 +71,16 @@ class Ours:
         residuals = self.stage.forward(*self.arguments)[2]
         _, deferred = timed(times["I"], self.stage.backward_input, residuals, (self.cotangent,))
         del residuals
-        kept = deferred if isinstance(deferred, list) else [*chain(*deferred.half.kept), *deferred.incoming]
-        kept = [part for part in kept if isinstance(part, Tensor)]
+        kept = [part for part in parts(deferred) if isinstance(part, Tensor)]
         done = timed(times["W"], self.stage.backward_weight, deferred)
         return [part for part in kept if all(part is not grad for grad in done)]
+
+
+def parts(deferred: Any) -> list[Any]:
+    """What one of our ways keeps between the halves."""
+    if isinstance(deferred, list):
+        return deferred
+    return [*deferred.found, *chain(*[kept for _, kept in deferred.half.tasks])]
 
 
 class Theirs:

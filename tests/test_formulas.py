@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fpipe.differentiation.formulas import FORMULAS, Operand
 from fpipe.differentiation.splitting import Graph, Splitter
+from fpipe.differentiation.sums import alone
 from fpipe.tree import same_bits
 
 LAYOUTS = {
@@ -32,14 +33,12 @@ def halves(function, inputs, weights, cotangent=None):
     edges, half = Splitter({}, True).half(Graph([out], 0), weights)
     now = [weights[k] for k in half.split.now]
     found = torch.autograd.grad(out, [*inputs, *now, *edges], cotangent)
-    grads = dict(half.grads(found[len(inputs) + len(now) :], weights))
-    deferred = set(grads)
-    grads |= dict(zip(half.split.now, found[len(inputs) :], strict=False))
-    split = (*found[: len(inputs)], *[grads[k] for k in range(len(weights))])
+    grads = half.grads(found[len(inputs) :], weights, [None] * len(weights), alone)
+    split = (*found[: len(inputs)], *grads)
     for one, other in zip(whole, split, strict=True):
         assert same_bits(one, other)
         assert one.stride() == other.stride()
-    return deferred
+    return set(range(len(weights))) - set(half.split.now)
 
 
 def leaf(shape, layout="dense", dtype=torch.float32):

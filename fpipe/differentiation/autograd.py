@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from fpipe.capture.contract import Function, Tensors
 from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.splitting import Graph, Half, Splitter, made_so_far
-from fpipe.differentiation.sums import Gradients, added, own, summed
+from fpipe.differentiation.sums import Gradients, added, alone, own, summed
 
 
 class Residuals(NamedTuple):
@@ -38,12 +37,11 @@ class Residuals(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """What the input half keeps for the weight half: gradients that it has already, and what others are made of."""
+    """What the input half keeps for the weight half: `half`, and what it has `found` for it."""
 
     weights: Tensors
     half: Half
-    grads: Gradients
-    incoming: tuple[Tensor | None, ...]
+    found: Gradients
 
 
 @dataclass(frozen=True)
@@ -151,23 +149,22 @@ class Autograd:
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
         edges, half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
         found = self._grad(residuals, (*inputs, *[weights[k] for k in half.split.now], *edges), cotangents)
-        done = len(found) - len(edges)
-        return self._outgoing(found[:split], residuals), Deferred(weights, half, found[split:done], found[done:])
+        return self._outgoing(found[:split], residuals), Deferred(weights, half, found[split:])
 
     def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
         """The gradients of this stage's parameters."""
         if deferred is None:
             return ()
-        weights, half, grads, incoming = deferred
-        totals = [*onto] or [None] * len(weights)
-        for k, grad in chain(zip(half.split.now, grads, strict=True), half.grads(incoming, weights)):
-            totals[k] = added(totals[k], grad) if onto else grad
-        return tuple(totals)
+        weights, half, found = deferred
+        if onto:
+            return half.grads(found, weights, [*onto], added)
+        return half.grads(found, weights, [None] * len(weights), alone)
 
     def _outgoing(self, found: Sequence[Tensor | None], residuals: Residuals) -> Tensors:
-        """Cotangents as they are sent; zeros where there is none."""
+        """Cotangents as they are sent, zeros where there is none; autograd has seen to their shapes and dtypes."""
         triples = zip(self.wiring.cotangents, found, residuals.leaves, strict=False)
-        return tuple([spec.like(torch.zeros_like(leaf) if one is None else one) for spec, one, leaf in triples])
+        cotangents = [(spec, torch.zeros_like(leaf) if one is None else one) for spec, one, leaf in triples]
+        return tuple([one if one.stride() == spec.stride else spec.like(one) for spec, one in cotangents])
 
     def _grad(
         self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Tensors

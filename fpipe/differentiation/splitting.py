@@ -20,7 +20,7 @@ it is always searched if the stage reads the values of tensors, which may decide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fpipe.differentiation.formulas import Formula, Kept, Node, Operand, formula_of
+from fpipe.differentiation.sums import Gradients, Put
 
 Root: TypeAlias = Tensor | GradientEdge
 Edges: TypeAlias = tuple[GradientEdge, ...]
@@ -43,9 +44,14 @@ BETWEEN = frozenset(f"{name}Backward0" for name in (*VIEWS, "ToCopy"))
 
 
 class Task(NamedTuple):
-    """Gradients that one formula computes for one node: which of the nodes it is, and what it reads."""
+    """Gradients that one formula computes for one node.
 
-    node: int
+    - `place`: the node's; `incoming`: that of the gradient that comes in there, among those of the first half.
+    - `operands`: what the node reads.
+    """
+
+    place: int
+    incoming: int
     formula: Formula
     operands: tuple[Operand, ...]
 
@@ -70,7 +76,7 @@ class Split:
     - `sites`: where the nodes in question are then; `ends`: the weights; `ages`: how many nodes were made before each
       site and before each root.
     - `tasks`: what is to be done with what the nodes saved; `behind`: of operands that are made of a weight, that
-      weight, the site and the input.
+      weight, the place and the input.
     - `now`: the weights that are not deferred; `reasons`: why.
     """
 
@@ -85,7 +91,7 @@ class Split:
     reasons: Mapping[int, str]
 
     def follow(self, graph: Graph, weights: Sequence[Tensor]) -> list[Node] | None:
-        """The nodes at the sites, if the graph is like the one that was searched."""
+        """The nodes by place, if the graph is like the one that was searched."""
         if not self.sites:
             return []
         nodes, start = graph.nodes(), graph.start
@@ -104,45 +110,44 @@ class Split:
         for place, k in self.ends:
             if nodes[place].variable is not weights[k]:
                 return None
-        return [nodes[place] for place in self.sites]
+        return nodes
 
 
 class Half(NamedTuple):
     """What is kept for the second half.
 
-    - `kept`: what the tasks need; `behind`: where autograd goes on, for weights of which operands are made.
+    - `tasks`: what is to be done, each with what it needs.
+    - `behind`: where autograd goes on, for weights of which operands are made.
     """
 
     split: Split
-    kept: tuple[Kept, ...]
+    tasks: tuple[tuple[Task, Kept], ...]
     behind: Mapping[int, GradientEdge]
 
-    def grads(self, incoming: Sequence[Tensor | None], weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """The deferred gradients, each with its weight, as they are computed.
+    def grads(self, found: Gradients, weights: Sequence[Tensor], totals: list[Tensor | None], put: Put) -> Gradients:
+        """The gradients of all weights, each put to its total as soon as it is there.
 
-        They are made of the gradients that came in where the first half asked; where none came in, there is none.
+        `found` are the gradients that the first half asked for. Where none came in at a node, it makes none.
         """
-        onto: list[tuple[GradientEdge, int, Tensor]] = []
-        for (node, formula, operands), kept in zip(self.split.tasks, self.kept, strict=True):
-            gradient = incoming[node]
-            if gradient is None:
+        onward: list[tuple[int, GradientEdge, Tensor]] = []
+        for place, k in enumerate(self.split.now):
+            totals[k] = put(totals[k], found[place])
+        for (_, place, formula, operands), kept in self.tasks:
+            incoming = found[place]
+            if incoming is None:
                 continue
-            for operand, grad in zip(operands, formula.grads(gradient, kept, operands), strict=True):
+            for operand, grad in zip(operands, formula.grads(incoming, kept, operands), strict=True):
+                k = operand.weight
                 if operand.between:
-                    onto.append((self.behind[operand.weight], operand.weight, grad))
+                    onward.append((k, self.behind[k], grad))
                 else:
-                    yield operand.weight, grad
-        if onto:
-            yield from _carried(onto, weights)
-
-
-def _carried(
-    onto: Sequence[tuple[GradientEdge, int, Tensor]], weights: Sequence[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
-    """The gradients of weights, given those of what was made of them."""
-    edges, numbers, grads = zip(*onto, strict=True)
-    found = torch.autograd.grad(edges, [weights[k] for k in numbers], grads)
-    return zip(numbers, found, strict=True)
+                    totals[k] = put(totals[k], grad)
+        if onward:
+            numbers, edges, grads = zip(*onward, strict=True)
+            ends = [weights[k] for k in numbers]
+            for k, grad in zip(numbers, torch.autograd.grad(edges, ends, grads), strict=True):
+                totals[k] = put(totals[k], grad)
+        return tuple(totals)
 
 
 class Splitter:
@@ -168,13 +173,10 @@ class Splitter:
             self.split = search(graph, weights, self.refused)
             nodes = self.split.follow(graph, weights)
             assert nodes is not None, "a graph is like itself"
-        return _half(self.split, nodes)
-
-
-def _half(split: Split, nodes: Sequence[Node]) -> tuple[Edges, Half]:
-    kept = tuple([formula.keep(nodes[node]) for node, formula, _ in split.tasks])
-    behind = {weight: GradientEdge(*nodes[k].next_functions[number]) for weight, k, number in split.behind}
-    return tuple([GradientEdge(node, 0) for node in nodes]), Half(split, kept, behind)
+        split = self.split
+        tasks = tuple([(task, task.formula.keep(nodes[task.place])) for task in split.tasks])
+        behind = {weight: GradientEdge(*nodes[k].next_functions[number]) for weight, k, number in split.behind}
+        return tuple([GradientEdge(nodes[place], 0) for place in split.sites]), Half(split, tasks, behind)
 
 
 def search(graph: Graph, weights: Sequence[Tensor], refused: Mapping[int, str]) -> Split:
@@ -249,7 +251,8 @@ class _Search:
         hops, ways = self._ways([*nodes, *ends.values()])
         places = {node: k for k, node in enumerate(ways)}
         aged = [n for n in dict.fromkeys((*self.starts, *nodes)) if not isinstance(n, AccumulateGrad)]
-        found = tuple(Task(nodes.index(node), formula, tuple(using)) for (node, formula), using in tasks.items())
+        sites = {node: len(reasons) + k for k, node in enumerate(nodes)}
+        found = tuple(Task(places[n], sites[n], formula, tuple(using)) for (n, formula), using in tasks.items())
         return Split(
             tuple((place, tuple(numbers)) for place, numbers in hops.items()),
             tuple(map(type, ways)),
@@ -257,7 +260,7 @@ class _Search:
             tuple((places[node], weight) for weight, node in ends.items()),
             tuple((places[node], node._sequence_nr() - self.graph.start) for node in aged),
             found,
-            tuple((o.weight, task.node, o.number) for task in found for o in task.operands if o.between),
+            tuple((o.weight, task.place, o.number) for task in found for o in task.operands if o.between),
             tuple(reasons),
             reasons,
         )

@@ -11,7 +11,7 @@ is. So the first are copied, unless nobody else can have their memory: new memor
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 from fpipe.spec import Spec
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
+Put: TypeAlias = Callable[[Tensor | None, Tensor | None], Tensor | None]
+"""A total, given the total before and a gradient: `added`, or `alone`."""
 
 
 def summed(total: Gradients, grads: Gradients, count: int) -> Gradients:
@@ -81,6 +83,11 @@ def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if grad is None or total is None:
         return total if grad is None else grad.clone()
     return total.add_(grad)
+
+
+def alone(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """The gradient itself, where there is no sum yet."""
+    return grad
 
 
 def own(total: Tensor | None, reached: Tensor | None) -> Tensor | None:
