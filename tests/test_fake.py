@@ -3,8 +3,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.capture.fake import fake_mode
+from fpipe.capture.fake import KERNELS, fake, fake_mode
+from fpipe.capture.observation import Effects
+
+aten = torch.ops.aten
 
 
 def described(a, b, offsets):
@@ -56,3 +61,127 @@ def test_results_are_laid_out_as_real_ones_are(function):
         fakes = [torch.empty_strided(t.shape, t.stride(), requires_grad=True) for t in tensors]
         got = list(strides(function, fakes))
     assert got == list(strides(function, tensors))
+
+
+SHAPES = [(6, 8), (8,), (8,)]
+ROWS = torch.arange(4).view(2, 2)
+SAMPLES = {
+    aten.view.default: lambda x, y, z: (x, [2, 3, 8]),
+    aten.detach.default: lambda x, y, z: (x,),
+    aten.t.default: lambda x, y, z: (x,),
+    aten.transpose.int: lambda x, y, z: (x, 0, 1),
+    aten.permute.default: lambda x, y, z: (x, [1, 0]),
+    aten.unsqueeze.default: lambda x, y, z: (x, 1),
+    aten.expand.default: lambda x, y, z: (x, [3, 6, 8]),
+    aten.select.int: lambda x, y, z: (x, 1, 3),
+    aten.slice.Tensor: lambda x, y, z: (x, 1, 2, 7, 2),
+    aten._unsafe_view.default: lambda x, y, z: (x, [2, 3, 8]),
+    aten.unbind.int: lambda x, y, z: (x, 1),
+    aten.stack.default: lambda x, y, z: ([x, x], 1),
+    aten.cat.default: lambda x, y, z: ([x, x * 2], 1),
+    aten.clone.default: lambda x, y, z: (x,),
+    aten.mm.default: lambda x, y, z: (x, x.t()),
+    aten.bmm.default: lambda x, y, z: (x[None], x.t()[None]),
+    aten.addmm.default: lambda x, y, z: (y, x, torch.ones_like(x).t().mm(x)),
+    aten.sum.dim_IntList: lambda x, y, z: (x, [0], True),
+    aten.mean.dim: lambda x, y, z: (x, [1]),
+    aten.add.Tensor: lambda x, y, z: (x, y),
+    aten.sub.Tensor: lambda x, y, z: (y, x),
+    aten.mul.Tensor: lambda x, y, z: (x, 2),
+    aten.div.Tensor: lambda x, y, z: (x, x),
+    aten.rsqrt.default: lambda x, y, z: (x,),
+    aten.gelu.default: lambda x, y, z: (x,),
+    aten.gelu_backward.default: lambda x, y, z: (x, x),
+    aten.silu.default: lambda x, y, z: (x,),
+    aten.silu_backward.default: lambda x, y, z: (x, x),
+    aten.nll_loss_forward.default: lambda x, y, z: (x, (x[:, 0] * 0).long(), None, 1, -100),
+    aten.nll_loss_backward.default: lambda x, y, z: (y[0], x, (x[:, 0] * 0).long(), None, 1, -100, z[0]),
+    aten._log_softmax.default: lambda x, y, z: (x, 1, False),
+    aten._log_softmax_backward_data.default: lambda x, y, z: (x, x, 1, x.dtype),
+    aten._softmax.default: lambda x, y, z: (x, 0, False),
+    aten._softmax_backward_data.default: lambda x, y, z: (x, x, 0, x.dtype),
+    aten.embedding.default: lambda x, y, z: (x, ROWS),
+    aten.embedding_dense_backward.default: lambda x, y, z: (x[:4].view(2, 2, 8), ROWS, 5, -1, False),
+    aten.native_layer_norm.default: lambda x, y, z: (x, [8], y, z, 1e-5),
+    aten.native_layer_norm_backward.default: lambda x, y, z: (x, x, [8], x[:, :1], x[:, :1], y, z, [True] * 3),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda x, y, z: (*[x[None, None]] * 3, 0.0, True),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda x, y, z: (
+        *[x[None, None]] * 5,
+        x[None, None, :, 0].to(torch.promote_types(x.dtype, torch.float32)),
+        0.0,
+        True,
+    ),
+}
+
+
+def test_every_kernel_has_a_sample():
+    assert SAMPLES.keys() == KERNELS
+
+
+@pytest.mark.parametrize("operation", SAMPLES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_kernels_for_meta_say_what_real_ones_do(operation, dtype, turned):
+    tensors = [torch.rand(shape, dtype=dtype) for shape in SHAPES]
+    if turned:
+        tensors[0] = tensors[0].t().contiguous().t()
+    mode = fake_mode()
+    fakes = [fake(mode, tensor, tensor.device) for tensor in tensors]
+
+    def told(tensors):
+        try:
+            arguments = SAMPLES[operation](*tensors)
+            out = operation(*arguments)
+        except RuntimeError:
+            return "refused"  # a view of what is laid out otherwise
+        made = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, torch.Tensor)]
+        memory = [any(x.untyped_storage()._cdata == y.untyped_storage()._cdata for y in tensors) for x in made]
+        steps = [[step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in made]
+        return [(x.shape, s, x.dtype, x.device, m) for x, s, m in zip(made, steps, memory, strict=True)]
+
+    with mode:
+        got = told(fakes)
+    assert got == told(tensors)
+
+
+def test_fakes_are_made_as_torch_makes_them():
+    mode, cpu, meta = fake_mode(), torch.device("cpu"), torch.empty(2, 3, device="meta").t()
+    for _ in range(2):
+        ours, torchs = mode.made(meta, cpu), FakeTensor(mode, meta, cpu)
+        assert vars(ours) == vars(torchs)
+        assert (ours.shape, ours.stride(), ours.device) == (torchs.shape, torchs.stride(), torchs.device)
+        assert torch._C._dispatch_keys(ours) == torch._C._dispatch_keys(torchs)
+        assert vars(ours) is not vars(mode.made(meta, cpu))
+
+
+def test_tensors_of_different_devices_are_refused():
+    mode = fake_mode()
+    here, there = (mode.made(torch.empty(2, 2, device="meta"), torch.device(name)) for name in ("cpu", "cuda:0"))
+    with mode, pytest.raises(RuntimeError, match=r"[Dd]evice"):
+        torch.mm(here, there)
+
+
+class Told(TorchDispatchMode):
+    """The operations that are called, as a mode above sees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += [func] * (func is not torch.ops.prim.device.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_effects_are_of_what_is_called_not_of_what_it_consists_of():
+    mode, effects, above = fake_mode(), Effects(), Told()
+    called = []
+    effects.called = lambda func, args, kwargs: called.append(func)
+    with mode.watched(effects), above:
+        x = torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
+        y = torch.layer_norm(x, (4,)) @ torch.empty(4, 4, dtype=torch.bfloat16)
+        torch.nn.functional.huber_loss(y, torch.zeros_like(y)).backward()
+    with mode:
+        torch.empty(2) + 1
+    assert called == above.calls
+    assert len(called) > 10

@@ -29,6 +29,14 @@ class Closure:
         return self.function(*args, **kwargs)
 
 
+def apart(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """All leaves of a tree in which the functions that hold tensors are trees too, and its treespec."""
+    leaves, spec = taken_apart(tree)
+    if not any(isinstance(leaf, (partial, FunctionType)) for leaf in leaves):  # nearly always
+        return leaves, spec
+    return taken_apart(opened(tree))
+
+
 def opened(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
     """A tree in which the functions that hold tensors are trees too; `inside` are those that are being opened."""
     leaves, spec = taken_apart(tree)

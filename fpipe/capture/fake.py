@@ -9,11 +9,13 @@ model away. Shared tensors stay shared.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch._meta_registrations import _create_grouped_mm_output_tensor
@@ -22,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.nn.parameter import is_lazy
 
 from fpipe.capture.memo import Memo
+from fpipe.capture.observation import Effects
 from fpipe.errors import CaptureError
 
 aten = torch.ops.aten
@@ -49,70 +52,119 @@ LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
     }
 )
 
-VIEWS = frozenset(
+KERNELS = frozenset(
     {
         *(aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.permute.default),
         *(aten.unsqueeze.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten._unsafe_view.default),
-    }
-)
-"""Views by kernels that are the same for every device; torch goes another way, which is for symbolic sizes too."""
-
-DIRECT = frozenset(
-    {
-        *(aten.addmm.default, aten.gelu.default, aten.gelu_backward.default, aten.silu_backward.default),
+        *(aten.unbind.int, aten.stack.default, aten.cat.default, aten.clone.default),
+        *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, aten.mean.dim),
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsqrt.default),
+        *(aten.gelu.default, aten.gelu_backward.default, aten.silu.default, aten.silu_backward.default),
         *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
         *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
         *(aten._softmax.default, aten._softmax_backward_data.default),
+        *(aten.embedding.default, aten.embedding_dense_backward.default),
+        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-"""What torch decomposes into other operations on fakes, though its meta kernel says the same on every device."""
+"""What kernels for meta say as every device's do; torch goes another way, which is for symbolic sizes too."""
+
+CASTING = frozenset({aten.native_layer_norm.default})
+"""Those of them that some devices compute in float32 whatever they are given, and return so; others do not."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def fake_mode() -> FakeTensorMode:
+def fake_mode() -> Fakes:
     """A mode in which operations compute metadata only. Constants of the model are taken in as they appear."""
-    return _Fakes()
+    return Fakes()
 
 
-class _Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Torch's own mode; but where its fake kernel is not like the real one, the fake is made here.
 
     It refuses grouped matrix multiplication, which mixtures of experts use, of other dtypes than bfloat16; and it says
     wrongly how some results are laid out in memory, which a bias gradient shows in its last bits.
+
+    - `memo`: what operations returned. `states`: by device, what is in a fake there.
+    - `effects`: who is told of the operations that are called; not of those that they consist of.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.memo = Memo(self)
+        self.memo = Memo(self, self.made)
+        self.states: dict[torch.device, dict[str, Any]] = {}
+        self.effects: Effects | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:  # asked for most often
             return args[0].device
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        effects, self.effects = self.effects, None
+        if effects is None:
+            return self._result(func, types, args, kwargs)
+        try:
+            effects.called(func, args, kwargs)
+            out = self._result(func, types, args, kwargs)
+            effects.returned(func, args, kwargs, out)
+            return out
+        finally:
+            self.effects = effects
+
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        torchs = super().__torch_dispatch__
+        return self.memo.result(func, args, kwargs, lambda: torchs(func, types, args, kwargs))
+
+    @contextmanager
+    def watched(self, effects: Effects) -> Iterator[None]:
+        """The mode, in which `effects` are noted."""
+        with self:
+            self.effects = effects
+            try:
+                yield
+            finally:
+                self.effects = None
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What an operation returns, as fakes."""
         kwargs = kwargs or {}
-        return self.memo.result(func, args, kwargs, lambda: self._worked_out(func, types, args, kwargs))
-
-    def cpp_meta_supports_symint(self, func: Any) -> bool:
-        """Whether an operation's meta kernel is asked rather than its decomposition; no size is a symbol here."""
-        return func in DIRECT or bool(super().cpp_meta_supports_symint(func))
-
-    def _worked_out(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped(*args, **kwargs)
-        if func in VIEWS and type(args[0]) is FakeTensor and args[0].fake_mode is self and args[0].constant is None:
-            return self._viewed(func, args, kwargs)
-        out: Any = super().dispatch(func, types, args, kwargs)
+        device = self._home(func, args, kwargs) if func in KERNELS else None
+        if device is None:
+            out: Any = super().dispatch(func, types, args, kwargs)
+        else:
+            out = self._kernel(func, args, kwargs, device)
         return self._laid_out(out, LAID_OUT[func](args)) if func in LAID_OUT else out
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """A view, as torch's own kernel for every device makes it."""
+    def made(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """A fake of what a tensor on meta says; the first on a device by torch, the next like it."""
+        if device not in self.states:
+            self.states[device] = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
+        new: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(new)  # as torch does
+        vars(new).update(self.states[device])
+        return cast("FakeTensor", new)
+
+    def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
+        """The device of all tensors among the arguments, if they are fakes of this mode, and have no values."""
+        if func in CASTING and args[0].dtype not in (torch.float32, torch.float64):
+            return None
+        leaves: Any = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        ours = all(type(one) is FakeTensor and one.fake_mode is self and one.constant is None for one in tensors)
+        devices = {one.device for one in tensors} if ours else set()
+        return devices.pop() if len(devices) == 1 else None
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """What an operation's kernel for meta returns, as fakes on a device."""
         with in_kernel_invocation_manager(self):
-            meta = func(*args, **kwargs)
-        return FakeTensor(self, meta, args[0].fake_device)
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return self.made(out, device)
+        return type(out)(None if one is None else self.made(one, device) for one in out)
 
     def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         with self:
@@ -133,7 +185,7 @@ def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     home = device if tensor.device.type == "meta" else tensor.device
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, meta, home)
+    return mode.made(meta, home) if isinstance(mode, Fakes) else FakeTensor(mode, meta, home)
 
 
 def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
@@ -142,6 +194,8 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         new = replace(tensor)
         memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    tables = [value for module in model.modules() for value in vars(module).values()]  # most are for hooks, and empty
+    memo.update((id(one), type(one)()) for one in tables if type(one) in (dict, OrderedDict, set) and not one)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

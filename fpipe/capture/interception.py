@@ -39,7 +39,6 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
     patched = _Patched.now()
     watching = _Watching(recorder, model, whole, patched)
     with ExitStack() as stack:
-        stack.enter_context(recorder.watch)
         for owner, name, function in watching.replacements():
             stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(recorder)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 Key: TypeAlias = tuple[object, ...]
 Run: TypeAlias = Callable[[], Any]
+Make: TypeAlias = Callable[[Tensor, torch.device], Tensor]
 
 PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -55,33 +56,38 @@ class Returned(NamedTuple):
 
 
 class Memo:
-    """Remembers for one mode."""
+    """Remembers for one mode.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
-        self.known: dict[Key, Returned] = {}
-        self.remembered: dict[Any, bool] = {}
+    - `make(meta, device)`: makes a fake of a tensor on meta.
+    - `known`: per operation, what it returned; `None` if that is not remembered.
+    """
+
+    def __init__(self, mode: FakeTensorMode, make: Make) -> None:
+        self.mode, self.make = mode, make
+        self.known: dict[Any, dict[Key, Returned] | None] = {}
 
     def result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Any:
         """What `run()` returns, which calls `func(*args, **kwargs)`."""
-        if func not in self.remembered:
-            self.remembered[func] = _remembered(func)
-        if not self.remembered[func] or torch.is_inference_mode_enabled():
+        try:
+            table = self.known[func]
+        except KeyError:
+            table = self.known[func] = {} if _remembered(func) else None
+        if table is None or torch.is_inference_mode_enabled():
             return run()
-        key, tensors = [func, torch.get_default_dtype(), torch._C._get_default_device()], list[Tensor]()
+        key, tensors = [torch.get_default_dtype(), torch._C._get_default_device()], list[Tensor]()
         try:
             with torch._C.DisableTorchFunction():  # this is no call of the model's
                 self._describe(args, key, tensors)
                 for name, value in kwargs.items():
                     self._describe((name, value), key, tensors)
-                known = self.known.get(tuple(key))
+                known = table.get(tuple(key))
                 if known is not None:
                     return self._again(known, tensors)
         except _UnlikeError:
             return run()
         out = run()
         with suppress(_UnlikeError), torch._C.DisableTorchFunction():
-            self.known[tuple(key)] = self._returned(out, tensors)
+            table[tuple(key)] = self._returned(out, tensors)
         return out
 
     def _describe(self, values: Sequence[Any], key: list[Any], tensors: list[Tensor]) -> None:
@@ -147,7 +153,7 @@ class Memo:
         else:
             meta = torch.empty((0,), dtype=made.dtype, device="meta")
             meta.set_(tensors[made.argument].untyped_storage(), made.offset, made.shape, made.stride)
-        return FakeTensor(self.mode, meta, made.device)
+        return self.make(meta, made.device)
 
 
 def _remembered(func: Any) -> bool:
@@ -168,7 +174,7 @@ def _metadata(tensor: Any) -> Key:
         tensor.stride(),
         tensor.storage_offset(),
         tensor.untyped_storage().nbytes(),
-        tensor.fake_device,
+        tensor._fake_device,
         tensor.requires_grad,
         torch._C._dispatch_keys(tensor).raw_repr(),  # conjugated, negated, of inference mode, ...
     )

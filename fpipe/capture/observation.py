@@ -29,7 +29,6 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "aten::miopen_batch_norm": (3, 4),
     }
 )
-DEVICE = torch.ops.prim.device.default
 TRAINING = 5  # the position of the flag without which these write nothing
 
 
@@ -52,21 +51,21 @@ def observe(captured: Captured) -> Observed:
                     "its input, expected shapes and control flow that do not. Rewrite that part."
                 ) from error
             require_made(unit, made)
-            if watch.unregistered:
+            if watch.effects.unregistered:
                 raise CaptureError(
                     f"module {unit.path or '(root)'}: got an in-place change of a tensor that is neither parameter nor "
                     "buffer, expected registered buffers: nobody would carry the change on. Use register_buffer."
                 )
-            if watch.foreign:
+            if watch.effects.foreign:
                 raise CaptureError(
                     f"module {unit.path or '(root)'}: got a random operation with a generator of its own, expected the "
                     "default generator, which is seeded from the step's seed. Drop the generator argument."
                 )
             values.update(zip(unit.makes, made, strict=True))
-            written[unit] = frozenset(watch.written)
-            if watch.drawn:
+            written[unit] = frozenset(watch.effects.written)
+            if watch.effects.drawn:
                 ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
-                random[unit] = Labels(label(unit.path, ordinal), tuple(watch.drawn))
+                random[unit] = Labels(label(unit.path, ordinal), tuple(watch.effects.drawn))
     storage = {value: memory(tensor) for value, tensor in values.items()}
     views = frozenset(value for value, tensor in values.items() if tensor._is_view())
     return Observed(storage, written, random, views)
@@ -77,30 +76,24 @@ def memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what the operations under it write and where they draw."""
+class Effects:
+    """What operations write and where they draw, noted as they are called."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.written: set[int] = set()
         self.drawn: dict[torch.device, None] = {}
         self.foreign = False
         self.unregistered = False
 
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is DEVICE:  # asked for most often
-            return func(*args)
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """An operation is called."""
         for argument in written(func, args, kwargs):
             self._write(argument)
         self.foreign |= any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
-        out = func(*args, **kwargs)
+
+    def returned(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """It has returned."""
         self.drawn.update(dict.fromkeys(drawn(func, args, kwargs, out)))
-        return out
 
     def _write(self, argument: Any) -> None:
         for tensor in argument if isinstance(argument, tuple | list) else (argument,):
@@ -108,6 +101,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.written.add(memory(tensor))
             elif isinstance(tensor, Tensor):
                 self.unregistered = True
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the effects of the operations under it, in any fake mode."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.effects = Effects()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.effects.called(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.effects.returned(func, args, kwargs, out)
+        return out
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -2,8 +2,8 @@
 """Records a model's run on fake tensors as a tape: its torch calls in order, and the module calls around them.
 
 A `TorchFunctionMode` sees every call of torch's API as the user wrote it, from any module, with autocast and gradient
-modes as they are; what it does not see is brought to it (`fpipe.capture.interception`). A dispatch mode below tells
-what each call writes and where it draws random numbers.
+modes as they are; what it does not see is brought to it (`fpipe.capture.interception`). The fake mode below tells what
+each call writes and where it draws random numbers.
 
 What runs inside a torch call belongs to it. What changes how others run, such as saved-tensor hooks, seals the module
 in whose forward it stands: that module is then played as a whole or not at all.
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked
 from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
 from fpipe.capture.modes import Modes
-from fpipe.capture.observation import Watch
+from fpipe.capture.observation import Effects
 from fpipe.capture.spans import Spans
 from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick, tensors_at
 from fpipe.capture.values import Values
@@ -60,7 +60,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.spans = Spans(model, opaque)
         self.values = Values(sources, kept, self.spans.here)
-        self.watch = Watch()
+        self.effects = Effects()
         self.units: list[Unit] = []
         self.modes: dict[Unit, Modes] = {}
         self.ticks: dict[Unit, tuple[int, int]] = {}
@@ -87,7 +87,7 @@ class Recorder(TorchFunctionMode):
         if function in SEALING:
             self.spans.seal(SEALING[function])
         invocation = Invocation(function, args, kwargs, self.values.read)
-        self.watch.written.clear()
+        self.effects.written.clear()
         self.used.clear()
         self.inside = True
         try:
@@ -110,24 +110,24 @@ class Recorder(TorchFunctionMode):
         module = self.spans.module
         held = self.values.within([*module.parameters(), *module.buffers()])
         self.used.update(dict.fromkeys(held))
-        self.watch.written |= {self.values.storage[value] for value in self.values.within([*module.buffers()])}
+        self.effects.written |= {self.values.storage[value] for value in self.values.within([*module.buffers()])}
 
     def _drawing(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
         """Run a torch call; if it draws random numbers, give it a label."""
-        drawn, self.watch.drawn = self.watch.drawn, {}
+        drawn, self.effects.drawn = self.effects.drawn, {}
         out = run()
-        if self.watch.drawn and not (self.draws and self.draws[-1].tick > tick):  # not by a call inside
+        if self.effects.drawn and not (self.draws and self.draws[-1].tick > tick):  # not by a call inside
             path = self.spans.path
-            self.draws.append(Draw(tick, function, label(path, self.ordinals[path]), tuple(self.watch.drawn)))
+            self.draws.append(Draw(tick, function, label(path, self.ordinals[path]), tuple(self.effects.drawn)))
             self.ordinals[path] += 1
-        self.watch.drawn |= drawn
+        self.effects.drawn |= drawn
         return out
 
     def _record(self, function: Any, invocation: Invocation, out: Any, tick: int) -> None:
         self._require_allowed()
         picks = self._new(tensors_at(out))
         makes = tuple(self.values.made(tensor) for tensor in picks.values())
-        written = frozenset(self.watch.written & self.values.memories)
+        written = frozenset(self.effects.written & self.values.memories)
         drawn = [draw for draw in self.draws[-1:] if draw.tick >= tick]
         used = [value for value in self.used if value not in invocation.reads]
         if not (makes or written or drawn or used or function in EFFECTS):
@@ -162,12 +162,12 @@ class Recorder(TorchFunctionMode):
         )
 
     def _require_allowed(self) -> None:
-        if self.watch.unregistered:
+        if self.effects.unregistered:
             raise CaptureError(
                 f"{self.spans.here()}: got an in-place change of a tensor that is neither parameter nor buffer, "
                 "expected registered buffers: nobody would carry the change on. Use register_buffer."
             )
-        if self.watch.foreign:
+        if self.effects.foreign:
             raise CaptureError(
                 f"{self.spans.here()}: got a random operation with a generator of its own, expected the default "
                 "generator, which is seeded from the step's seed. Drop the generator argument."

@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.closures import opened
+from fpipe.capture.closures import apart
 from fpipe.capture.contract import Tensors, Unit, Value
 from fpipe.capture.modes import Modes
 from fpipe.errors import InputError
@@ -40,7 +40,7 @@ class Invocation:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Callable[[Tensor], Value]) -> None:
         self.function = function
-        self.leaves, self.spec = taken_apart(opened((args, kwargs)))
+        self.leaves, self.spec = apart((args, kwargs))
         tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.reads = tuple(dict.fromkeys(tensors.values()))
         self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]

@@ -125,7 +125,7 @@ class _Tracer:
             objective = replace(objective, loss=_recorded(loss, recorder))
         called = self.via(self.skeleton, recorder)
         try:
-            with Seated(seats), self.mode, intercepted(recorder, self.skeleton, self.whole):
+            with Seated(seats), self.mode.watched(recorder.effects), intercepted(recorder, self.skeleton, self.whole):
                 return objective(called, leaves)
         except PipelineError:
             raise
