@@ -174,7 +174,6 @@ class Execution:
         self.program, self.transport, self.inputs = program, transport, inputs
         self.buffers = {s: inputs.buffers[s] for s in program.stages}
         self.grads: dict[int, Any] = dict.fromkeys(self.buffers, ())
-        self.counts = dict.fromkeys(self.buffers, 0)
         self.shared: dict[tuple[int, int], Payload] = {}
         self.results: dict[int, Payload] = {}
         self.residuals: dict[tuple[int, int], Any] = {}

@@ -2,14 +2,14 @@
 """What each kind of compute action does: one handler per kind, which all have the same arguments.
 
 A handler takes what has arrived for its action, calls the stage, puts into the running `Execution` what is kept for
-later actions, and returns what leaves. What was kept is taken out by the one action that uses it.
+later actions, and returns what leaves. What was kept is taken out by the one action that uses it. The first gradients
+of a stage become its sum, to which later ones have been added already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from fpipe.executor import Execution, Handler, StageLike
 from fpipe.transport.contract import Payload
@@ -51,8 +51,9 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived, run.grads[s])
-    _accumulate(run, s, stage, grads)
+    onto = run.grads[s]
+    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived, onto)
+    run.grads[s] = grads if onto else stage.accumulate((), grads, 0)
     return outgoing
 
 
@@ -64,14 +65,10 @@ def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: P
 
 def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    _accumulate(run, s, stage, stage.backward_weight(run.deferred.pop((s, i)), run.grads[s]))
+    onto = run.grads[s]
+    grads = stage.backward_weight(run.deferred.pop((s, i)), onto)
+    run.grads[s] = grads if onto else stage.accumulate((), grads, 0)
     return ()
-
-
-def _accumulate(run: Execution, s: int, stage: StageLike, grads: Any) -> None:
-    """The first gradients become the sum, to which later ones have been added already."""
-    run.grads[s] = grads if run.counts[s] else stage.accumulate((), grads, 0)
-    run.counts[s] += 1
 
 
 def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:

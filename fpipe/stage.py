@@ -117,7 +117,7 @@ class Stage:
 
     def accumulate(self, total: Gradients, grads: Gradients, count: int) -> Gradients:
         """The sum of gradients: `total`, of `count` microbatches, plus one more."""
-        return summed(total, grads, count)
+        return summed(total, grads, count) if grads else total
 
     def finished(self, total: Gradients) -> Tensors:
         """The sum over all microbatches, with zeros for what none of them has made a gradient of."""
