@@ -267,7 +267,7 @@ class Pipeline:
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(plan.linked[rank], transport, inputs)
 
-        with random.preserved(plan.devices):
+        with random.preserved(plan.devices), plan.context():
             if record is None:
                 return self.ranks.run(execution)
             return recorded(self.ranks, plan.timed, inputs, self.device, record)

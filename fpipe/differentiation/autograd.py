@@ -60,6 +60,11 @@ class Autograd:
     varying: bool
     remark: str = ""
 
+    @property
+    def below_autograd(self) -> bool:
+        """It is autograd that does it."""
+        return False
+
     @cached_property
     def splitter(self) -> Splitter:
         """How the backward is split; it remembers the graph of the last microbatch."""

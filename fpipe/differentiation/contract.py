@@ -56,6 +56,10 @@ class Functions(Protocol):
     def remark(self) -> str:
         """What users may want to know of how this stage is differentiated; empty if there is nothing."""
 
+    @property
+    def below_autograd(self) -> bool:
+        """Whether autograd has nothing to do in any of them."""
+
     def leaves(self, params: Tensors) -> Tensors:
         """Parameters in the form that `forward` takes."""
 

@@ -20,6 +20,7 @@ class Recorded:
 
     - `views` takes parameters, and gives what `forward` takes for them.
     - `evaluation` makes the forward that keeps nothing.
+    - `below_autograd`: whether they call the operators that were recorded, and nothing else.
     - `undeferred`: the gradients that the input half computes, and why.
     - `remark`: how the phases are run.
     """
@@ -31,6 +32,7 @@ class Recorded:
     backward_weight: Run
     evaluation: Callable[[], Run]
     undeferred: Mapping[int, str]
+    below_autograd: bool
     remark: str
 
     @cached_property

@@ -74,6 +74,7 @@ def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examp
             backward_weight=add(phases.weight),
             evaluation=partial(run, phases.evaluation),
             undeferred=phases.early,
+            below_autograd=run is function,
             remark=remark,
         )
     except Exception as error:  # whatever tracers and compilers may meet, autograd takes it
