@@ -93,7 +93,6 @@ def microbatch(i: int, order: Sequence[Action]) -> list[Action]:
 def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> None:
     """Call the stage functions of a chain in this order."""
     totals: list[tuple[Tensor, ...]] = [()] * STAGES
-    counts = [0] * STAGES
     values: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     kept = {}
     for kind, s, i, _, _ in order:
@@ -113,7 +112,6 @@ def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> No
         else:
             grads = stage.backward_weight(kept.pop((s, i)), onto)
         totals[s] = grads if onto else stage.accumulate((), grads, 0)
-        counts[s] += 1
 
 
 class Empty:
