@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import ZOO, build, few, run
 from torch import nn
 
+import fpipe
 from fpipe.differentiation import sums
 from fpipe.differentiation.sums import owned, summed
 from fpipe.random import key, preserved
@@ -127,6 +128,28 @@ def test_parameters_are_leaves_of_the_stage_s_own():
         for name, leaf in zip(stage.parameters, params, strict=True):
             assert leaf.is_leaf
             assert leaf.requires_grad == (name in ("2.weight", "2.bias", "6.weight"))
+
+
+class Scaled(nn.Linear):
+    """With a buffer behind it."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.randn(4))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_tensors_of_the_user_get_no_gradient():
+    """Not even those that require one, of which autograd makes leaves."""
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(6, 4, requires_grad=True)
+    how = one_f_one_b(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=how, cuts=["1"])
+    params, buffers = pipe.init(model)
+    buffers = {name: buffer.requires_grad_() for name, buffer in buffers.items()}
+    fpipe.value_and_grad(pipe)(params, buffers, (x,), seed=0)
+    assert not [tensor for tensor in (x, *params.values(), *buffers.values()) if tensor.grad is not None]
 
 
 @settings(max_examples=few(60))

@@ -21,18 +21,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from fpipe.capture.contract import Function, Tensors
 from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.splitting import Graph, Half, Splitter, made_so_far
-from fpipe.differentiation.sums import Gradients, added, alone, own, summed
+from fpipe.differentiation.sums import Gradients, added, alone, copied, summed
 
 
 class Residuals(NamedTuple):
     """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out.
 
-    `start` is the number of the graph's first node.
+    `start` is the number of the graph's first node; `foreign` is whether it may have leaves that are the user's.
     """
 
     start: int
     roots: tuple[Tensor | GradientEdge, ...]
     leaves: Tensors
+    foreign: bool
     arguments: Tensors
 
 
@@ -81,7 +82,7 @@ class Autograd:
         """Run the stage on one microbatch."""
         wiring = self.wiring
         arguments = [*params, *buffers, *self.constants, *inputs]
-        start = made_so_far()
+        start, foreign = made_so_far(), any(one.requires_grad for one in arguments[len(params) :])
         for k in wiring.differentiated:
             arguments[k] = arguments[k].detach().requires_grad_()
         given = tuple(arguments)
@@ -93,7 +94,7 @@ class Autograd:
         first = len(params)
         new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
-        return outputs, new, self._residuals(start, values, given) if wiring.leaves else None
+        return outputs, new, self._residuals(start, values, given, foreign) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept.
@@ -105,13 +106,13 @@ class Autograd:
             outputs, new, _ = self.forward(params, buffers, inputs, key)
         return outputs, new
 
-    def _residuals(self, start: int, values: Tensors, given: Tensors) -> Residuals:
+    def _residuals(self, start: int, values: Tensors, given: Tensors, foreign: bool) -> Residuals:
         wiring = self.wiring
         roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
         if wiring.loss is not None:
             roots.insert(0, values[wiring.loss])
         scoped = given if self.function.scope is not None else ()
-        return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), scoped)
+        return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), foreign, scoped)
 
     def backward(
         self, residuals: Residuals | None, cotangents: Tensors, onto: Gradients = ()
@@ -132,19 +133,22 @@ class Autograd:
         return all(spec.stride == leaf.stride() for spec, leaf in pairs)
 
     def _added(self, residuals: Residuals, cotangents: Tensors, onto: Gradients) -> tuple[Tensors, Gradients]:
-        """Autograd adds each gradient as soon as it is there, while it is in the processor's caches."""
+        """Autograd adds each gradient as soon as it is there, while it is in the processor's caches.
+
+        It is not told where to, unless it could reach others, since it looks that up at every node. The sums stay with
+        the weights, whose leaves are the step's own.
+        """
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
         for weight, total in zip(weights, onto, strict=True):
             weight.grad = total
-        try:
-            if residuals.roots:
-                self._walk(residuals, residuals.leaves, cotangents, into_leaves=True)
-            totals = [own(total, weight.grad) for total, weight in zip(onto, weights, strict=True)]
-            return self._outgoing([leaf.grad for leaf in inputs], residuals), tuple(totals)
-        finally:  # parameters of other stages are leaves of the whole step, too
-            for leaf in residuals.leaves:
-                leaf.grad = None
+        if residuals.roots:
+            self._walk(residuals, residuals.leaves if residuals.foreign else (), cotangents, into_leaves=True)
+        totals = [copied(weight.grad) if total is None else total for total, weight in zip(onto, weights, strict=True)]
+        outgoing = self._outgoing([leaf.grad for leaf in inputs], residuals)
+        for leaf in inputs:  # one may be a parameter, which is a leaf of the whole step
+            leaf.grad = None
+        return outgoing, tuple(totals)
 
     def backward_input(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Deferred | None]:
         """The cotangents for earlier stages, and what is needed for the rest."""

@@ -90,11 +90,6 @@ def alone(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return grad
 
 
-def own(total: Tensor | None, reached: Tensor | None) -> Tensor | None:
-    """What autograd has added `total` to: that, or new memory where there was none and it may have taken another's."""
-    return copied(reached) if total is None else total
-
-
 def whole(total: Gradients, specs: Sequence[Spec]) -> tuple[Tensor, ...]:
     """The finished sum, with zeros for what no microbatch has made a gradient of."""
     return tuple([spec.strided().zero_() if one is None else one for one, spec in zip(total, specs, strict=True)])
