@@ -45,9 +45,14 @@ class Plan:
         return self.assemblies[0]
 
     @cached_property
+    def cuts(self) -> tuple[Assembly, ...]:
+        """The assemblies, each once."""
+        return tuple(dict.fromkeys(self.assemblies))
+
+    @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """Where random numbers are drawn."""
-        return tuple(dict.fromkeys(device for cut in dict.fromkeys(self.assemblies) for device in cut.devices))
+        return tuple(dict.fromkeys(device for cut in self.cuts for device in cut.devices))
 
     @cached_property
     def held(self) -> tuple[Stage, ...]:
@@ -57,8 +62,7 @@ class Plan:
     @cached_property
     def below_autograd(self) -> bool:
         """Whether autograd has nothing to do in the stages of this process."""
-        stages = [cut.stages[stage.index] for cut in dict.fromkeys(self.assemblies) for stage in self.held]
-        return all(stage.functions.below_autograd for stage in stages)
+        return all(cut.stages[stage.index].functions.below_autograd for cut in self.cuts for stage in self.held)
 
     def context(self) -> AbstractContextManager[Any]:
         """What the plan is run in. Where autograd has nothing to do, operators need not ask it: a tenth of their time.
@@ -81,11 +85,6 @@ class Plan:
     def buffers(self) -> Mapping[str, Spec]:
         """The buffers that this process holds."""
         return self._named(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
-
-    @cached_property
-    def reads(self) -> Mapping[int, tuple[tuple[int, ...], ...]]:
-        """For each stage of this process, the leaves of the batch that it reads, per microbatch."""
-        return {s.index: tuple(cut.stages[s.index].batch for cut in self.assemblies) for s in self.held}
 
     @property
     def share(self) -> tuple[str, ...]:

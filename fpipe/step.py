@@ -40,26 +40,24 @@ class Step(NamedTuple):
 
 def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int | None) -> Inputs:
     """What the executor takes, for the stages of this process; raises `InputError` for what is missing or wrong."""
-    held = plan.held
+    held, microbatches = plan.held, len(plan.assemblies)
     require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], params, buffers)
-    leaves = batch.take({leaf for rows in plan.reads.values() for row in dict.fromkeys(rows) for leaf in row})
-    parts = {s: _rows(rows, leaves) for s, rows in plan.reads.items()}
-    params_of = {
-        cut: {stage.index: cut.stages[stage.index].leaves(params) for stage in held}
-        for cut in dict.fromkeys(plan.assemblies)
-    }
+    here = {cut: [cut.stages[stage.index] for stage in held] for cut in plan.cuts}
+    leaves = batch.take({leaf for stages in here.values() for stage in stages for leaf in stage.batch})
+    taken = {cut: {s.index: s.leaves(params) for s in stages} for cut, stages in here.items()}
+    read = {cut: {s.index: _rows(s.batch, leaves, microbatches) for s in stages} for cut, stages in here.items()}
+    rows = [read[cut] for cut in plan.assemblies]
     return Inputs(
-        params=[params_of[cut] for cut in plan.assemblies],
-        buffers={stage.index: tuple(buffers[name] for name in stage.buffers) for stage in held},
-        batch=lambda stage, i: parts[stage][i],
+        params=[taken[cut] for cut in plan.assemblies],
+        buffers={stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in held},
+        batch=lambda stage, i: rows[i][stage][i],
         keys=keys(plan, seed),
     )
 
 
-def _rows(rows: Sequence[tuple[int, ...]], leaves: Mapping[int, Sequence[Tensor]]) -> list[Tensors]:
-    """The tensors of the leaves in each row; rows are microbatches, of which nearly all are alike."""
-    columns = {row: list(zip(*[leaves[leaf] for leaf in row], strict=True)) for row in dict.fromkeys(rows) if row}
-    return [columns[row][i] if row else () for i, row in enumerate(rows)]
+def _rows(read: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], microbatches: int) -> Sequence[Tensors]:
+    """For each microbatch, its part of the leaves that are read."""
+    return list(zip(*[leaves[leaf] for leaf in read], strict=True)) if read else [()] * microbatches
 
 
 def keys(plan: Plan, seed: int | None) -> list[int]:
@@ -71,8 +69,8 @@ def keys(plan: Plan, seed: int | None) -> list[int]:
         raise InputError(
             "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
         )
-    microbatches = range(plan.program.schedule.microbatches)
-    return [random.key(seed or 0, i) if plan.devices else 0 for i in microbatches]
+    count = len(plan.assemblies)
+    return [random.key(seed or 0, i) for i in range(count)] if plan.devices else [0] * count
 
 
 def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
