@@ -79,7 +79,6 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
     with (
         preserved(device for device in devices if device.type in ("cpu", "cuda")),
         captured.mode,
-        assuming(),
         torch.set_grad_enabled(captured.backward),
     ):
         values = dict(captured.fakes)
@@ -102,7 +101,7 @@ def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], me
     leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in layout.inputs}
     arguments = [leaf.clone() if value in layout.modified else leaf for value, leaf in leaves.items()]
     try:
-        with _Watch() as watch:
+        with assuming(), _Watch() as watch:
             made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = next((unit.path for unit in layout.units if unit.path), "(root)")
@@ -178,7 +177,7 @@ def _grads(
     s: int, run: _Run, roots: Sequence[Tensor], leaves: Sequence[Tensor], incoming: Sequence[Tensor | None]
 ) -> Tensors:
     try:
-        with run.function.placed(tuple(run.leaves.values())):
+        with assuming(), run.function.placed(tuple(run.leaves.values())):
             return torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
     except RuntimeError as error:
         raise CaptureError(

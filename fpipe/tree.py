@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as torch_pytree
 
 from fpipe.errors import InputError
@@ -65,6 +66,7 @@ class Structure:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+USUAL = frozenset({Tensor, nn.Parameter, FakeTensor, *PLAIN})  # what most leaves are
 
 
 def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
@@ -93,14 +95,15 @@ def require_transparent(what: str, structure: Structure) -> None:
 def taken_apart(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """All leaves of `tree`, and its treespec."""
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    if _registered({type(leaf) for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))}):
+    if _registered(set(map(type, leaves)) - USUAL):
         return taken_apart(tree)
     return leaves, spec
 
 
 def _registered(types: set[Any]) -> bool:
     """Register those of `types` that are known to be trees; whether there were any."""
-    known: list[Any] = [t for t in types if t in torch_pytree.SUPPORTED_NODES or is_dataclass(t)]
+    other = [t for t in types if not issubclass(t, (Tensor, *PLAIN))]
+    known: list[Any] = [t for t in other if t in torch_pytree.SUPPORTED_NODES or is_dataclass(t)]
     register: Any = optree.register_pytree_node
     for t in known:
         node = torch_pytree.SUPPORTED_NODES.get(t)

@@ -32,7 +32,7 @@ class Closure:
 def apart(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """All leaves of a tree in which the functions that hold tensors are trees too, and its treespec."""
     leaves, spec = taken_apart(tree)
-    if not any(isinstance(leaf, (partial, FunctionType)) for leaf in leaves):  # nearly always
+    if not any(issubclass(kind, (partial, FunctionType)) for kind in set(map(type, leaves))):  # nearly always
         return leaves, spec
     return taken_apart(opened(tree))
 

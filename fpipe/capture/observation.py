@@ -89,7 +89,7 @@ class Effects:
         """An operation is called."""
         for argument in written(func, args, kwargs):
             self._write(argument)
-        self.foreign |= any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values()))
+        self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
 
     def returned(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """It has returned."""

@@ -28,7 +28,7 @@ from fpipe.capture.modes import Modes
 from fpipe.errors import InputError
 from fpipe.tree import PLAIN, taken_apart
 
-HARMLESS = (*PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
+HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
 
 
 class Invocation:
@@ -44,7 +44,7 @@ class Invocation:
         tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.reads = tuple(dict.fromkeys(tensors.values()))
         self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
-        hiding = [type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, (Tensor, *HARMLESS))]
+        hiding = [type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, HARMLESS)]
         self.opaque = hiding[0] if hiding else ""
         for k in tensors:
             self.leaves[k] = None
