@@ -32,18 +32,24 @@ Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
 
 
 class Seated:
-    """A context in which tensors are in their places; afterwards, what was there before."""
+    """A context in which tensors are in their places; afterwards, what was there before.
 
-    def __init__(self, seats: Sequence[tuple[Seat, Tensor]]) -> None:
-        self.seats = seats
+    `seats` are tables, names, and which of `tensors` belongs there.
+    """
+
+    def __init__(
+        self, seats: Sequence[tuple[dict[str, Any], str, int]], tensors: Sequence[Tensor] | Mapping[Value, Tensor]
+    ) -> None:
+        self.seats, self.tensors = seats, tensors
 
     def __enter__(self) -> None:
-        self.before = [table[name] for (table, name), _ in self.seats]
-        for (table, name), tensor in self.seats:
-            table[name] = tensor
+        seats, tensors = self.seats, self.tensors
+        self.before = [table[name] for table, name, _ in seats]
+        for table, name, k in seats:
+            table[name] = tensors[k]
 
     def __exit__(self, *error: object) -> None:
-        for ((table, name), _), old in zip(self.seats, self.before, strict=True):
+        for (table, name, _), old in zip(self.seats, self.before, strict=True):
             table[name] = old
 
 
@@ -91,13 +97,13 @@ class Playback:
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
         steps = under_modes([*self._steps(self.tape.spans, start, stop)], outputs)
         run = sequence(steps, inputs, outputs)
-        seats = [(k, seat) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
+        seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
         def placed(tensors: Tensors) -> Seated:
-            return Seated([(seat, tensors[k]) for k, seat in seats])
+            return Seated(seats, tensors)
 
         def played(key: int, *tensors: Tensor) -> Tensors:
-            with placed(tensors):
+            with Seated(seats, tensors):
                 return run(key, *tensors)
 
         self._require_own_casts(start, stop)

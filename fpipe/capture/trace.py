@@ -119,13 +119,17 @@ class _Tracer:
         """The loss and the outputs of one run."""
         fakes = recorder.values.tensors
         leaves = tuple(fakes[v] for v, source in recorder.values.sources.items() if isinstance(source, Batch))
-        seats = [(seat, fakes[value]) for value, seats in self._seats_by_value().items() for seat in seats]
+        seats = [(*seat, value) for value, seats in self._seats_by_value().items() for seat in seats]
         objective, loss = self.objective, self.objective.loss
         if loss is not None:
             objective = replace(objective, loss=_recorded(loss, recorder))
         called = self.via(self.skeleton, recorder)
         try:
-            with Seated(seats), self.mode.watched(recorder.effects), intercepted(recorder, self.skeleton, self.whole):
+            with (
+                Seated(seats, fakes),
+                self.mode.watched(recorder.effects),
+                intercepted(recorder, self.skeleton, self.whole),
+            ):
                 return objective(called, leaves)
         except PipelineError:
             raise
