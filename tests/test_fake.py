@@ -161,6 +161,20 @@ def test_tensors_of_different_devices_are_refused():
         torch.mm(here, there)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: x * 2, lambda x: x + x, lambda x: torch.cat([x, x]), lambda x: x.sum(0), torch.clone]
+)
+def test_sparse_tensors_are_left_to_torch(function):
+    def told():
+        rows = torch.zeros(1, 3, dtype=torch.int64)
+        out = function(torch.sparse_coo_tensor(rows, torch.ones(3, 4), (5, 4), check_invariants=False))
+        return out.shape, out.dtype, out.layout
+
+    with fake_mode():
+        got = told()
+    assert got == told()
+
+
 class Told(TorchDispatchMode):
     """The operations that are called, as a mode above sees them."""
 

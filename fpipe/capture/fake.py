@@ -23,7 +23,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.nn.parameter import is_lazy
 
-from fpipe.capture.memo import Memo
+from fpipe.capture.memo import Memo, plain
 from fpipe.capture.observation import Effects
 from fpipe.errors import CaptureError
 
@@ -149,13 +149,12 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return cast("FakeTensor", new)
 
     def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
-        """The device of all tensors among the arguments, if they are fakes of this mode, and have no values."""
+        """The device of all tensors among the arguments, if they are plain fakes of this mode."""
         if func in CASTING and args[0].dtype not in (torch.float32, torch.float64):
             return None
         leaves: Any = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        ours = all(type(one) is FakeTensor and one.fake_mode is self and one.constant is None for one in tensors)
-        devices = {one.device for one in tensors} if ours else set()
+        devices = {one.device for one in tensors} if all(plain(one, self) for one in tensors) else set()
         return devices.pop() if len(devices) == 1 else None
 
     def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:

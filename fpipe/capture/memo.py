@@ -95,7 +95,8 @@ class Memo:
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                self._require_plain(value)
+                if not plain(value, self.mode):
+                    raise _UnlikeError
                 tensors.append(value)
                 key.append(_metadata(value))
             elif kind in PLAIN or (kind is torch.device and (value.type == "cpu" or value.index is not None)):
@@ -105,11 +106,6 @@ class Memo:
                 self._describe(value, key, tensors)
             else:
                 raise _UnlikeError
-
-    def _require_plain(self, tensor: Any) -> None:
-        plain = tensor.fake_mode is self.mode and tensor.constant is None and tensor.layout is torch.strided
-        if not plain or tensor._has_symbolic_sizes_strides or tensor.is_quantized:
-            raise _UnlikeError
 
     def _returned(self, out: Any, tensors: Sequence[Tensor]) -> Returned:
         """What was returned, by which the same can be made again."""
@@ -128,9 +124,8 @@ class Memo:
     def _made(self, tensor: Any, tensors: Sequence[Tensor]) -> Made | None:
         if tensor is None:
             return None
-        if type(tensor) is not FakeTensor or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        if not plain(tensor, self.mode) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             raise _UnlikeError
-        self._require_plain(tensor)
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         memory = tensor.untyped_storage()
         shared = [k for k, other in enumerate(tensors) if other.untyped_storage()._cdata == memory._cdata]
@@ -154,6 +149,14 @@ class Memo:
             meta = torch.empty((0,), dtype=made.dtype, device="meta")
             meta.set_(tensors[made.argument].untyped_storage(), made.offset, made.shape, made.stride)
         return self.make(meta, made.device)
+
+
+def plain(tensor: Any, mode: FakeTensorMode) -> bool:
+    """Whether a tensor is a fake of this mode without values, as sizes and strides describe it."""
+    ours = type(tensor) is FakeTensor and tensor.fake_mode is mode and tensor.constant is None
+    if not ours or tensor.layout is not torch.strided:
+        return False
+    return not (tensor._has_symbolic_sizes_strides or tensor.is_quantized)
 
 
 def _remembered(func: Any) -> bool:
