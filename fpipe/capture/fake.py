@@ -119,8 +119,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watched(self, effects: Effects) -> Iterator[None]:
-        """The mode, in which `effects` are noted."""
-        with self:
+        """The mode, in which `effects` are noted; what torch.compile has made runs as it was written."""
+        with torch.compiler.set_stance("force_eager"), self:
             self.effects = effects
             try:
                 yield
