@@ -6,7 +6,7 @@ Held against two things: `fpipe.reference`, and a plain PyTorch loop that knows 
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models import (
     SCHEDULES,
@@ -123,6 +123,7 @@ def test_gradients_are_added_in_the_order_of_the_schedule(name):
 )
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 def test_any_of_them_in_any_way(which, kind, ranks, microbatches):
+    assume(which[0] != "in_place" or kind is not descending)  # its own backward cannot wait for another forward
     chunks = {"chunks": 4 // ranks} if "fill_drain" in kind.__name__ else {}
     how = kind(ranks=ranks, microbatches=microbatches, **chunks)
     order = range(microbatches)[::-1] if kind is descending else None
