@@ -18,10 +18,11 @@ from fpipe.arguments import require_arguments, require_backward
 from fpipe.batching.batch import Batching
 from fpipe.batching.weights import Weight
 from fpipe.capture.contract import FrontEnd
-from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.front_ends import front_end
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
+from fpipe.capture.skeleton import skeleton
 from fpipe.captures import Captures
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Asked, Cuts, asked

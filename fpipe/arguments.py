@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from fpipe.capture.fake import require_plain_tensors, require_registered
 from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
+from fpipe.capture.skeleton import require_plain_tensors, require_registered
 from fpipe.errors import InputError
 from fpipe.handlers import HANDLERS
 from schedules import KINDS, Schedule

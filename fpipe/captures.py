@@ -17,8 +17,9 @@ from torch import nn
 
 from fpipe.batching.batch import Batching, Microbatch
 from fpipe.capture.contract import Captured, FrontEnd
-from fpipe.capture.fake import evaluation, fake_mode
+from fpipe.capture.fake import fake_mode
 from fpipe.capture.losses import Loss, Objective
+from fpipe.capture.skeleton import evaluation
 from fpipe.capture.validity import name_of, require_valid
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls

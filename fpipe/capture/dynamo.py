@@ -23,9 +23,10 @@ from torch.utils import _pytree as torch_pytree
 from fpipe.capture.aten import read
 from fpipe.capture.contract import Captured
 from fpipe.capture.export import Flat
-from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.guards import blame, refuse_hooks, without_autocast
 from fpipe.capture.losses import Objective
+from fpipe.capture.skeleton import skeleton
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import Structure
 

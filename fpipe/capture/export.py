@@ -13,9 +13,10 @@ from torch.export import ExportedProgram
 
 from fpipe.capture.aten import read
 from fpipe.capture.contract import Captured, Tensors
-from fpipe.capture.fake import fake, fake_mode, skeleton
+from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.guards import blame, plain_state, refuse_hooks, require_unchanged, watched
 from fpipe.capture.losses import Objective
+from fpipe.capture.skeleton import skeleton
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import Structure, flatten, require_transparent
 

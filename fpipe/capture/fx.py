@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.capture.contract import Captured
-from fpipe.capture.fake import on_meta, skeleton
 from fpipe.capture.guards import (
     blame,
     here,
@@ -37,6 +36,7 @@ from fpipe.capture.guards import (
 )
 from fpipe.capture.losses import Objective, call_model
 from fpipe.capture.recorder import Recorder
+from fpipe.capture.skeleton import on_meta, skeleton
 from fpipe.capture.trace import trace
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import Structure, flatten, taken_apart

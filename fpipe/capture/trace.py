@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Observed, Parameter, Source, Value
-from fpipe.capture.fake import fake, fake_mode, on_meta, skeleton
+from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.recorder import Recorder
+from fpipe.capture.skeleton import on_meta, skeleton
 from fpipe.capture.tape import Span
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import random
-from fpipe.capture.fake import skeleton
 from fpipe.capture.observation import memory
+from fpipe.capture.skeleton import skeleton
 from fpipe.errors import InputError
 from fpipe.spec import Spec
 from fpipe.state import require_leaf

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture without touching: a copy of the user's model with other tensors in the place of its own.
+
+Capturing a `skeleton` touches neither the user's tensors nor the modules' state, works for a model on the meta device,
+and lets the user throw the model away. Shared tensors stay shared. What a model must be for that is checked here, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fpipe.errors import CaptureError
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
+    """A deep copy of `model` with `replace(tensor)` for every parameter and buffer, shared where they were shared."""
+    memo: dict[int, object] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        new = replace(tensor)
+        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    tables = [value for module in model.modules() for value in vars(module).values()]  # most are for hooks, and empty
+    memo.update((id(one), type(one)()) for one in tables if type(one) in (dict, OrderedDict, set) and not one)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__}: a copy without its tensors could not be made ({error}), expected a module that "
+            "copy.deepcopy can copy. Give the attribute that cannot be copied a __deepcopy__, or set it after building "
+            "the pipeline."
+        ) from error
+
+
+def require_plain_tensors(model: nn.Module) -> None:
+    """Raise `CaptureError` for parameters and buffers without a shape, and for two that share memory."""
+    seen: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name}: got a lazy parameter without a shape, expected one that has it. Call the model once first."
+            )
+        if tensor.device.type == "meta" or not tensor.numel() or tensor.layout is not torch.strided:
+            continue
+        start = tensor.data_ptr()
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        end = start + extent * tensor.element_size()
+        home = seen.setdefault(tensor.untyped_storage().data_ptr(), [])
+        for other_start, other_end, other in home:
+            if start < other_end and other_start < end:
+                raise CaptureError(
+                    f"{name}: got memory that {other} lies in too, expected memory of its own: ranks would hold two "
+                    "copies that drift apart. Use the same parameter twice, or clone one of them."
+                )
+        home.append((start, end, name))
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor on meta in the place of `tensor`."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def require_registered(model: nn.Module) -> None:
+    """Raise `CaptureError` for a tensor on meta that is neither parameter nor buffer: nobody can give it a value.
+
+    But for modules with hooks before their forward, which compute such tensors anew (`torch.nn.utils.spectral_norm`).
+    """
+    known = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    for path, module in model.named_modules():
+        if module._forward_pre_hooks:
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta and id(value) not in known:
+                raise CaptureError(
+                    f"{path or 'model'}: got the attribute {name}, a tensor on the meta device that is neither "
+                    "parameter nor buffer, expected values: it has lost what the constructor computed. Use "
+                    "register_buffer, with persistent=False if it need not be saved, so that it can be filled."
+                )
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """All submodules in eval mode inside; as they were outside."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
