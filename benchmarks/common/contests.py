@@ -2,8 +2,7 @@
 """The same model under the same schedule by both libraries: functions that take one step, forward and backward.
 
 Both start from new gradients in every step and make the loss known where it arises; neither puts outputs together. The
-gradients are what a step returns, and nothing else of it stays alive: the next to take a turn would have to get new
-memory from the system.
+gradients are what a step returns; nothing else of it stays alive.
 `torch.distributed.pipelining` has no ZB-H1 of that name; its `ScheduleInterleavedZeroBubble` with one stage per rank is
 the paper's ZB-1P, the same order up to where the weight halves stand.
 """
@@ -125,10 +124,3 @@ def _theirs(contest: Contest, task: Task, stages: list[Any], named: dict[str, nn
         return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
 
     return step
-
-
-def require_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Fail unless both have computed the same gradients, up to rounding."""
-    assert mine.keys() == other.keys(), (sorted(mine), sorted(other))
-    for name, grad in mine.items():
-        torch.testing.assert_close(grad, other[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")

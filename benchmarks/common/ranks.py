@@ -40,8 +40,12 @@ def inside() -> bool:
 
 
 def report(found: object) -> None:
-    """Hand a value, of what JSON has, to the process that started this rank."""
+    """Hand a value, of what JSON has, to the process that started this rank; every rank does, and waits for all.
+
+    Who leaves while others still talk to it may be aborted by its own threads.
+    """
     (Path(os.environ[FOLDER]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
 
 
 def everywhere(value: float) -> list[float]:
