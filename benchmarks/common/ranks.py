@@ -24,13 +24,13 @@ import torch.distributed as dist
 FOLDER: Final = "BENCHMARK_FOLDER"
 
 
-def start(module: str, count: int, *arguments: object) -> list[Any]:
+def start(module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
     """Run `python -m module *arguments` as so many ranks, one thread each; what each has reported."""
     with TemporaryDirectory() as folder:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [sys.executable, "-m", *torchrun, "-m", module, *map(str, arguments)]
         own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", FOLDER: folder}
-        subprocess.run(command, check=True, env={**os.environ, **own})
+        subprocess.run(command, check=True, env={**os.environ, **own, **environment})
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 
