@@ -124,3 +124,10 @@ def _theirs(contest: Contest, task: Task, stages: list[Any], named: dict[str, nn
         return {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
 
     return step
+
+
+def require_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Fail unless both have computed the same gradients, up to rounding."""
+    assert mine.keys() == other.keys(), (sorted(mine), sorted(other))
+    for name, grad in mine.items():
+        torch.testing.assert_close(grad, other[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
