@@ -144,7 +144,8 @@ class Autograd:
             weight.grad = total
         if residuals.roots:
             self._walk(residuals, residuals.leaves if residuals.foreign else (), cotangents, into_leaves=True)
-        totals = [copied(weight.grad) if total is None else total for total, weight in zip(onto, weights, strict=True)]
+        made = [weight.grad for weight in weights]  # a dense gradient is not added to a sparse sum, but makes a new one
+        totals = [total if one is total else copied(one) for total, one in zip(onto, made, strict=True)]
         outgoing = self._outgoing([leaf.grad for leaf in inputs], residuals)
         for leaf in inputs:  # one may be a parameter, which is a leaf of the whole step
             leaf.grad = None
