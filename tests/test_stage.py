@@ -222,3 +222,28 @@ def test_the_backward_frees_what_the_forward_kept():
     del kept, outputs, arguments
     gc.collect()
     assert not [ref for ref in alive if ref() is not None]
+
+
+class Either(nn.Module):
+    """Makes a sparse gradient of its weight or a dense one, as data decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, tokens):
+        if tokens[0, 0] == 0:
+            return nn.functional.embedding(tokens, self.weight, sparse=True).sum(1)
+        return (nn.functional.one_hot(tokens, 4).to(self.weight.dtype) @ self.weight).sum(1)
+
+
+def test_a_dense_gradient_is_added_to_a_sparse_sum():
+    """Autograd does not do so in place, but makes a new sum."""
+    model, targets = nn.Sequential(Either(), nn.Linear(3, 2)), torch.randn(2, 2)
+    tokens, loss = torch.tensor([[0, 1], [2, 3]]), nn.functional.mse_loss
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(tokens,), targets=targets, loss=loss, schedule=how, unsplittable=["0"])
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (tokens,), targets)
+    for part, target in zip(tokens.split(1), targets.split(1), strict=True):
+        (loss(model(part), target) / 2).backward()
+    assert all(same_bits(grads[name], parameter.grad) for name, parameter in model.named_parameters())
