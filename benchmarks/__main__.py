@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run all benchmarks and write one table of what they have measured, with date, machine and versions.
 
-    python -m benchmarks                        # all, into docs/benchmarks.md: about ten minutes
+    python -m benchmarks                        # all, into docs/benchmarks.md: about twenty minutes
     python -m benchmarks splitting throughput   # some, printed
 
 Each is a program of its own that prints rows of the table, and may print further tables below a heading; its docstring

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps per second over Gloo, beside torch.distributed.pipelining in the same processes.
+"""Steps per second over Gloo, beside torch.distributed.pipelining.
 
-    python -m benchmarks.throughput
+    python -m benchmarks.throughput [SCHEDULE ...]
 
 A GPT, under four schedules on 2 and on 4 ranks, one thread each. Both libraries train the same model on the same batch,
-cut into the same stages and microbatches, and take turns; a step is forward and backward with new gradients, from when
-all ranks are ready to when all are done. Medians. Both must have computed the same gradients. Ours is measured twice:
-with stages that autograd differentiates, which is the default, and with `backward="graph"`.
+cut into the same stages and microbatches; a step is forward and backward with new gradients, from when all ranks are
+ready to when all are done. Ours is measured twice: with stages that autograd differentiates, which is the default, and
+with `backward="graph"`. First, in one job, both must compute the same gradients.
 
-What is freed stays with a process. Else each would find the memory that the others have left, and where; and how much
-of it goes back to the system, only to be fetched again a step later, depends on who runs before whom.
+Then each of the three has processes of its own, and they take turns, step by step. Processes are not alike, even those
+that do the same: where their memory lies makes some percent. So all are started several times; medians of all steps.
+What is freed stays with a process: how much would go back to the system, only to be fetched again a step later, is a
+matter of luck.
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import defaultdict
+from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.common import ranks
-from benchmarks.common.contests import CONTESTS, Contest, Step, Task, incumbents, ours, require_equal
+from benchmarks.common.contests import CONTESTS, Step, Task, incumbents, ours, require_equal
 from benchmarks.common.models import gpt
 from benchmarks.common.rows import least, row
+from benchmarks.common.turns import taken, turns
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
-ROWS, MICROBATCHES, WARM_UP, TURNS = 16, 8, 2, 9
+ROWS, MICROBATCHES, WARM_UP, TURNS, STARTS = 16, 8, 2, 5, 3
 KEPT: Final = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
+SIDES: Final = {"autograd": ours, "graph": partial(ours, backward="graph"), "incumbent": incumbents}
 
 
 def task() -> Task:
@@ -48,39 +54,48 @@ def timed(step: Step) -> float:
     return ranks.makespan(start, time.perf_counter())
 
 
-def contest(of: Contest, work: Task) -> dict[str, float]:
-    """Median seconds of all."""
-    steps = {
-        "autograd": ours(of, work),
-        "graph": ours(of, work, backward="graph"),
-        "incumbent": incumbents(of, work),
-    }
-    expected = steps["incumbent"]()
-    for step in steps.values():
-        require_equal(step(), expected)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(WARM_UP + TURNS):
-        for name, step in steps.items():
-            times[name] += [timed(step)] * (turn >= WARM_UP)
-    return {name: statistics.median(found) for name, found in times.items()}
+def contest(side: str, name: str, work: Task) -> list[float]:
+    """Seconds of each turn that a side takes under a schedule."""
+    step = SIDES[side](CONTESTS[name], work)
+    for _ in range(WARM_UP):
+        step()
+    return [timed(step) for _ in turns(side, name, TURNS)]
 
 
-def rank(*names: str) -> None:
-    """One rank."""
+def agreed(name: str, work: Task) -> None:
+    """Fail unless all sides compute the same gradients."""
+    expected, *others = [SIDES[side](CONTESTS[name], work)() for side in ("incumbent", "autograd", "graph")]
+    for other in others:
+        require_equal(other, expected)
+
+
+def rank(what: str, *names: str) -> None:
+    """One rank: of a side, or of the job in which they must agree."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     work = task()
-    ranks.report({name: contest(CONTESTS[name], work) for name in names or CONTESTS})
+    does = agreed if what == "agreed" else partial(contest, what)
+    ranks.report({name: does(name, work) for name in names})
     dist.destroy_process_group()
 
 
 def main() -> None:
+    names = sys.argv[1:] or [*CONTESTS]
     millions = sum(parameter.numel() for parameter in task().model.parameters()) / 1e6
     for count in (2, 4):
-        for name, found in ranks.start("benchmarks.throughput", count, *sys.argv[1:], **KEPT)[0].items():
+        ranks.start("benchmarks.throughput", count, "agreed", *names)
+        times = defaultdict[tuple[str, str], list[float]](list)
+        for _ in range(STARTS):
+            jobs = taken("benchmarks.throughput", count, [*SIDES], dict.fromkeys(names, TURNS), **KEPT)
+            for side, found in jobs.items():
+                for name in names:
+                    times[side, name] += found[0][name]
+        speed = {what: 1 / statistics.median(found) for what, found in times.items()}
+        for name in names:
             for way in ("autograd", "graph"):
                 what = f"{CONTESTS[name].title}, {count} ranks, GPT of {millions:.1f} million parameters, {way} stages"
-                print(row(what, "steps/s", 1 / found[way], 1 / found["incumbent"], least(1, of="ratio")), flush=True)
+                mine, other = speed[way, name], speed["incumbent", name]
+                print(row(what, "steps/s", mine, other, least(1, of="ratio")), flush=True)
 
 
 if __name__ == "__main__":
