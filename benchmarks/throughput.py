@@ -30,7 +30,7 @@ from benchmarks.common import ranks
 from benchmarks.common.contests import CONTESTS, Step, Task, incumbents, ours, require_equal
 from benchmarks.common.models import gpt
 from benchmarks.common.rows import least, row
-from benchmarks.common.turns import taken, turns
+from benchmarks.common.jobs import taken, turns
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
 ROWS, MICROBATCHES, WARM_UP, TURNS, STARTS = 16, 8, 2, 5, 3

@@ -1,71 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that take turns: each side of a contest in processes of its own, and never two of them at work.
-
-So none finds the memory that another has left, and what the machine does meanwhile hits all alike.
-
-    found = taken("benchmarks.script", 4, sides, dict.fromkeys(names, 9))    # in the process that starts them
-
-    for name in names:                                                       # in a rank: SIDE and names are its
-        for _ in turns(side, name, 9):                                       # arguments
-            measure()
-"""
+"""Timing in turns, so that whatever else the machine does disturbs all that is compared alike."""
 
 from __future__ import annotations
 
-import os
+import gc
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
-import torch.distributed as dist
+import torch
 
-from benchmarks.common import ranks
-
-PORT: Final = "BENCHMARK_PORT"
-HOST, LONG, MOMENT = "127.0.0.1", timedelta(minutes=2), 0.02
+Function = Callable[[], Any]
 
 
-def taken(
-    module: str, count: int, sides: Sequence[str], rounds: Mapping[str, int], **environment: str
-) -> dict[str, list[Any]]:
-    """By side, what each rank of `python -m module SIDE ROUND ...` has reported; `rounds`: how many turns each has."""
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=LONG)
-    own = {**environment, PORT: str(store.port)}
-    with ThreadPoolExecutor(len(sides)) as pool:
-        jobs = {side: pool.submit(ranks.start, module, count, side, *rounds, **own) for side in sides}
-        for name, length in rounds.items():
-            for side, job in jobs.items():
-                _await(store, f"{name}: {side} is ready", job)
-            for turn in range(length):
-                for side in sides if turn % 2 else reversed(sides):
-                    store.set(f"{name}: {side} takes turn {turn}", "")
-                    _await(store, f"{name}: {side} has taken turn {turn}", jobs[side])
-            store.set(f"{name} is over", "")
-        return {side: job.result() for side, job in jobs.items()}
+def device() -> torch.device:
+    """The accelerator, if there is one, or the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if found is None else found
 
 
-def turns(side: str, name: str, length: int) -> Iterator[int]:
-    """In every rank of a side: its turns in the named round, between which the others have theirs."""
-    store = dist.TCPStore(HOST, int(os.environ[PORT]), is_master=False, timeout=LONG)
-    _all_say(store, f"{name}: {side} is ready")
-    for turn in range(length):
-        store.wait([f"{name}: {side} takes turn {turn}"])
-        yield turn
-        _all_say(store, f"{name}: {side} has taken turn {turn}")
-    store.wait([f"{name} is over"])
+def seconds() -> float:
+    """Processor time; on an accelerator the time on the clock, when all that was launched is done."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
-def _all_say(store: dist.TCPStore, what: str) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        store.set(what, "")
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection in between."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
-def _await(store: dist.TCPStore, what: str, job: Future[Any]) -> None:
-    """Until it is said, or the job has failed."""
-    while not store.check([what]):
-        if job.done():
-            raise RuntimeError(f"a job ended before {what!r}") from job.exception()
-        time.sleep(MOMENT)
+def timed(function: Function, clock: Callable[[], float] = seconds) -> float:
+    """Seconds that a call takes."""
+    start = clock()
+    function()
+    return clock() - start
+
+
+def medians(functions: Mapping[str, Function], rounds: int) -> dict[str, float]:
+    """The median time of each function in seconds.
+
+    Each is timed right after a call of its own, so that none pays for what the one before it left in the caches.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    with without_collection():
+        for _ in range(rounds):
+            for name, function in functions.items():
+                function()
+                times[name].append(timed(function))
+    return {name: statistics.median(found) for name, found in times.items()}
