@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from benchmarks.common import ranks
 from benchmarks.common.contests import CONTESTS, Step, Task, incumbents, ours, require_equal
+from benchmarks.common.jobs import taken, turns
 from benchmarks.common.models import gpt
 from benchmarks.common.rows import least, row
-from benchmarks.common.jobs import taken, turns
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
 ROWS, MICROBATCHES, WARM_UP, TURNS, STARTS = 16, 8, 2, 5, 3
