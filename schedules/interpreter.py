@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from schedules.actions import Action
 from schedules.authoring import Schedule
@@ -25,8 +25,10 @@ from schedules.channels import Lowered
 from schedules.errors import ProgramError
 from schedules.graph import Graph
 from schedules.lowering import lower
-from schedules.meaning import Formula, Meaning, formula, total
+from schedules.meaning import Formula, Meaning, formula
 from schedules.networks import Links, Network, fifo, rendezvous, send_of
+from schedules.parcels import Parcel, carried, needed
+from schedules.sums import Sums
 from schedules.wiring import graph_of
 
 
@@ -64,22 +66,7 @@ def require_whole(meaning: Meaning, schedule: Schedule, graph: Graph) -> None:
     meaning.require(graph, schedule.microbatches, schedule.slices, schedule.backward)
 
 
-class _Parcel(NamedTuple):
-    """Made by stage `source`, to be used once by stage `target`, which is the same for what a stage keeps for later."""
-
-    kind: str
-    source: int
-    target: int
-    microbatch: int
-    slice: int | None = None
-
-    def __str__(self) -> str:
-        unit = f"{self.microbatch}" if self.slice is None else f"{self.microbatch}.{self.slice}"
-        return f"{self.kind} {self.source}>{self.target} of microbatch {unit}"
-
-
-Steps: TypeAlias = Generator[_Parcel, None, None]  # yields what it waits for, again and again until it is there
-Place: TypeAlias = tuple[int, int]  # a stage on a rank
+Steps: TypeAlias = Generator[Parcel, None, None]  # yields what it waits for, again and again until it is there
 
 
 class _Run:
@@ -88,14 +75,10 @@ class _Run:
     def __init__(self, schedule: Schedule, graph: Graph, streams: list[Iterator[Action]], links: Links | None) -> None:
         self.schedule, self.graph, self.streams, self.links = schedule, graph, streams, links
         self.placement = schedule.placement
-        self.held: list[dict[_Parcel, Formula]] = [{} for _ in streams]
+        self.held: list[dict[Parcel, Formula]] = [{} for _ in streams]
         self.sent: list[dict[Action, None]] = [{} for _ in streams]  # invariant: those that have not had their WAIT
         self.outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
-        places = [(s, rank) for s in range(graph.stages) for rank in self.placement.replicas(s)]
-        self.terms: dict[Place, list[Formula]] = {place: [] for place in places}
-        self.done: dict[Place, set[tuple[int, int | None]]] = {place: set() for place in places}
-        self.sums: dict[Place, Formula] = {}
-        self.updated = dict.fromkeys(places, -1)
+        self.sums = Sums(schedule, graph.stages)
         self.at = [""] * len(streams)
 
     def finish(self) -> Meaning:
@@ -103,42 +86,27 @@ class _Run:
         running = {rank: self._rank(rank) for rank in range(len(self.streams))}
         while running:
             before = [*self.at]
-            needed = {rank: next(steps, None) for rank, steps in running.items()}
-            if all(needed.values()) and self.at == before:
-                where = "; ".join(f"rank {rank} at {self.at[rank]} needs {parcel}" for rank, parcel in needed.items())
+            awaited = {rank: next(steps, None) for rank, steps in running.items()}
+            if all(awaited.values()) and self.at == before:
+                where = "; ".join(f"rank {rank} at {self.at[rank]} needs {parcel}" for rank, parcel in awaited.items())
                 raise ProgramError(f"nobody can go on: {where}. Reorder the actions, or add what is missing.")
-            running = {rank: steps for rank, steps in running.items() if needed[rank]}
+            running = {rank: steps for rank, steps in running.items() if awaited[rank]}
         return self._outcome()
 
     def _outcome(self) -> Meaning:
-        S, replicas = self.graph.stages, self.placement.replicas
-        gradients = tuple(tuple(term for rank in replicas(s) for term in self.terms[s, rank]) for s in range(S))
-        sums = tuple(tuple(self._sum(s, rank) for rank in replicas(s)) for s in range(S))
+        gradients, wholes = self.sums.gradients(), self.sums.wholes()
         tied = sorted(self.graph.gradients) if self.schedule.backward else []
         copies = {edge: self._copies(*edge) for edge in tied}
         self._require_nothing_left()
-        for s, found in enumerate(sums):
-            if self.schedule.backward and {*found} != {total([self.terms[s, rank] for rank in replicas(s)])}:
-                raise ProgramError(f"stage {s}: its gradients were summed too early. Put each G behind all backwards.")
-        return Meaning(tuple(map(tuple, self.outputs)), gradients, sums, copies)
-
-    def _sum(self, s: int, rank: int) -> Formula:
-        """The gradient of stage `s` on one of its ranks: summed over replicas if there are some."""
-        if len(self.placement.replicas(s)) == 1 or not self.schedule.backward:
-            return total([self.terms[s, rank]])
-        if (s, rank) not in self.sums:
-            raise ProgramError(f"rank {rank} never sums the gradients of stage {s} over its replicas. Add its G.")
-        return self.sums[s, rank]
+        self.sums.require_updated()
+        self.sums.require_late()
+        return Meaning(tuple(map(tuple, self.outputs)), gradients, wholes, copies)
 
     def _require_nothing_left(self) -> None:
         left = [str(parcel) for held in self.held for parcel in held]
         left += [str(message) for message in (self.links.left() if self.links else ())]
         if left:
             raise ProgramError(f"left over at the end: {', '.join(left)}. Use everything that is made, once.")
-        if max(self.updated.values()) >= 0:
-            for (s, rank), i in self.updated.items():
-                if any(j > i for j, _ in self.done[s, rank]):
-                    raise ProgramError(f"rank {rank}: gradients of stage {s} behind microbatch {i} are in no update.")
 
     def _rank(self, rank: int) -> Steps:
         handlers = _HANDLERS if self.links is None else {**_HANDLERS, **_TRANSFERS}
@@ -166,22 +134,14 @@ class _Run:
     def _cannot(self, rank: int, repair: str) -> ProgramError:
         return ProgramError(f"rank {rank} cannot run {self.at[rank]}. {repair}")
 
-    def _inputs(self, action: Action) -> list[_Parcel]:
-        """What a forward, or a full or half backward, takes."""
-        kind, s, i, _, part = action
-        before, after = (None, None) if part is None else (part - 1, part + 1)
-        if kind in _FORWARDS:
-            cache = [_Parcel("cache", s, s, i, before)] if part else []
-            return [*cache, *(_Parcel("F", p, s, i, part) for p in self.graph.fed_by[s])]
-        later = [_Parcel("later", s, s, i, after)] if after is not None and after < self.schedule.slices else []
-        cotangents = (_Parcel("B", t, s, i, part) for t in self.graph.pulled_by[s])
-        return [_Parcel("residuals", s, s, i, part), *later, *cotangents]
+    def _needed(self, action: Action) -> list[Parcel]:
+        return needed(action, self.graph, self.schedule.slices)
 
     def _pair(self, rank: int, first: Action, second: Action | None) -> Steps:
         """A fused pair: the data of both must be there before either begins."""
         if second is None or second.kind not in ("B", "I") or not self._holds(rank, second):
             raise self._cannot(rank, "Put the B or I that it overlaps with directly behind it.")
-        for parcel in (*self._inputs(first), *self._inputs(second)):
+        for parcel in (*self._needed(first), *self._needed(second)):
             while parcel not in self.held[rank]:
                 yield parcel
         yield from self._forward(rank, first)
@@ -191,81 +151,66 @@ class _Run:
         kind, s, i, _, part = action
         if kind == "C" and not self.schedule.backward:
             raise self._cannot(rank, "Checkpoint what comes back.")
-        inputs = yield from self._take(rank, *self._inputs(action))
+        inputs = yield from self._take(rank, *self._needed(action))
         output = formula("F", s, (i, part or 0), *inputs)
         self.outputs[s].append(output)
-        kept = [_Parcel("inputs" if kind == "C" else "residuals", s, s, i, part)] * self.schedule.backward
+        kept = [Parcel("inputs" if kind == "C" else "residuals", s, s, i, part)] * self.schedule.backward
         if part is not None and part < self.schedule.slices - 1:
-            kept.append(_Parcel("cache", s, s, i, part))
-        self._put(rank, output, *kept, *(_Parcel("F", s, t, i, part) for t in self.graph.feeds[s]))
+            kept.append(Parcel("cache", s, s, i, part))
+        self._put(rank, output, *kept, *(Parcel("F", s, t, i, part) for t in self.graph.feeds[s]))
 
     def _recompute(self, rank: int, action: Action) -> Steps:
         _, s, i, _, part = action
-        (output,) = yield from self._take(rank, _Parcel("inputs", s, s, i, part))
-        self._put(rank, output, _Parcel("residuals", s, s, i, part))
+        (output,) = yield from self._take(rank, Parcel("inputs", s, s, i, part))
+        self._put(rank, output, Parcel("residuals", s, s, i, part))
 
-    def _pull(self, rank: int, action: Action) -> Generator[_Parcel, None, Formula]:
+    def _pull(self, rank: int, action: Action) -> Generator[Parcel, None, Formula]:
         """Make the cotangents; returns the term that is left to add to the gradient."""
         _, s, i, _, part = action
-        kept = yield from self._take(rank, *self._inputs(action))
-        later = [_Parcel("later", s, s, i, part)] if part else []
-        self._put(rank, formula("B", *kept), *later, *(_Parcel("B", s, p, i, part) for p in self.graph.pulls[s]))
+        kept = yield from self._take(rank, *self._needed(action))
+        later = [Parcel("later", s, s, i, part)] if part else []
+        self._put(rank, formula("B", *kept), *later, *(Parcel("B", s, p, i, part) for p in self.graph.pulls[s]))
         return formula("W", *kept)
 
     def _backward(self, rank: int, action: Action) -> Steps:
         term = yield from self._pull(rank, action)
-        self._add(rank, action, term)
+        self.sums.add(action.stage, rank, (action.microbatch, action.slice), term)
 
     def _input_half(self, rank: int, action: Action) -> Steps:
         _, s, i, _, part = action
         term = yield from self._pull(rank, action)
-        self._put(rank, term, _Parcel("deferred", s, s, i, part))
+        self._put(rank, term, Parcel("deferred", s, s, i, part))
 
     def _weight_half(self, rank: int, action: Action) -> Steps:
         _, s, i, _, part = action
-        (term,) = yield from self._take(rank, _Parcel("deferred", s, s, i, part))
-        self._add(rank, action, term)
-
-    def _add(self, rank: int, action: Action, term: Formula) -> None:
-        self.terms[action.stage, rank].append(term)
-        self.done[action.stage, rank].add((action.microbatch, action.slice))
-
-    def _expected(self, s: int, rank: int) -> set[tuple[int, int | None]]:
-        """The units whose gradients stage `s` adds on `rank`."""
-        parts = [None] if self.schedule.slices == 1 else [*range(self.schedule.slices)]
-        microbatches = range(self.schedule.microbatches)
-        return {(i, part) for i in microbatches if self.placement.home(s, i) == rank for part in parts}
+        (term,) = yield from self._take(rank, Parcel("deferred", s, s, i, part))
+        self.sums.add(action.stage, rank, (action.microbatch, action.slice), term)
 
     def _sum_replicas(self, rank: int, action: Action) -> Steps:
-        _, s, i, _, _ = action
-        others = [other for other in self.placement.replicas(s) if other != rank and self.schedule.backward]
-        if not others or (s, rank) in self.sums or i != max(self._expected(s, rank))[0]:
+        s, sums = action.stage, self.sums
+        others = sums.others(s, rank)
+        if not others or (s, rank) in sums.totals or action.microbatch != sums.last(s, rank):
             raise self._cannot(rank, "Sum the gradients of replicas once, named by this one's last microbatch.")
-        sums = {rank: formula("sum", *self.terms[s, rank])}
+        partials = {rank: sums.partial(s, rank)}
         for other in others:
-            partial = _Parcel("G", s, s, max(self._expected(s, other))[0])
+            partial = Parcel("G", s, s, sums.last(s, other))
             if self.links is not None:
-                (sums[other],) = yield from self._take(rank, partial)
-            while self.links is None and self.done[s, other] != self._expected(s, other):
+                (partials[other],) = yield from self._take(rank, partial)
+            while self.links is None and not sums.complete(s, other):
                 yield partial
-            sums.setdefault(other, formula("sum", *self.terms[s, other]))
-        self.sums[s, rank] = formula("total", *(sums[replica] for replica in self.placement.replicas(s)))
+            partials.setdefault(other, sums.partial(s, other))
+        sums.settle(s, rank, partials)
 
     def _update(self, rank: int, action: Action) -> Steps:
-        _, s, i, _, _ = action
-        needed = {(j, part) for j, part in self._expected(s, rank) if j <= i}
-        summed = len(self.placement.replicas(s)) == 1 or (s, rank) in self.sums
-        later = self.updated[s, rank] < i < self.schedule.microbatches
-        if not (self.schedule.backward and summed and later and needed <= self.done[s, rank]):
+        if not self.sums.update(action.stage, rank, action.microbatch):
             raise self._cannot(rank, "Update with gradients that are there, each once.")
-        self.updated[s, rank] = i
         yield from ()
 
     def _send(self, rank: int, action: Action) -> Steps:
-        parcel = _parcel(action)
+        parcel = carried(action)
         if parcel.kind == "G":
             s, t = parcel.source, parcel.target
-            self._put(rank, formula("sum", *self.terms[s, rank]) if s == t else self._sum(s, rank), parcel)
+            self._put(rank, self.sums.partial(s, rank) if s == t else self.sums.whole(s, rank), parcel)
         if parcel not in self.held[rank] or action in self.sent[rank]:
             raise self._cannot(rank, "Send what has been made, once.")
         self.sent[rank][action] = None
@@ -274,14 +219,14 @@ class _Run:
 
     def _receive(self, rank: int, action: Action) -> Steps:
         message = send_of(action)
-        parcel = _parcel(message)
+        parcel = carried(message)
         source = self.placement.home(message.stage, message.microbatch)
         if rank != self._other_end(source, parcel):
             raise self._cannot(rank, "Receive where the stage is that needs it.")
         self._deliver(self._links.receive((source, rank), message))
         yield from ()
 
-    def _other_end(self, source: int, parcel: _Parcel) -> int:
+    def _other_end(self, source: int, parcel: Parcel) -> int:
         """The rank that a parcel from rank `source` goes to: of the target stage, or of its other replica."""
         if parcel.source != parcel.target:
             return self.placement.home(parcel.target, parcel.microbatch)
@@ -292,7 +237,7 @@ class _Run:
         if message not in self.sent[rank]:
             raise self._cannot(rank, "Wait once, after the send.")
         while self._links.pending(message):
-            yield _parcel(message)
+            yield carried(message)
         del self.sent[rank][message]
 
     @property
@@ -302,17 +247,17 @@ class _Run:
 
     def _deliver(self, passing: Iterator[tuple[Action, Formula]]) -> None:
         for message, value in passing:
-            parcel = _parcel(message)
+            parcel = carried(message)
             source = self.placement.home(message.stage, message.microbatch)
             self._put(self._other_end(source, parcel), value, parcel)
 
-    def _take(self, rank: int, *parcels: _Parcel) -> Generator[_Parcel, None, list[Formula]]:
+    def _take(self, rank: int, *parcels: Parcel) -> Generator[Parcel, None, list[Formula]]:
         for parcel in parcels:
             while parcel not in self.held[rank]:
                 yield parcel
         return [self.held[rank].pop(parcel) for parcel in parcels]
 
-    def _put(self, rank: int, value: Formula, *parcels: _Parcel) -> None:
+    def _put(self, rank: int, value: Formula, *parcels: Parcel) -> None:
         for parcel in parcels:
             held = self.held[rank if self.links else self.placement.home(parcel.target, parcel.microbatch)]
             if parcel in held:
@@ -326,20 +271,14 @@ class _Run:
     def _copy(self, s: int, t: int, route: int) -> Formula:
         owner, holder = (self.placement.routes[route][stage] for stage in (s, t))
         if self.links is None or owner == holder:
-            return self._sum(s, owner)
-        parcel = _Parcel("G", s, t, range(route, self.schedule.microbatches, len(self.placement.routes))[-1])
+            return self.sums.whole(s, owner)
+        parcel = Parcel("G", s, t, range(route, self.schedule.microbatches, len(self.placement.routes))[-1])
         if parcel not in self.held[holder]:
             raise ProgramError(f"{parcel} never arrives. Send it after the last backward of stage {s}.")
         return self.held[holder].pop(parcel)
 
 
-def _parcel(message: Action) -> _Parcel:
-    assert message.peer is not None, "a message has a peer stage"
-    return _Parcel(message.kind.partition("_")[2], message.stage, message.peer, message.microbatch, message.slice)
-
-
 Handler: TypeAlias = Callable[[_Run, int, Action], Steps]
-_FORWARDS = ("F", "C", "OVERLAP_F")
 _HANDLERS: Mapping[str, Handler] = MappingProxyType(
     {
         "F": _Run._forward,

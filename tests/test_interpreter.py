@@ -7,7 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import B, F, Graph, I, Program, ProgramError, W, chain, gpipe, lower, one_f_one_b, parse, transform
+from schedules import (
+    B,
+    F,
+    G,
+    Graph,
+    I,
+    Program,
+    ProgramError,
+    W,
+    chain,
+    dualpipe,
+    gpipe,
+    lower,
+    one_f_one_b,
+    parse,
+    transform,
+)
 from schedules.interpreter import ideal, interpret, prove
 from schedules.meaning import formula, whole
 from schedules.networks import fifo, receive_of, rendezvous, send_of
@@ -135,6 +151,14 @@ def edited(rank, schedule, rows):
 def test_a_broken_schedule(row, why):
     with pytest.raises(ProgramError, match=why):
         prove(edited(gpipe(1, 1), (row,)))
+
+
+def test_a_sum_over_replicas_must_have_all_terms():
+    both = dualpipe(ranks=2, microbatches=2)
+    early = [F(0, 0), F(1, 1), B(1, 1), I(0, 0), G(0, 0), W(0, 0), G(1, 1)]
+    late = "gradients were summed too early. Put each G behind all backwards"
+    with pytest.raises(ProgramError, match=f"stage 0: its {late}"):
+        ideal(edited(both, (early, [*both.actions(1)])))
 
 
 @settings(deadline=None)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of gradients while a schedule runs on formulas: terms are added, replicas summed, weights updated.
+
+Each rank that holds a stage has a sum of its own; a place is a stage on a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from schedules.authoring import Schedule
+from schedules.errors import ProgramError
+from schedules.meaning import Formula, Formulas, formula, total
+
+Place: TypeAlias = tuple[int, int]
+Part: TypeAlias = tuple[int, int | None]  # a microbatch, and its slice if there are some
+
+
+class Sums:
+    """The gradients of one run.
+
+    - `terms`: by place, in the order in which they are added; `done`: of which parts they are.
+    - `totals`: by place, over all replicas, once they are summed.
+    - `updated`: by place, up to which microbatch gradients have been used.
+    """
+
+    def __init__(self, schedule: Schedule, stages: int) -> None:
+        self.schedule, self.placement, self.stages = schedule, schedule.placement, stages
+        places = [(s, rank) for s in range(stages) for rank in self.placement.replicas(s)]
+        self.terms: dict[Place, list[Formula]] = {place: [] for place in places}
+        self.done: dict[Place, set[Part]] = {place: set() for place in places}
+        self.totals: dict[Place, Formula] = {}
+        self.updated = dict.fromkeys(places, -1)
+
+    def add(self, s: int, rank: int, part: Part, term: Formula) -> None:
+        """Add the term of a part."""
+        self.terms[s, rank].append(term)
+        self.done[s, rank].add(part)
+
+    def partial(self, s: int, rank: int) -> Formula:
+        """The sum of what has been added on one rank."""
+        return formula("sum", *self.terms[s, rank])
+
+    def complete(self, s: int, rank: int) -> bool:
+        """Whether all has been added there that will be."""
+        return self.done[s, rank] == self._expected(s, rank)
+
+    def last(self, s: int, rank: int) -> int:
+        """The last microbatch of which stage `s` has a term on a rank."""
+        return max(self._expected(s, rank))[0]
+
+    def others(self, s: int, rank: int) -> list[int]:
+        """The other ranks whose gradients of stage `s` are to be summed with that of this one."""
+        return [other for other in self.placement.replicas(s) if other != rank and self.schedule.backward]
+
+    def settle(self, s: int, rank: int, partials: Mapping[int, Formula]) -> None:
+        """Sum over replicas, given the sum of each."""
+        self.totals[s, rank] = formula("total", *(partials[replica] for replica in self.placement.replicas(s)))
+
+    def whole(self, s: int, rank: int) -> Formula:
+        """The gradient of stage `s` on one of its ranks: summed over replicas if there are some."""
+        if len(self.placement.replicas(s)) == 1 or not self.schedule.backward:
+            return total([self.terms[s, rank]])
+        if (s, rank) not in self.totals:
+            raise ProgramError(f"rank {rank} never sums the gradients of stage {s} over its replicas. Add its G.")
+        return self.totals[s, rank]
+
+    def update(self, s: int, rank: int, i: int) -> bool:
+        """Use the gradients up to microbatch `i`; whether they are there, and any is new."""
+        needed = {(j, part) for j, part in self._expected(s, rank) if j <= i}
+        summed = len(self.placement.replicas(s)) == 1 or (s, rank) in self.totals
+        later = self.updated[s, rank] < i < self.schedule.microbatches
+        allowed = self.schedule.backward and summed and later and needed <= self.done[s, rank]
+        if allowed:
+            self.updated[s, rank] = i
+        return allowed
+
+    def gradients(self) -> Formulas:
+        """Per stage, its terms, replica by replica."""
+        replicas = self.placement.replicas
+        return tuple(tuple(term for rank in replicas(s) for term in self.terms[s, rank]) for s in range(self.stages))
+
+    def wholes(self) -> Formulas:
+        """Per stage, its gradient on each rank that holds it."""
+        return tuple(tuple(self.whole(s, rank) for rank in self.placement.replicas(s)) for s in range(self.stages))
+
+    def require_updated(self) -> None:
+        """Raise `ProgramError` if there are updates, and a gradient that is in none."""
+        if max(self.updated.values()) < 0:
+            return
+        for (s, rank), i in self.updated.items():
+            if any(j > i for j, _ in self.done[s, rank]):
+                raise ProgramError(f"rank {rank}: gradients of stage {s} behind microbatch {i} are in no update.")
+
+    def require_late(self) -> None:
+        """Raise `ProgramError` if a sum lacks what was added later."""
+        for s, found in enumerate(self.wholes() if self.schedule.backward else ()):
+            if {*found} != {total([self.terms[s, rank] for rank in self.placement.replicas(s)])}:
+                raise ProgramError(f"stage {s}: its gradients were summed too early. Put each G behind all backwards.")
+
+    def _expected(self, s: int, rank: int) -> set[Part]:
+        """The parts whose gradients stage `s` adds on `rank`."""
+        parts = [None] if self.schedule.slices == 1 else [*range(self.schedule.slices)]
+        microbatches = range(self.schedule.microbatches)
+        return {(i, part) for i in microbatches if self.placement.home(s, i) == rank for part in parts}
