@@ -8,8 +8,8 @@ Every rank is a process, over Gloo. Two cores cannot compute for eight ranks, so
 of Linear(8, 8) lasts as long as its action costs, what it computes included, and what sleeps are late by, which is
 measured first. For the same reason ranks have real-time priority, where the system grants it: whoever wakes up runs at
 once, as on a core of its own. All else is as in any step: program, executor and transport. Simulated with these costs,
-and with the time of one transfer, measured between two ranks, as `comm`. A step goes from the first start on any rank
-to the last end; medians.
+and, as `comm`, with the time that a transfer takes while all ranks send one, as they do in a step. A step goes from the
+first start on any rank to the last end; medians.
 """
 
 from __future__ import annotations
@@ -119,17 +119,22 @@ def measured(how: Schedule, late: float) -> float:
 
 
 def transfer() -> float:
-    """Median seconds from when rank 0, just awake, sends to when rank 1, which waits, has it: they have one clock."""
-    sent, times = torch.zeros(1, dtype=torch.float64), []
+    """Median seconds from when a rank, just awake, sends to when the next one has it; as in a step, all do so at once.
+
+    The processes of one machine have one clock.
+    """
+    rank, count = dist.get_rank(), dist.get_world_size()
+    sent, got = torch.zeros(2, 1, dtype=torch.float64)
+    times = []
     for _ in range(PINGS):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            time.sleep(UNIT)
-            dist.send(sent.fill_(time.perf_counter()), 1)
-        elif dist.get_rank() == 1:
-            dist.recv(sent, 0)
-            times.append(time.perf_counter() - sent.item())
-    return ranks.everywhere(statistics.median(times) if times else 0.0)[1]
+        begin = max(ranks.everywhere(time.perf_counter())) + UNIT
+        arriving = dist.irecv(got, (rank - 1) % count)
+        time.sleep(max(0.0, begin - time.perf_counter()))
+        leaving = dist.isend(sent.fill_(time.perf_counter()), (rank + 1) % count)
+        arriving.wait()
+        times.append(time.perf_counter() - got.item())
+        leaving.wait()
+    return statistics.median(ranks.everywhere(statistics.median(times)))
 
 
 def rank(*names: str) -> None:
