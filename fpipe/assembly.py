@@ -181,11 +181,13 @@ class _Builder:
         received = [v for values in layout.gets.values() for v in values]
         leaves = (*previous, *metadata.grads[s])
         loss = self.captured.loss
+        differentiated = tuple(argument[v] for v in received if v in metadata.differentiable)
         return Wiring(
             parameters=len(layout.parameters),
             buffers=len(layout.buffers),
             trained=frozenset(argument[v] for v in layout.parameters if v in metadata.differentiable),
-            differentiated=tuple(argument[v] for v in received if v in metadata.differentiable),
+            differentiated=differentiated,
+            inner=differentiated if s in metadata.casting | metadata.varying else (),
             modified=tuple(argument[v] for v in layout.inputs if v in layout.modified),
             passed=tuple(argument[v] for v in passed),
             outputs=tuple((value[v], metadata.specs[v]) for v in layout.leaving),

@@ -36,6 +36,7 @@ class Metadata:
     - `grads`: per stage, the parameters that it owns and that get a gradient.
     - `undeferred`: per stage, those of them whose gradients cannot be left for the weight half, and why.
     - `varying`: the stages that read values of tensors, so that these may decide what they do.
+    - `casting`: the stages in which something runs under autocast.
     """
 
     specs: dict[Value, Spec] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Metadata:
     grads: dict[int, tuple[Value, ...]] = field(default_factory=dict)
     undeferred: dict[int, dict[Value, str]] = field(default_factory=dict)
     varying: set[int] = field(default_factory=set)
+    casting: set[int] = field(default_factory=set)
 
     def pulls(self, s: int, layout: Layout) -> Routes:
         """Per earlier stage, the values for which stage `s` sends it a cotangent."""
@@ -126,15 +128,17 @@ class _Watch(TorchFunctionMode):
 
     - `hooked`: nodes of the autograd graph may have hooks, which run in autograd's backward only.
     - `varying`: values of tensors are read, so the graph may be another one for other values.
+    - `casting`: something runs under autocast.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.hooked = self.varying = False
+        self.hooked = self.varying = self.casting = False
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func in (Tensor.register_hook, GRAD_FN)
         self.varying |= func in READING
+        self.casting |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         return func(*args, **(kwargs or {}))
 
 
@@ -161,6 +165,7 @@ def _backward(
             metadata.cotangents[s, value] = Spec.of(flowing[value])
     metadata.grads[s] = tuple(value for value in flowing if value not in previous)
     metadata.varying.update({s} if run.watch.varying else ())
+    metadata.casting.update({s} if run.watch.casting else ())
     metadata.undeferred[s] = {value: undeferred[value] for value in metadata.grads[s] if value in undeferred}
 
 

@@ -232,6 +232,47 @@ def test_a_microbatch_s_activations_are_kept_alive_by_hooks_that_hold_them():
     assert not [ref for ref in seen if ref() is not None]
 
 
+# ------------------------------------------------------------------------------------------------------------- autocast
+
+
+class Casting(nn.Module):
+    """Uses a value twice under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.a(x).float() * self.b(x).float()
+
+
+class Around(nn.Module):
+    """Runs modules under one autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Casting()
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(self.first(x).float())
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize(
+    "how", [one_f_one_b(ranks=2, microbatches=2), zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"]
+)
+@pytest.mark.parametrize("cut", ["1", "2", "2.second"])
+def test_autocast_does_not_remember_casts_of_what_a_stage_received(backward, how, cut):
+    """Received values are leaves of a stage's backward, and of leaves autocast casts one only once."""
+    case = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Casting(), Around()), rows_of(), mse, ("", "", ""))
+    built = _, model, inputs, targets = build(case, how, 6, (cut,), "trace", backward=backward)
+    got = run(*built)
+    assert_same(got, run_reference(*built))
+    assert_same(got, loop(model, case.loss, inputs, targets, how.microbatches))
+
+
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 

@@ -86,6 +86,8 @@ class Autograd:
         for k in wiring.differentiated:
             arguments[k] = arguments[k].detach().requires_grad_()
         given = tuple(arguments)
+        for k in wiring.inner:
+            arguments[k] = arguments[k].view_as(arguments[k])
         for k in wiring.modified:
             arguments[k] = arguments[k].clone()
         with torch.set_grad_enabled(bool(wiring.leaves)):

@@ -24,6 +24,8 @@ class Wiring:
 
     - `parameters`, `buffers`: how many of them there are.
     - `trained`: arguments that are parameters and want a gradient; `differentiated`: received values that do.
+    - `inner`: those of them that the function must not see as leaves, which they are not on one device: autocast
+      remembers what it has cast of leaves, and then their gradients are summed before they are cast back.
     - `modified`: arguments that the function modifies in place, cloned first.
     - `passed`: arguments that are needed behind the function: values passed on, shared parameters.
     - `outputs`: the values that leave, in order, and their layouts.
@@ -36,6 +38,7 @@ class Wiring:
     buffers: int
     trained: frozenset[int]
     differentiated: tuple[int, ...]
+    inner: tuple[int, ...]
     modified: tuple[int, ...]
     passed: tuple[int, ...]
     outputs: tuple[tuple[int, Spec], ...]
