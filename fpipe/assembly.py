@@ -182,12 +182,13 @@ class _Builder:
         leaves = (*previous, *metadata.grads[s])
         loss = self.captured.loss
         differentiated = tuple(argument[v] for v in received if v in metadata.differentiable)
+        casts = s in metadata.casting or s in metadata.varying  # a branch that was not taken may
         return Wiring(
             parameters=len(layout.parameters),
             buffers=len(layout.buffers),
             trained=frozenset(argument[v] for v in layout.parameters if v in metadata.differentiable),
             differentiated=differentiated,
-            inner=differentiated if s in metadata.casting | metadata.varying else (),
+            inner=differentiated if casts else (),
             modified=tuple(argument[v] for v in layout.inputs if v in layout.modified),
             passed=tuple(argument[v] for v in passed),
             outputs=tuple((value[v], metadata.specs[v]) for v in layout.leaving),

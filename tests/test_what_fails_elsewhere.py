@@ -256,14 +256,14 @@ class Around(nn.Module):
 
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.second(self.first(x).float())
+            return self.second(x + self.first(x))
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize(
     "how", [one_f_one_b(ranks=2, microbatches=2), zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"]
 )
-@pytest.mark.parametrize("cut", ["1", "2", "2.second"])
+@pytest.mark.parametrize("cut", ["1", "2.second"])
 def test_autocast_does_not_remember_casts_of_what_a_stage_received(backward, how, cut):
     """Received values are leaves of a stage's backward, and of leaves autocast casts one only once."""
     case = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Casting(), Around()), rows_of(), mse, ("", "", ""))
