@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture of transformers, as a tiny random model, cut in 2 and 4, and compared with one device bit for bit.
+"""Every architecture of transformers, as a tiny random model, cut in 2 and 8, and compared with one device bit for bit.
 
-    python benchmarks/architectures                          # all, into docs/models.md: an hour or two
+    python benchmarks/architectures                          # all, into docs/models.md: hours
     python benchmarks/architectures --only gpt2 t5 vit       # some, printed
     python benchmarks/architectures --results found.jsonl    # kept; run again, it goes on where it stopped
 
 Needs transformers; some architectures need timm, torchvision, torchaudio, scipy or pillow too, and are listed as not
-tried without them. Each runs in a process of its own, with one thread, a time limit and a memory limit.
+tried without them. Each runs in a process of its own, with one thread, a time limit and a memory limit. What was found
+at another commit is not used again: a page tells of one commit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import multiprocessing
 import os
 import resource
+import subprocess
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -29,36 +31,49 @@ import torch
 import transformers
 from classes import architectures
 from table import page
-from trial import SCHEDULES, Trial, trial
+from trial import VARIANTS, Trial, trials
 
-SECONDS, GIGABYTES = 300, 8
-PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "models.md"
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python benchmarks/architectures", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types, as in config.model_type")
     parser.add_argument("--capture", default="trace", help="the front end")
-    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("--seconds", type=float, default=300, help="the time limit of an architecture")
+    parser.add_argument("--gigabytes", type=float, default=8, help="the memory limit of an architecture")
     parser.add_argument("--results", type=Path, default=Path(gettempdir()) / "fpipe_architectures.jsonl")
     parser.add_argument("--page", type=Path, help=f"the page to write; by default {PAGE.name}, if all were asked for")
     return parser.parse_args()
 
 
-def known(results: Path) -> dict[str, Trial]:
-    """The trials of an earlier run, by model type."""
+def commit() -> str:
+    """The commit that is tried, with a plus sign where files differ from it."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    changed = ["git", "status", "--porcelain", "fpipe", "schedules", "benchmarks/architectures"]
+    dirty = subprocess.run(changed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return head.stdout.strip() + "+" * bool(dirty)
+
+
+def known(results: Path, at: str) -> dict[str, Trial]:
+    """The latest trial at this commit of each model type, finished or not."""
     lines = results.read_text().splitlines() if results.exists() else []
-    return {found.kind: found for found in (Trial(**json.loads(line)) for line in lines)}
+    records = [record for line in lines if (record := json.loads(line))["commit"] == at]
+    return {record["kind"]: Trial(**record) for record in records}
 
 
-def attempt(kind: str, names: Sequence[str], asked: argparse.Namespace) -> None:
-    """Try one, in this process, and add a line to the results."""
+def attempt(kind: str, names: Sequence[str], asked: argparse.Namespace, at: str) -> None:
+    """Try one, in this process, and add a line to the results after each variant."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warnings.filterwarnings("ignore")
-    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
+    limit = int(asked.gigabytes * (1 << 30))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     torch.set_num_threads(1)
-    add(asked.results, trial(kind, names, asked.schedules, asked.capture))
+    for found in trials(Trial(kind, names[0], at), names, asked.variants, asked.capture):
+        add(asked.results, found)
 
 
 def add(results: Path, found: Trial) -> None:
@@ -66,50 +81,64 @@ def add(results: Path, found: Trial) -> None:
         file.write(json.dumps(found.record()) + "\n")
 
 
-def attempts(todo: Iterable[tuple[str, Sequence[str]]], asked: argparse.Namespace) -> None:
+def attempts(todo: Iterable[tuple[str, Sequence[str]]], asked: argparse.Namespace, at: str) -> None:
     """Try all, some at a time."""
     fork, left = multiprocessing.get_context("fork"), list(todo)
     running: dict[BaseProcess, tuple[str, Sequence[str], float]] = {}
     while left or running:
         while left and len(running) < asked.workers:
             kind, names = left.pop(0)
-            process = fork.Process(target=attempt, args=(kind, names, asked))
+            process = fork.Process(target=attempt, args=(kind, names, asked, at))
             process.start()
             running[process] = kind, names, time.monotonic()
         wait([process.sentinel for process in running], timeout=1)
         for process in list(running):
-            finish(process, running, asked)
+            if finish(process, running, asked, at):
+                print(f"  {len(left) + len(running)} to go", flush=True)
 
 
-def finish(process: BaseProcess, running: dict[BaseProcess, Any], asked: argparse.Namespace) -> None:
-    """Let go of a process that has ended or taken too long, and say how it went."""
+def finish(process: BaseProcess, running: dict[BaseProcess, Any], asked: argparse.Namespace, at: str) -> bool:
+    """Let go of a process that has ended or taken too long, and say how it went; tell whether it has."""
     kind, names, began = running[process]
-    late = time.monotonic() - began > SECONDS
+    late = time.monotonic() - began > asked.seconds
     if process.is_alive() and not late:
-        return
+        return False
     if process.is_alive():
         process.kill()
     process.join()
     del running[process]
-    if process.exitcode:
-        why = f"more than {SECONDS} seconds" if late else f"the process ended with {process.exitcode}"
-        add(asked.results, Trial(kind, names[0], untried=why))
-    found = known(asked.results)[kind]
+    found = known(asked.results, at).get(kind) or Trial(kind, names[0], at)
+    if not found.finished:
+        why = f"more than {asked.seconds:.0f} seconds" if late else f"the process ended with {process.exitcode}"
+        stop(found, why, asked.variants)
+        add(asked.results, found)
     said = (found.untried and f"not tried: {found.untried}") or "; ".join(found.wrong.values()) or "bitwise"
     print(f"{kind}: {found.name}: {said}", flush=True)
+    return True
+
+
+def stop(found: Trial, why: str, variants: Sequence[str]) -> None:
+    """Note why a trial ended before all variants were tried."""
+    found.finished = True
+    if not found.parameters:
+        found.untried = why
+    for name in variants:
+        if found.parameters and not VARIANTS[name].dropping:
+            found.results.setdefault(name, why)
 
 
 def main() -> None:
-    asked = options()
+    asked, at = options(), commit()
     transformers.logging.set_verbosity_error()
     types = architectures()
     wanted = {kind: types[kind] for kind in asked.only or types}
-    done = {} if asked.only else known(asked.results)
-    attempts([(kind, names) for kind, names in wanted.items() if kind not in done], asked)
+    done = {} if asked.only else known(asked.results, at)
+    todo = [(kind, names) for kind, names in wanted.items() if kind not in done or not done[kind].finished]
+    attempts(todo, asked, at)
     where = asked.page or (None if asked.only else PAGE)
     if where is not None:
         where.parent.mkdir(exist_ok=True)
-        where.write_text(page(list(known(asked.results).values())))
+        where.write_text(page([found for found in known(asked.results, at).values() if found.finished], at))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from sizes import FRAMES, LENGTH, ROWS, SAMPLES, SIDE, WIDTH
 from torch import Tensor, nn
-
-ROWS, LENGTH, FRAMES, SAMPLES, SIDE = 4, 8, 2, 4000, 64
 
 Batch = dict[str, Any]
 
@@ -100,14 +99,14 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
         [torch.arange(1, 10)[:, None].repeat(ROWS, 1, 2), torch.randn(ROWS, 9, 64)], 2
     ),
     "state": lambda config: torch.randn(ROWS, config_of(config, "max_state_dim", default=8)),
-    "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=64)),
+    "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=WIDTH)),
     "visual_pos": lambda config: torch.rand(ROWS, 3, config_of(config, "visual_pos_dim", default=4)),
     "states": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "state_dim", default=8)),
     "actions": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "act_dim", default=8)),
     "rewards": lambda config: torch.randn(ROWS, LENGTH, 1),
     "returns_to_go": lambda config: torch.randn(ROWS, LENGTH, 1),
     "timesteps": lambda config: torch.arange(LENGTH).repeat(ROWS, 1),
-    "query_embeds": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "hidden_size", default=64)),
+    "query_embeds": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "hidden_size", default=WIDTH)),
     **{
         name: functools.partial(series, name=name)
         for name in ("past_values", "past_time_features", "future_values", "future_time_features")
@@ -179,7 +178,7 @@ def with_images(model: nn.Module, plain: Batch, names: list[str]) -> Iterator[Ba
             made = model.get_image_features(pixel_values=plain["pixel_values"])
     except Exception:  # it wants more than pixels; without images, the text model remains
         return
-    tokens = _rows(made, config_of(config.get_text_config(), "hidden_size", "d_model", default=64)) // ROWS
+    tokens = _rows(made, config_of(config.get_text_config(), "hidden_size", "d_model", default=WIDTH)) // ROWS
     words = torch.cat([torch.full((ROWS, tokens), token), plain["input_ids"]], 1)
     batch = {"input_ids": words, "attention_mask": mask(words.shape[1]), "pixel_values": plain["pixel_values"]}
     batch |= {"labels": words} if "labels" in names else {}

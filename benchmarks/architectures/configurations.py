@@ -16,14 +16,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from overrides import OVERRIDES
+from sizes import BINS, EXPERTS, GROUPS, HEAD, HEADS, INNER, LAYERS, PATCH, POSITIONS, SIDE, SOUNDS, WIDTH, WORDS
 from transformers import PreTrainedConfig
-
-WIDTH, HEADS, HEAD, INNER, LAYERS, WORDS, EXPERTS, SIDE, PATCH, BINS = 64, 4, 16, 96, 4, 128, 4, 64, 8, 16
 
 # What a number is by its name: the first pattern that is found in the name says how large it may be.
 LIMITS: tuple[tuple[str, int], ...] = (
     (r"token_id$|token_index$|_idx$|_period$|_offset$|vision_feature_layer|^feature_layer|window_pattern", 0),
-    (r"(key_value|kv)_(attention_)?heads$|linear_num_key_heads$|key_value_groups$", 2),
+    (r"(key_value|kv)_(attention_)?heads$|linear_num_key_heads$|key_value_groups$", GROUPS),
     (r"(^|_)(num|n)_(\w+_)?heads$|^attention_heads$|_attention_heads$|^n_head$|_heads$", HEADS),
     (r"vocab_size(_per_layer_input)?$|^codebook_size$|^num_embeddings$|^num_tokens$|^num_embeds$", WORDS),
     (r"layers$|^n_layer$|^depth$|^num_blocks$|_depth$", LAYERS),
@@ -35,7 +34,8 @@ LIMITS: tuple[tuple[str, int], ...] = (
     (r"project(ion|or)_(dim|size)$|project_dim$", WIDTH),
     (r"proj_(size|dim)$|output_(dim|size)$|(out|encoder|decoder|mask|feature|latent|query|conv)_dim$", WIDTH),
     (r"_channels$(?<!num_channels)(?<!in_channels)|feature_size$|filters$|pooler_output_size$", WIDTH),
-    (r"max_(source_|target_|2d_|speech_|text_)?position(_embedding)?s?|n_positions$|max_position", 64),
+    (r"max_source_position", SOUNDS),
+    (r"max_(target_|2d_|speech_|text_)?position(_embedding)?s?|n_positions$|max_position", POSITIONS),
     (r"(routed|local|num|n)_experts$|expert_num$", EXPERTS),
     (r"experts_per_tok(en)?$|^(moe_)?top_?k$|^topk_group$|^n_group$|moe_k$", 2),
     (r"image_size$|^img_size$|^resolution$|crop_size$", SIDE),
@@ -82,10 +82,14 @@ SHAPES = r"layers$|^n_layer$|^depth$|vocab_size|position|experts|lora_rank|num_b
 
 
 class Way(NamedTuple):
-    """How to make a configuration small: only numbers whose names are found in `only`, and not in `never`."""
+    """How to make a configuration small: only numbers whose names are found in `only`, and not in `never`.
+
+    `grouped`: give heads fewer keys and values than there are heads, where the configuration has a field for that.
+    """
 
     only: str = ""
     never: str = "^$"
+    grouped: bool = True
 
     def takes(self, name: str) -> bool:
         """Whether a number of this name may be another than it is by default."""
@@ -93,7 +97,7 @@ class Way(NamedTuple):
 
 
 # The smallest first; some architectures are built so that widths or the size of images cannot be chosen freely.
-WAYS = (Way(), Way(never=INPUTS), Way(only=SHAPES))
+WAYS = (Way(), Way(grouped=False), Way(never=INPUTS, grouped=False), Way(only=SHAPES, grouped=False))
 
 
 def tiny(kind: type, dropout: float = 0.0, way: Way = WAYS[0]) -> Any:
@@ -130,8 +134,10 @@ def _values(base: Any, dropout: float, small: _Small) -> Iterator[tuple[str, Any
             if new != old:
                 yield field.name, new
     heads = _stored(base, "num_attention_heads"), _stored(base, "num_key_value_heads")
-    if heads[1] and (heads[0] == heads[1] or _stored(base, "kv_lora_rank")):
-        yield "num_key_value_heads", HEADS  # as many as there are heads, or made for each from one latent
+    if heads[1] and _stored(base, "kv_lora_rank"):
+        yield "num_key_value_heads", HEADS  # keys and values are made for each head from one latent
+    elif heads[1] and heads[0] == heads[1]:
+        yield "num_key_value_heads", GROUPS if small.way.grouped else HEADS
 
 
 def _stored(base: Any, name: str) -> Any:

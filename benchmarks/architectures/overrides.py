@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sizes import HEAD, WIDTH
+
 RESNET = {
     "model_type": "resnet",
     "embedding_size": 16,
@@ -26,9 +28,9 @@ EFFICIENT = {
 }
 IMAGE = {"image_token_index": 100}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Rotary angles of time, height and width, which add up to half of what is rotated of a head of 16.
-SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}
-HALF = {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+# Rotary angles of time, height and width, which add up to half of what is rotated of a head.
+SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 4, HEAD // 8, HEAD // 8]}}
+HALF = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 8, HEAD // 16, HEAD // 16], "partial_rotary_factor": 0.5}}
 
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "align_vision_model": EFFICIENT,
@@ -50,7 +52,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dpt": {"backbone_out_indices": [0, 1, 2, 3]},
     "efficientnet": EFFICIENT,
-    "encodec": {"codebook_dim": 64},
+    "encodec": {"codebook_dim": WIDTH},
     "ernie4_5_vl_moe_text": SECTIONS | {"moe_num_experts": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
@@ -60,25 +62,25 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "glm_image_text": HALF,
     "glm_ocr_text": HALF,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "hunyuan_v1_dense": {"rope_parameters": ROPE, "head_dim": 16},
-    "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": 16},
-    "hunyuan_vl_text": {"rope_parameters": ROPE | {"xdrope_section": [2, 2, 2, 2]}, "head_dim": 16},
+    "hunyuan_v1_dense": {"rope_parameters": ROPE, "head_dim": HEAD},
+    "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": HEAD},
+    "hunyuan_vl_text": {"rope_parameters": ROPE | {"xdrope_section": [HEAD // 8] * 4}, "head_dim": HEAD},
     "informer": SERIES,
     "instructblip": IMAGE,
     "instructblipvideo": {"video_token_index": 100},
     "kosmos-2": {"latent_query_num": 4},
-    "layoutlmv3": {"input_size": 32, "coordinate_size": 11, "shape_size": 10},
-    "lilt": {"hidden_size": 48},
+    "layoutlmv3": {"input_size": 32, "coordinate_size": 22, "shape_size": 20},
+    "lilt": {"hidden_size": 192, "num_attention_heads": 6},
     "longcat_flash": {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "mamba2": {"num_heads": 8, "head_dim": HEAD, "n_groups": 2},
     "mimi": {"upsample_groups": 16},
     "minicpm3": {"num_key_value_heads": 4},
-    "ministral": {"head_dim": 16},
+    "ministral": {"head_dim": HEAD},
     "mobilevit": {"hidden_sizes": [32, 64, 80]},
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}},
     "nemotron": {"num_key_value_heads": 2},
     "paddleocr_vl_text": SECTIONS,
-    "perceiver": {"d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 8},
+    "perceiver": {"d_latents": WIDTH, "num_self_attends_per_block": 2, "num_latents": 8},
     "qwen2_5_omni_text": SECTIONS,
     "qwen2_5_vl_text": SECTIONS,
     "qwen2_vl_text": SECTIONS,

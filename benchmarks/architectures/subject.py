@@ -32,9 +32,35 @@ class Subject(NamedTuple):
         """How many numbers are trained."""
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def attention(self) -> tuple[int | None, ...]:
+        """Heads, heads of keys and values, and the size of a head, as far as the configuration says."""
+        config = self.model.config.get_text_config()
+        fields = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+        heads, groups, head, wide = (_number(config, field) for field in fields)
+        return heads, groups, wide // heads if head is None and heads and wide else head
+
+    @property
+    def tokens(self) -> int:
+        """The length of the text; 0 without one."""
+        text = self.batch.get("input_ids")
+        return 0 if text is None else text.shape[1]
+
+    @property
+    def unpadded(self) -> Batch | None:
+        """The batch with a mask of ones, if it has one with zeros."""
+        mask = self.batch.get("attention_mask")
+        return None if mask is None or bool(mask.all()) else {**self.batch, "attention_mask": torch.ones_like(mask)}
+
     def without(self, name: str) -> Subject:
         """The same without an argument."""
         return self._replace(batch={key: value for key, value in self.batch.items() if key != name})
+
+
+def _number(config: Any, field: str) -> int | None:
+    """A field, if it is there and a single number."""
+    found = getattr(config, field, None)
+    return found if isinstance(found, int) else None
 
 
 def loss_of(outputs: Any) -> Tensor:

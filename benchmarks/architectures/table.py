@@ -8,43 +8,44 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import transformers
 from classes import architectures
-from trial import DROPPING, SCHEDULES, Trial
+from trial import SCHEDULES, VARIANTS, Trial
 
 HEAD = """# Models
 
 Architectures of [transformers](https://github.com/huggingface/transformers) {version} as tiny random models, cut
-evenly, in two microbatches. Loss, outputs, all gradients and all buffers are compared, bit for bit, with the model's
-own eager loop on one device and with `fpipe.reference`; with dropout, which draws other numbers there, with the
-reference. Made by
+evenly, in two microbatches, at commit {commit}. Loss, outputs, all gradients and all buffers are compared, bit for bit,
+with the model's own eager loop on one device and with `fpipe.reference`; with dropout, which draws other numbers there,
+with the reference. Made by
 
     python benchmarks/architectures
 
-which anyone can run again. Models are used as their authors wrote them, with the attention that they choose by default,
+which anyone can run again. Text has 64 tokens, heads are 32 wide, and keys and values have fewer heads where the
+configuration has a field for that and the model accepts it. Batches are padded; under 1F1B one without padding follows
+through the same pipeline. Models are used as their authors wrote them, with the attention that they choose by default,
 without caches (`use_cache=False`) and without layers that are dropped at random. Where a model computes a loss, that is
 the loss; else it is a sum of mean squares of the outputs. A model is tried if a plain eager step of it runs on a batch
 that the script can make up. A module that branches on data is named in `unsplittable`.
 
-Schedules: {schedules}. A row that names none was run under all of them.
+Each is run under {schedules}, with `backward="autograd"` and with `"graph"`.
 """
 
 
-def page(trials: Sequence[Trial]) -> str:
+def page(trials: Sequence[Trial], commit: str) -> str:
     """The page, as Markdown."""
-    last = {found.kind: found for found in sorted(trials, key=lambda found: found.kind)}
-    tried = [found for found in last.values() if not found.untried]
+    last = sorted(trials, key=lambda found: found.kind)
+    tried = [found for found in last if not found.untried]
     equal, wrong = [t for t in tried if not t.wrong], [t for t in tried if t.wrong]
-    untried = [found for found in last.values() if found.untried]
-    refused = ((found.kind, found.name, _short(next(iter(found.wrong.values())))) for found in wrong)
+    untried = [found for found in last if found.untried]
     left = ((found.kind, found.name, _short(found.untried)) for found in untried)
     return "\n".join(
         [
-            HEAD.format(version=transformers.__version__, schedules="; ".join(SCHEDULES)),
+            HEAD.format(version=transformers.__version__, commit=commit, schedules="; ".join(SCHEDULES)),
             *_table(("", "architectures"), _counts(equal, wrong, untried)),
             "\n## Where not\n",
-            *_table(("model type", "class", "why"), refused),
+            *_table(("model type", "class", "in how many of the variants", "why"), map(_wrong, wrong)),
             "\n## Equal\n",
-            "Where stages begin: at the first operation of these modules.\n",
-            *_table(("model type", "class", "parameters", "batch", "4 stages begin at", ""), map(_row, equal)),
+            "Where the second of two stages begins: at the first operation of this module.\n",
+            *_table(("model type", "class", "parameters", "heads", "batch", "second stage", ""), map(_row, equal)),
             "\n## Not tried\n",
             *_table(("model type", "class", "why"), left),
             "",
@@ -53,31 +54,40 @@ def page(trials: Sequence[Trial]) -> str:
 
 
 def _counts(equal: Sequence[Trial], wrong: Sequence[Trial], untried: Sequence[Trial]) -> Iterator[tuple[str, str]]:
-    yield "bitwise equal", str(len(equal))
-    yield "of these, with dropout too", str(sum("dropout" in " ".join(found.results) for found in equal))
-    yield "refused when built, or otherwise not equal", str(len(wrong))
+    refused = [found for found in wrong if found.refused]
+    unequal = [found for found in wrong if any(what.startswith("MismatchError") for what in found.wrong.values())]
+    yield "bitwise equal in every variant", str(len(equal))
+    yield "of these, with fewer heads of keys and values", str(sum(map(_is_grouped, equal)))
+    yield "of these, with dropout too", str(sum(any(VARIANTS[n].dropping for n in found.results) for found in equal))
+    yield "refused when built", str(len(refused))
+    yield "not equal", str(len([found for found in unequal if found not in refused]))
+    yield "failed otherwise", str(len([found for found in wrong if found not in refused and found not in unequal]))
     yield "not tried", str(len(untried))
     yield "not reached by this run", str(len(architectures()) - len(equal) - len(wrong) - len(untried))
 
 
+def _is_grouped(found: Trial) -> bool:
+    heads, groups, _ = found.attention
+    return heads is not None and groups is not None and groups < heads
+
+
+def _wrong(found: Trial) -> tuple[str, ...]:
+    plain = [name for name in found.results if not VARIANTS[name].dropping]
+    many = f"{len(found.wrong)} of {len(plain)}"
+    some = f": {'; '.join(found.wrong)}" if len(found.wrong) < len(plain) else ""
+    return found.kind, found.name, f"{many}{some}", _short(next(iter(found.wrong.values())))
+
+
 def _row(found: Trial) -> tuple[str, ...]:
-    cuts = found.cuts.get("4") or next(iter(found.cuts.values()), [])
     batch = [name for name in found.batch if name not in ("use_cache", "return_dict", "attention_mask")]
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters >= 1e6 else f"{found.parameters / 1e3:.0f} k"
-    begins = ", ".join(f"`{cut}`" for cut in cuts)
-    notes = [] if found.results.keys() >= {*SCHEDULES} - _dropping(found) else [", ".join(found.results)]
+    heads, groups, size = found.attention
+    said = "" if heads is None else f"{heads}{f' / {groups}' if groups else ''}{f' of {size}' if size else ''}"
+    notes = [] if len(found.results) >= len(VARIANTS) - 1 else [", ".join(found.results)]
     notes += [f"without labels: {_short(found.note)}"] if found.note else []
     notes += [f"`unsplittable={found.whole}`"] if found.whole else []
-    return found.kind, found.name, count, ", ".join(batch), begins, "; ".join(notes)
-
-
-def _dropping(found: Trial) -> set[str]:
-    """The schedules that a model without dropout is not run under."""
-    return (
-        set()
-        if any(name.endswith(DROPPING) for name in found.results)
-        else {name for name in SCHEDULES if name.endswith(DROPPING)}
-    )
+    begins = ", ".join(f"`{cut}`" for cut in found.cuts.get("2", []))
+    return found.kind, found.name, count, said, ", ".join(batch), begins, "; ".join(notes)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial: one architecture, cut in 2 and in 4, under three kinds of schedule, compared with one device bit for bit.
+"""A trial: one architecture, cut in 2 and in 8, under three kinds of schedule and both backwards, compared bit for bit.
 
 Without dropout, loss, outputs, all gradients and all buffers must be those of the model's own eager loop and those of
 the reference. With dropout, eager draws other numbers, and the reference is what they are compared with.
@@ -10,100 +10,141 @@ from __future__ import annotations
 import copy
 import os
 import re
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from subject import Subject, UntriedError, loss_of, said, subject
 
 import fpipe
+from fpipe.differentiation.ways import Backward
 from schedules import Schedule, interleaved_1f1b, one_f_one_b, v_1f1b
 
-MICROBATCHES, DROPOUT, DROPPING = 2, 0.1, ", dropout"
-SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
-    "V, 4 stages": lambda: v_1f1b(ranks=2, microbatches=MICROBATCHES),
-    f"V, 4 stages{DROPPING}": lambda: v_1f1b(ranks=2, microbatches=MICROBATCHES),
-    "1F1B, 2 stages": lambda: one_f_one_b(ranks=2, microbatches=MICROBATCHES),
-    "1F1B, 4 stages": lambda: one_f_one_b(ranks=4, microbatches=MICROBATCHES),
-    "interleaved, 4 stages": lambda: interleaved_1f1b(ranks=2, microbatches=MICROBATCHES, chunks=2),
-}
+MICROBATCHES, DROPOUT = 2, 0.1
 MODELS = f"transformers{os.sep}"
+
+
+class Variant(NamedTuple):
+    """One way to run an architecture."""
+
+    schedule: Callable[[], Schedule]
+    backward: Backward
+    dropping: bool = False
+
+
+SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
+    "1F1B, 2 ranks": lambda: one_f_one_b(ranks=2, microbatches=MICROBATCHES),
+    "V, 4 ranks": lambda: v_1f1b(ranks=4, microbatches=MICROBATCHES),
+    "interleaved, 4 ranks": lambda: interleaved_1f1b(ranks=4, microbatches=MICROBATCHES, chunks=2),
+}
+BACKWARDS: tuple[Backward, ...] = ("autograd", "graph")
+VARIANTS: Mapping[str, Variant] = {
+    **{f"{name}, {way}": Variant(schedule, way) for way in BACKWARDS for name, schedule in SCHEDULES.items()},
+    "V, 4 ranks, dropout": Variant(SCHEDULES["V, 4 ranks"], "autograd", dropping=True),
+}
 
 
 @dataclass
 class Trial:
-    """What came out for one architecture.
+    """The outcome for one architecture.
 
+    - `commit`: of fpipe; `seconds`: how long it took; `finished`: whether every variant was tried.
+    - `attention`: heads, key and value heads, and the size of a head; `tokens`: the length of the text.
     - `untried`: why not even a plain eager step works; empty if it does.
-    - `note`: why the loss that the model computes from labels could not be captured; then it went without.
+    - `note`: why the loss that the model computes from labels was refused; then it went without.
     - `whole`: the classes of modules that were kept whole, because they branch on data.
     - `cuts`: per number of stages, the modules at which the second and later begin.
-    - `results`: per schedule, how many leaves were compared and found equal; or, as text, what went wrong.
+    - `results`: per variant, how many leaves were compared and found equal; or, as text, what went wrong.
     """
 
     kind: str
     name: str
+    commit: str
     parameters: int = 0
+    attention: tuple[int | None, ...] = ()
+    tokens: int = 0
     batch: tuple[str, ...] = ()
     untried: str = ""
     note: str = ""
     whole: list[str] = field(default_factory=list)
     cuts: dict[str, list[str]] = field(default_factory=dict)
     results: dict[str, int | str] = field(default_factory=dict)
+    seconds: float = 0.0
+    finished: bool = False
 
     @property
     def wrong(self) -> dict[str, str]:
-        """What went wrong, by schedule."""
+        """What went wrong, by variant."""
         return {name: what for name, what in self.results.items() if isinstance(what, str)}
+
+    @property
+    def refused(self) -> bool:
+        """Whether it was refused when the pipeline was built."""
+        return any(what.startswith(("CaptureError", "CutError")) for what in self.wrong.values())
 
     def record(self) -> dict[str, Any]:
         """The trial as JSON has it."""
         return asdict(self)
 
 
-def trial(kind: str, names: Sequence[str], among: Sequence[str], capture: str) -> Trial:
-    """Try an architecture under the schedules `among`."""
-    found = Trial(kind, names[0])
+def trials(found: Trial, names: Sequence[str], among: Sequence[str], capture: str) -> Iterator[Trial]:
+    """Try an architecture in the variants `among`; yield what is known after each of them."""
+    began = time.monotonic()
+    for one in _steps(found, names, among, capture):
+        one.seconds = round(time.monotonic() - began, 1)
+        yield one
+    found.finished = True
+    yield found
+
+
+def _steps(found: Trial, names: Sequence[str], among: Sequence[str], capture: str) -> Iterator[Trial]:
     try:
-        plain = subject(kind, names)
+        plain = subject(found.kind, names)
     except UntriedError as error:
         found.untried = str(error)
-        return found
+        return
     found.name, found.parameters = type(plain.model).__name__, plain.parameters
-    _try(plain, among, capture, found)
-    if found.wrong and "labels" in plain.batch:
+    found.attention, found.tokens = plain.attention, plain.tokens
+    yield from _plain(plain, among, capture, found)
+    if found.refused and "labels" in plain.batch:
         found.note, found.results = next(iter(found.wrong.values())), {}
-        _try(plain.without("labels"), among, capture, found)
+        yield from _plain(plain.without("labels"), among, capture, found)
     if not found.wrong and any("drop" in name for name in plain.model.config.to_dict()):
         for name in among:
-            if name.endswith(DROPPING):
-                found.results[name] = _dropped(kind, names, SCHEDULES[name](), capture, found)
-    return found
+            if VARIANTS[name].dropping:
+                found.results[name] = _dropped(names, VARIANTS[name], capture, found)
+                yield found
 
 
-def _try(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> None:
-    """Without dropout, under each schedule."""
+def _plain(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> Iterator[Trial]:
+    """Without dropout, in each variant. What a capture refuses, it refuses under every schedule."""
     found.batch = tuple(plain.batch)
     for name in among:
-        if not name.endswith(DROPPING):
-            found.results[name] = _compared(plain, SCHEDULES[name](), capture, found)
+        if not VARIANTS[name].dropping:
+            refusal = next((what for what in found.wrong.values() if what.startswith("CaptureError")), None)
+            found.results[name] = refusal or _compared(plain, VARIANTS[name], capture, found)
+            yield found
 
 
-def _compared(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> int | str:
+def _compared(plain: Subject, variant: Variant, capture: str, found: Trial) -> int | str:
+    """How many leaves are equal, or what went wrong; under 1F1B without padding too, through the same pipeline."""
     plain = plain._replace(model=copy.deepcopy(plain.model))  # an eager step may leave something behind
+    batches = [plain.batch, *([plain.unpadded] if variant.schedule is SCHEDULES["1F1B, 2 ranks"] else [])]
     try:
-        pipe = _built(plain, schedule, capture, found)
-        found.cuts[str(schedule.stages)] = _begins(pipe)
-        equal = fpipe.verify(pipe, plain.model, plain.batch, seed=0)
+        pipe = _built(plain, variant, capture, found)
+        found.cuts[str(pipe.schedule.stages)] = _begins(pipe)
+        equal = [fpipe.verify(pipe, plain.model, batch, seed=0) for batch in batches if batch is not None]
     except Exception as error:
         return f"{said(error)}{_line(error)}"
-    return equal.reference + equal.eager
+    return sum(one.reference + one.eager for one in equal)
 
 
-def _built(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> fpipe.Pipeline:
+def _built(plain: Subject, variant: Variant, capture: str, found: Trial) -> fpipe.Pipeline:
     """The pipeline; modules that branch on data are named unsplittable, one class after the other, as users would."""
+    schedule = variant.schedule()
     while True:
         kinds = {type(module) for module in plain.model.modules() if type(module).__name__ in found.whole}
         try:
@@ -115,6 +156,7 @@ def _built(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> fp
                 stages=schedule.stages,
                 capture=capture,
                 unsplittable=list(kinds),
+                backward=variant.backward,
             )
         except fpipe.CaptureError as error:
             blamed = re.match(r"module (\S+) \((\w+)\): got D(?:ataDependent|ynamicOutputShape)", str(error))
@@ -123,14 +165,14 @@ def _built(plain: Subject, schedule: Schedule, capture: str, found: Trial) -> fp
             found.whole.append(blamed[2])
 
 
-def _dropped(kind: str, names: Sequence[str], schedule: Schedule, capture: str, found: Trial) -> int | str:
+def _dropped(names: Sequence[str], variant: Variant, capture: str, found: Trial) -> int | str:
     try:
-        dropping = subject(kind, names, DROPOUT)
+        dropping = subject(found.kind, names, DROPOUT)
     except UntriedError as error:
         return str(error)
     if "labels" not in found.batch:
         dropping = dropping.without("labels")
-    return _compared(dropping, schedule, capture, found)
+    return _compared(dropping, variant, capture, found)
 
 
 def _begins(pipe: fpipe.Pipeline) -> list[str]:
