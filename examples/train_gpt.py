@@ -139,11 +139,13 @@ def train(args: argparse.Namespace) -> None:
             start = perf_counter()
             recorded.clear()
             out, grads = step(params, buffers, (tokens,), targets, seed=i)
+            buffers = out.buffers
             update(optimizer, params, grads)
             speed = tokens.numel() / (perf_counter() - start)
 
             if i < args.checks:
                 one_device.step(i, tokens, targets, out.loss, grads, params)
+            del grads  # or they would live until the next step has made its own
             if i >= args.steps - MEASURED:
                 timelines.append(fpipe.timeline(pipe, recorded))
             if i % args.every == 0 or i == args.steps - 1:
@@ -171,10 +173,11 @@ def pipeline(model: nn.Module, example: tuple[Tensor, Tensor], args: argparse.Na
 
 
 def update(optimizer: AdamW, params: State, grads: State) -> None:
-    """One step of an optimizer of torch, which looks for gradients in `.grad`."""
+    """One step of an optimizer of torch, which looks for gradients in `.grad`, and none left there."""
     for name, parameter in params.items():
         parameter.grad = grads[name]
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def first_rank_console() -> Console:

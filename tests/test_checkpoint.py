@@ -108,6 +108,16 @@ def test_a_name_has_one_value(folder):
         found["a"]
 
 
+@pytest.mark.parametrize("differs", [1, 2, 3])
+def test_a_name_has_one_value_in_however_many_files(tmp_path, differs):
+    for k in range(4):
+        save_file({"a": A["a"] + (k == differs)}, tmp_path / f"rank-{k}.safetensors")
+    with pytest.raises(
+        fpipe.InputError, match=r"a: got several values, from \[.*rank-0.*rank-3.*\], expected the same"
+    ):
+        fpipe.safetensors(tmp_path)["a"]
+
+
 def test_what_cannot_be_read_is_named(folder):
     (folder / "torn.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes()[:-4])
     (folder / "other.json").write_text("{}")

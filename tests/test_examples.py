@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example prints the same losses however it is run, and fails where the pipeline differs from one device."""
 
+import gc
 import importlib.util
 import re
 import shlex
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,27 @@ def test_other_parameters_are_found(train_gpt, monkeypatch):
     monkeypatch.setattr(train_gpt, "update", update)
     with pytest.raises(fpipe.MismatchError, match=r"step 1, after the update, norm\.bias"):
         train_gpt.main(["--ranks", "2", *TINY])
+
+
+def test_a_step_begins_without_the_gradients_of_the_last(train_gpt, monkeypatch):
+    original, alive = fpipe.value_and_grad, []
+
+    def value_and_grad(pipe, **options):
+        step, last = original(pipe, **options), []
+
+        def stepping(*arguments, **named):
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in last))
+            out, grads = step(*arguments, **named)
+            last[:] = map(weakref.ref, grads.values())
+            return out, grads
+
+        return stepping
+
+    monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
+    train_gpt.main(["--ranks", "2", *TINY])
+    assert len(alive) > 1
+    assert not any(alive)
 
 
 def test_too_little_text_is_an_error(train_gpt, monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ from fpipe.capture.contract import Call, Parameter, Unit
 from fpipe.cutting.balance import Forbidden, Refusal
 from fpipe.cutting.calls import Calls
 from fpipe.cutting.partition import Barrier, Cuts, Evenly, Explicit, asked, even, explicit, followed
+from fpipe.variant import Variant
 from schedules import gpipe
 
 
@@ -408,3 +409,32 @@ def test_positions_are_found_again_by_the_calls_around_them():
         followed(known, (2,), fewer, "in eval mode")
     with pytest.raises(CutError, match="stage 2, in eval mode: got no operation of its own"):
         followed(known, (1, 2), calls("a", "b"), "in eval mode")
+
+
+class HalvedInTraining(nn.Module):
+    """An even cut falls elsewhere in each mode: training has a large head in the middle, which eval mode skips."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.aside, self.last = nn.Linear(4, 4), nn.Linear(4, 40), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            x = x + self.aside(x).mean()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.last(x)
+
+
+def test_eval_mode_is_cut_where_training_is():
+    """Ranks hold the parameters of training's stages, so each stage of eval mode has to read no others."""
+    x, variant = torch.randn(4, 4), Variant(training=False, loss=True, outputs=True)
+    how = gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(HalvedInTraining(), example=(x,), loss=torch.mean, schedule=how, stages=2)
+    for stage, trained in zip(pipe.plan(variant).assembly.stages, pipe.stages, strict=True):
+        assert set(stage.parameters) <= set(trained.parameters)
+    batching = pipe.captures.batchings[True]
+    captured, positions = pipe.captures.of(variant, batching.split(batching.example)[0])
+    assert pipe.captures.cuts.positions(captured, pipe.model) != positions, "by itself it would be cut elsewhere"

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws."""
 
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
+import fpipe
 from schedules import families
 
 HOME = Path(__file__).parent.parent
@@ -37,6 +40,30 @@ def test_python_block_runs(page, number, capsys):
 def test_the_first_screen_is_a_runnable_example():
     assert "```python" in README[:500]
     assert len(BLOCKS) >= 4
+
+
+def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkeypatch):
+    """The old gradients are gone when the next step begins, so a step needs no room for two sets."""
+    original, alive, passed = fpipe.value_and_grad, [], []
+
+    def value_and_grad(pipe, *options, **named):
+        step, last, returned = original(pipe, *options, **named), [], []
+
+        def stepping(params, buffers, *batch, **seed):
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in last))
+            passed.append(not returned or buffers is returned[0])
+            out, grads = step(params, buffers, *batch, **seed)
+            last[:], returned[:] = map(weakref.ref, grads.values()), [out.buffers]
+            return out, grads
+
+        return stepping
+
+    monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
+    exec(compile(BLOCKS[0], "README", "exec"), {"__name__": "readme_loop"})
+    assert len(alive) == 20
+    assert not any(alive)
+    assert all(passed)
 
 
 TEXTS = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
