@@ -72,7 +72,7 @@ def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
     with (
         preserved(device for device in devices if device.type in ("cpu", "cuda")),
         captured.mode,
-        assuming(),
+        assuming(captured.mode),
         torch.enable_grad(),
     ):
         return tuple(_footprint(stage, fakes) for stage in assembly.stages)

@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import READING, assuming
@@ -86,7 +90,8 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
         values = dict(captured.fakes)
         metadata.specs.update({value: Spec.of(tensor) for value, tensor in values.items()})
         runs = [
-            _forward(layout, function, values, metadata) for layout, function in zip(layouts, functions, strict=True)
+            _forward(captured, layout, function, values, metadata)
+            for layout, function in zip(layouts, functions, strict=True)
         ]
         found: dict[tuple[int, Value], Tensor] = {}
         for s in reversed(range(len(runs))):
@@ -99,11 +104,13 @@ def made_by(layout: Layout) -> tuple[Value, ...]:
     return tuple(dict.fromkeys(value for value in layout.leaving if value not in layout.inputs))
 
 
-def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], metadata: Metadata) -> _Run:
+def _forward(
+    captured: Captured, layout: Layout, function: Function, values: dict[Value, Tensor], metadata: Metadata
+) -> _Run:
     leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in layout.inputs}
     arguments = [leaf.clone() if value in layout.modified else leaf for value, leaf in leaves.items()]
     try:
-        with assuming(), _Watch() as watch:
+        with assuming(captured.mode) as answers, _Watch() as watch:
             made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = next((unit.path for unit in layout.units if unit.path), "(root)")
@@ -111,6 +118,7 @@ def _forward(layout: Layout, function: Function, values: dict[Value, Tensor], me
             f"the stage that begins in module {where}: got the operator {error}, whose result depends on the values of "
             "its input, expected shapes and control flow that do not. Rewrite that part."
         ) from error
+    watch.varying |= answers.given
     for value, tensor in made.items():
         values[value] = tensor
         metadata.specs[value] = Spec.of(tensor)
@@ -155,7 +163,7 @@ def _backward(
     wanted = [v for v in dict.fromkeys((*previous, *layout.parameters)) if v in metadata.differentiable]
     leaves = [run.leaves[value] for value in wanted]
     undeferred = _undeferred(run, roots, [value for value in wanted if value not in previous], captured)
-    grads = _grads(s, run, roots, leaves, incoming) if roots and leaves else ()
+    grads = _grads(s, run, roots, leaves, incoming, captured.mode) if roots and leaves else ()
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
     if roots:  # what may be used or not gets a gradient in any case
         flowing |= {v: run.leaves[v].detach() for v in wanted if v not in flowing and _unsure(captured, v)}
@@ -179,11 +187,18 @@ def _undeferred(run: _Run, roots: Sequence[Tensor], wanted: Sequence[Value], cap
 
 
 def _grads(
-    s: int, run: _Run, roots: Sequence[Tensor], leaves: Sequence[Tensor], incoming: Sequence[Tensor | None]
+    s: int,
+    run: _Run,
+    roots: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    incoming: Sequence[Tensor | None],
+    mode: FakeTensorMode,
 ) -> Tensors:
     try:
-        with assuming(), run.function.placed(tuple(run.leaves.values())):
-            return torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
+        with assuming(mode) as answers, run.function.placed(tuple(run.leaves.values())):
+            found = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
+        run.watch.varying |= answers.given
+        return found
     except RuntimeError as error:
         raise CaptureError(
             f"stage {s}: got {type(error).__name__} in its backward: {error}, expected one that runs. Call backward() "

@@ -163,3 +163,11 @@ def test_an_argument_that_is_returned_is_returned_again():
     with mode:
         for x in (torch.empty(4), torch.empty(4)):
             assert mode.dispatch(operation, (), (x, torch.float32)) is x
+
+
+def test_views_at_other_offsets_of_the_same_memory_are_told_apart():
+    with fake_mode():
+        base = torch.empty(3, 8)
+        for row in range(3):
+            assert base[row].view(2, 4).storage_offset() == 8 * row
+            assert base[row].unsqueeze(0)[0, 1:].storage_offset() == 8 * row + 1

@@ -16,8 +16,15 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
+
+from fpipe.capture.fake import Fakes
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -44,9 +51,12 @@ ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         Tensor.__float__: lambda _: 0.0,
         Tensor.nonzero: _none,
         torch.nonzero: _none,
+        Tensor.argwhere: _none,
+        torch.argwhere: _none,
         torch.where: _nowhere,
         Tensor.__getitem__: _selected,
         torch.masked_select: _selected,
+        Tensor.masked_select: _selected,
     }
 )
 
@@ -55,7 +65,7 @@ READING = frozenset(
     {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
 )
-"""Calls after which what happens may depend on the values of tensors."""
+"""Calls after which what happens may depend on the values of tensors, also where a fake tensor has its value."""
 
 
 class Attached(torch.autograd.Function):
@@ -93,14 +103,19 @@ def checked(error_type: Any, cond: Tensor, message: Any = None) -> None:
 
 
 @contextmanager
-def assuming() -> Iterator[None]:
-    """What is run on fake tensors inside gets an answer where they have no value."""
-    with patch.object(torch, "_check_tensor_all_with", checked), _Assuming():
-        yield
+def assuming(mode: FakeTensorMode) -> Iterator[Answers]:
+    """Answer, inside, what fake tensors of `mode` are asked for their values; yields whether any were."""
+    answers = Answers()
+    with patch.object(torch, "_check_tensor_all_with", checked), answers, _finding_nothing(mode, answers):
+        yield answers
 
 
-class _Assuming(TorchFunctionMode):
-    """Answers from `ASSUMED`."""
+class Answers(TorchFunctionMode):
+    """Answers from `ASSUMED`, and notes in `given` that it did: another value may lead elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = False
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -108,4 +123,23 @@ class _Assuming(TorchFunctionMode):
         except UNKNOWN:
             if func not in ASSUMED:
                 raise
+            self.given = True
             return ASSUMED[func](*args, **(kwargs or {}))
+
+    def nothing(self, tensor: Tensor) -> Tensor:
+        """Answer `nonzero`, which a backward asks where no torch call can be seen."""
+        self.given = True
+        return _none(tensor)
+
+
+@contextmanager
+def _finding_nothing(mode: FakeTensorMode, answers: Answers) -> Iterator[None]:
+    """Let the mode itself answer `nonzero`, if it can be told to."""
+    if not isinstance(mode, Fakes):
+        yield
+        return
+    before, mode.nothing = mode.nothing, answers.nothing
+    try:
+        yield
+    finally:
+        mode.nothing = before

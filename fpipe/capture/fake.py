@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 
 from fpipe.capture.memo import Memo, plain
 from fpipe.capture.observation import Effects
@@ -79,6 +84,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     - `memo`: what operations returned. `states`: by device, what is in a fake there.
     - `effects`: who is told of the operations that are called; not of those that they consist of.
+    - `nothing(tensor)`: the answer to `nonzero`, which fake tensors do not have; `None` if there is none.
     """
 
     def __init__(self) -> None:
@@ -86,6 +92,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.memo = Memo(self, self.made)
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None
+        self.nothing: Callable[[Tensor], Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:  # asked for most often
@@ -121,12 +128,22 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped(*args, **kwargs)
+        if func is aten.nonzero.default and self.nothing is not None:
+            return self._found(args[0])
         device = self._home(func, args, kwargs) if func in KERNELS else None
         if device is None:
             out: Any = super().dispatch(func, types, args, kwargs)
         else:
             out = self._kernel(func, args, kwargs, device)
         return self._laid_out(out, LAID_OUT[func](args)) if func in LAID_OUT else out
+
+    def _found(self, tensor: Tensor) -> Any:
+        """Where a tensor is not zero."""
+        try:
+            return super().dispatch(aten.nonzero.default, (), (tensor,))
+        except DynamicOutputShapeException:
+            assert self.nothing is not None, "there is an answer"
+            return self.nothing(tensor)
 
     def made(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """A fake of what a tensor on meta says; the first on a device by torch, the next like it."""

@@ -127,7 +127,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
 
     arguments = (*examples.leaves(eager.wiring), *buffers, *constants, *inputs, *cotangents)
     devices = {tensor.device for tensor in arguments} | {torch.device("cpu")}
-    with random.preserved(d for d in devices if d.type in ("cpu", "cuda")), mode, assuming():
+    with random.preserved(d for d in devices if d.type in ("cpu", "cuda")), mode, assuming(mode):
         module = make_fx(joint)(*arguments)
     for node in module.graph.find_nodes(op="get_attr"):
         node.meta[CONSTANT] = _constant(getattr(module, node.target))

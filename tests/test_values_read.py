@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that pick elements by their values, named in `unsplittable`, compute what one device does in both backwards."""
+
+import pytest
+import torch
+from models import loop, mse
+from torch import nn
+
+import fpipe
+from fpipe.tree import same_bits
+from schedules import one_f_one_b, split_backward, zb_v
+
+HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=3), "ZB-V": zb_v(ranks=1, microbatches=3)}
+
+
+class Router(nn.Module):
+    """Two experts, of which each row of the input is given to one."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(4, 2).requires_grad_(False)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def routed(self, x):
+        return self.gate(x).argmax(-1)
+
+
+class ByWhere(Router):
+    def forward(self, x):
+        chosen, out = self.routed(x), torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == k)
+            out.index_add_(0, rows, expert(x[rows]))
+        return out
+
+
+class ByMask(Router):
+    def forward(self, x):
+        chosen, out = self.routed(x), torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            out[chosen == k] = expert(x[chosen == k])
+        return out
+
+
+class ByNonzero(Router):
+    def forward(self, x):
+        rows, out = (self.routed(x) == 0).nonzero().squeeze(1), x
+        return out.index_add(0, rows, self.experts[0](x[rows])) + self.experts[1](x)
+
+
+class ByArgwhere(ByNonzero):
+    def forward(self, x):
+        rows = torch.argwhere(self.routed(x) == 0).squeeze(1)
+        return x.index_add(0, rows, self.experts[0](x[rows])) + self.experts[1](x)
+
+
+class MaskedMean(Router):
+    def forward(self, x):
+        y = self.experts[0](x)
+        return self.experts[1](x) * y[y > 0].mean()
+
+
+class SelectedMean(MaskedMean):
+    def forward(self, x):
+        y = self.experts[0](x)
+        return self.experts[1](x) * (torch.masked_select(y, y > 0).mean() + y.masked_select(y < 0).mean())
+
+
+def balanced(inner):
+    """A model whose every expert gets rows in every microbatch, so that eager has no gradient that is `None`."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), inner(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("inner", [ByWhere, ByMask, ByNonzero, ByArgwhere, MaskedMean, SelectedMean])
+def test_what_is_picked_by_value_is_what_one_device_picks(inner, how, backward):
+    model, example, targets = balanced(inner), torch.ones(12, 4), torch.zeros(12, 4)
+    pipe = fpipe.pipeline(
+        model, example=(example,), targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=["1"],
+        backward=backward,
+    )  # fmt: skip
+    step, params = fpipe.value_and_grad(pipe, outputs=True), pipe.init(model)
+    for _ in range(2):
+        x, y = torch.randn(12, 4), torch.randn(12, 4)
+        got, grads = step(*params, (x,), y)
+        want = loop(model, mse, (x,), y, 3)
+        assert same_bits(got.loss, want.loss)
+        assert same_bits(got.outputs, want.outputs)
+        assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
+
+
+def test_a_stage_that_picks_by_value_is_not_recorded():
+    pipe = fpipe.pipeline(
+        balanced(MaskedMean), example=(torch.ones(4, 4),), loss=torch.mean, unsplittable=["1"], cuts=["2"],
+        schedule=split_backward(one_f_one_b(ranks=2, microbatches=2)), backward="graph",
+    )  # fmt: skip
+    assert [stage.functions.remark for stage in pipe.stages] == [
+        "by autograd: it reads the values of tensors",
+        "as a graph",
+    ]
