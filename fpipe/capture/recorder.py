@@ -11,8 +11,9 @@ in whose forward it stands: that module is then played as a whole or not at all.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked
 from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
+from fpipe.capture.generators import Generators
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects
 from fpipe.capture.spans import Spans
@@ -56,9 +58,10 @@ class Recorder(TorchFunctionMode):
         sources: Mapping[Value, tuple[Source, Tensor]],
         kept: Collection[int] = (),
         opaque: Collection[str] = (),
+        generators: Generators | None = None,
     ) -> None:
         super().__init__()
-        self.spans = Spans(model, opaque)
+        self.spans = Spans(model, opaque, generators)
         self.values = Values(sources, kept, self.spans.here)
         self.effects = Effects()
         self.units: list[Unit] = []
@@ -158,7 +161,7 @@ class Recorder(TorchFunctionMode):
             (*invocation.reads, *used),
             makes,
             lambda *tensors: pick(invocation(tensors), picks, where),
-            does=f"{name}{[x for x in invocation.leaves if isinstance(x, bool | int | float | str)]}",
+            does=f"{name}{[*map(_digest, filter(_is_data, invocation.leaves))]}",
         )
 
     def _require_allowed(self) -> None:
@@ -229,6 +232,11 @@ class Recorder(TorchFunctionMode):
                 found.update(unit.makes)
         return found
 
+    def created(self) -> Counter[tuple[str, str]]:
+        """How often tensors were made of nothing but numbers, by what was called."""
+        units = [unit for unit in self.units if unit.makes and not unit.reads and unit not in self.random]
+        return Counter((unit.path, unit.does) for unit in units)
+
     def varying(self) -> list[tuple[str, str]]:
         """What was called, but for what is the same in every run."""
         constants = self.constants()
@@ -246,3 +254,12 @@ class Recorder(TorchFunctionMode):
             tuple(self.hooked),
             self.values.tensors,
         )
+
+
+def _is_data(leaf: object) -> bool:
+    return isinstance(leaf, bool | int | float | str) or hasattr(leaf, "__array_interface__")
+
+
+def _digest(leaf: Any) -> Any:
+    """A number or string itself; of an array, a digest of its elements."""
+    return leaf if isinstance(leaf, bool | int | float | str) else blake2b(leaf.tobytes(), digest_size=8).hexdigest()

@@ -8,20 +8,25 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from fpipe.capture.generators import Generators
 from fpipe.capture.guards import here, places
 from fpipe.capture.tape import Attribute, Span
 from fpipe.capture.values import Values
 
 
 class Spans:
-    """A stack of calls; `outermost` are those in no other one. What is in the modules `within` may depend on data."""
+    """A stack of calls; `outermost` are those in no other one. What is in the modules `within` may depend on data.
 
-    def __init__(self, model: nn.Module, within: Collection[str]) -> None:
+    `generators` are looked at around each call, if there are any.
+    """
+
+    def __init__(self, model: nn.Module, within: Collection[str], generators: Generators | None = None) -> None:
         self.within = tuple(within)
         self.outermost: list[Span] = []
         self.stack: list[Span] = []
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.names = places(model)
+        self.generators = generators
 
     def begin(self, span: Span) -> Span:
         """A call begins inside the innermost one."""
@@ -32,11 +37,17 @@ class Spans:
     @contextmanager
     def running(self, span: Span) -> Iterator[None]:
         """A call begins, and ends behind."""
+        self._look()
         self.begin(span)
         try:
             yield
         finally:
+            self._look()
             self.stack.pop()
+
+    def _look(self) -> None:
+        if self.generators is not None:
+            self.generators.look(self.where)
 
     def seal(self, reason: str) -> None:
         """The innermost module that runs cannot be opened."""

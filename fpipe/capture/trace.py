@@ -12,7 +12,7 @@ what the first run leaves behind in attributes, the second may read constants on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Observed, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode
+from fpipe.capture.generators import Drawing, Generators, refusal
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
@@ -91,9 +92,11 @@ class _Tracer:
             again = Recorder(self.skeleton, self.sources(), _constants(self.skeleton, recorder), self.opaque)
             self._run(again)
             require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
-        if recorder.varying() != again.varying():
+        created = again.created() - recorder.created()
+        if recorder.varying() != again.varying() or created:
+            where = next((f"module {path or '(root)'}" for path, _ in created), "model")
             raise CaptureError(
-                "model: got a forward that does something else when it is called again, expected one that keeps "
+                f"{where}: got a forward that does something else when it is called again, expected one that keeps "
                 "nothing from one call to the next but buffers. Take what it does the first time out of it."
             )
         tensors, structure = flatten(outputs, opaque=True)
@@ -117,6 +120,23 @@ class _Tracer:
         )
 
     def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
+        """The loss and the outputs of one run; raises `CaptureError` if it draws from other generators than torch's."""
+        generators = Generators()
+        try:
+            return self._recorded(recorder)
+        finally:
+            drawing = generators.look("model")
+            if drawing is not None:
+                raise refusal(self._drawing() or drawing)
+
+    def _drawing(self) -> Drawing | None:
+        """Who draws; another run tells."""
+        generators = Generators()
+        with suppress(PipelineError):
+            self._recorded(Recorder(self.skeleton, self.sources(), opaque=self.opaque, generators=generators))
+        return generators.drawing
+
+    def _recorded(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
         """The loss and the outputs of one run."""
         fakes = recorder.values.tensors
         leaves = tuple(fakes[v] for v, source in recorder.values.sources.items() if isinstance(source, Batch))

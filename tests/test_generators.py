@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward that draws random numbers from other generators than torch's is refused by the name of its module."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from schedules import gpipe
+
+OWN, PYTHONS = np.random.default_rng(0), random.Random(0)
+FORWARDS = {
+    "a factor": ("Python's random", lambda x: x * torch.tensor(random.random())),
+    "a branch": ("Python's random", lambda x: x if random.random() < 2 else -x),
+    "an array": ("numpy.random", lambda x: x * torch.from_numpy(np.random.rand(4).astype("float32"))),
+    "a span": ("numpy.random", lambda x: torch.cat([x[:, :2], x[:, 2:] * torch.tensor(np.random.randint(2))], 1)),
+    "numpy's own generator": ("something else", lambda x: x * torch.tensor(OWN.random())),
+    "arrays of numpy's own generator": ("something else", lambda x: x * torch.tensor(OWN.random(4))),
+    "Python's own generator": ("something else", lambda x: x * torch.tensor(PYTHONS.random())),
+    "time": ("something else", lambda x: x * torch.tensor(time.perf_counter())),
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.inner, self.drawn = nn.Linear(4, 4), forward
+
+    def forward(self, x):
+        return self.inner(self.drawn(x))
+
+
+def pipeline(model, **more):
+    return fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean, schedule=gpipe(2, 2), **more)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_would_be_frozen_at_the_build_is_refused(name, backward):
+    what, forward = FORWARDS[name]
+    model = nn.Sequential(nn.Linear(4, 4), Drawing(forward), nn.Linear(4, 4))
+    with pytest.raises(fpipe.CaptureError, match=rf"module 1: got a forward that .*{what}"):
+        pipeline(model, cuts=["2"], backward=backward)
+
+
+def test_a_loss_that_draws_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(fpipe.CaptureError, match=r"module loss: got a forward that draws from numpy\.random"):
+        fpipe.pipeline(
+            model, example=(torch.ones(2, 4),), loss=lambda y: y.mean() * np.random.rand(), schedule=gpipe(2, 2)
+        )
+
+
+def test_a_forward_that_puts_the_generators_back_is_none_of_ours():
+    def quiet(x):
+        states = random.getstate(), np.random.get_state()
+        random.random(), np.random.rand()
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        return x
+
+    pipeline(nn.Sequential(Drawing(quiet), nn.Linear(4, 4)), cuts=["1"])
