@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that pick elements by their values, named in `unsplittable`, compute what one device does in both backwards."""
+"""Modules in `unsplittable` that pick elements by their values compute what one device does, in both backwards."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python's and numpy's random numbers, which a forward must not draw.
 
-Problem. Nothing keys them by the step's seed. Where one becomes part of the captured program, every step gets the number
-that was drawn when the pipeline was built; elsewhere it depends on which stages run in which process.
+Problem. Nothing keys them by the step's seed. Where one becomes part of the captured program, every step gets the
+number that was drawn when the pipeline was built; elsewhere it depends on which stages run in which process.
 
 Idea. Compare the states of both global generators before and after a run. Comparing takes longer than many a module, so
 only a run after one that drew compares them around each call, to name the module.
@@ -47,8 +47,8 @@ class Generators:
 def refusal(drawing: Drawing) -> CaptureError:
     """Return the error for a forward that draws."""
     return CaptureError(
-        f"{drawing.where}: got a forward that draws from {drawing.generator}, expected torch's random operations, which "
-        "follow the step's seed: the numbers of the build would be used in every step. Draw with torch, or turn this "
+        f"{drawing.where}: got a forward that draws from {drawing.generator}, expected torch's random operations, "
+        "which follow the step's seed: the numbers of the build would be used in every step. Draw with torch, or turn this "
         "off; in transformers that is mostly SpecAugment, config.apply_spec_augment = False."
     )
 

@@ -27,6 +27,7 @@ from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.recorder import Recorder
+from fpipe.capture.seats import require_seated
 from fpipe.capture.skeleton import on_meta, skeleton
 from fpipe.capture.tape import Span
 from fpipe.errors import CaptureError, PipelineError
@@ -151,7 +152,10 @@ class _Tracer:
                 self.mode.watched(recorder.effects),
                 intercepted(recorder, self.skeleton, self.whole),
             ):
-                return objective(called, leaves)
+                made = objective(called, leaves)
+                for value, where in self._seats_by_value().items():
+                    require_seated(recorder.values.sources[value], where, fakes[value], recorder.values.storage[value])
+                return made
         except PipelineError:
             raise
         except Exception as error:

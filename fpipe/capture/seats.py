@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and buffers stay in their places while a model runs.
+
+A step puts tensors where the modules keep theirs, and takes them out again. A forward that replaces one, or gives it
+other data, would so lose what it put there, from the second step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fpipe.capture.contract import Buffer, Source
+from fpipe.capture.observation import memory
+from fpipe.errors import CaptureError
+
+
+def require_seated(source: Source, seats: Sequence[tuple[dict[str, Any], str]], tensor: Tensor, storage: int) -> None:
+    """Raise `CaptureError` unless `tensor` is in all of its seats still, in the memory `storage`."""
+    if all(table.get(name) is tensor for table, name in seats) and memory(tensor) == storage:
+        return
+    _, name = seats[0]
+    if isinstance(source, Buffer):
+        kind, repair = "buffer", f"Change it in place, as in self.{name}.copy_(...)"
+    else:
+        kind, repair = (
+            "parameter",
+            "Compute a new tensor from it (torch.nn.utils.parametrize), or change it between steps",
+        )
+    raise CaptureError(
+        f"{kind} {source[0]}: got a forward that replaces it, or assigns to its .data, expected one that leaves it in "
+        f"place: the new value would be lost. {repair}."
+    )
