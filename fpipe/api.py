@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fpipe import random
+from fpipe.answers import Answering
 from fpipe.arguments import require_arguments, require_backward
-from fpipe.batching.batch import Batching
+from fpipe.batching.batch import Batch, Batching
 from fpipe.batching.weights import Weight
 from fpipe.capture.contract import FrontEnd
 from fpipe.capture.fake import fake, fake_mode
@@ -129,7 +130,8 @@ def pipeline(
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
-    pipe = _bound(module, batchings, output_dims, loss, schedule, where, seen_by, sums, way(backward), group)
+    whole = batchings[True].cut(example, targets)
+    pipe = _bound(module, batchings, whole, output_dims, loss, schedule, where, seen_by, sums, way(backward), group)
     pipe.connected(TRAINING)
     return pipe
 
@@ -164,7 +166,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
         with pipe.ranks.guarded():
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
-            batch = pipe.batch(inputs, targets)
+            batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
             plan = pipe.connected(variant, batch.signature)
             outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed), record)
             grads = gradients(plan, outcomes)
@@ -187,8 +189,9 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
-            batch = pipe.batch(inputs, targets, loss)
-            plan = pipe.connected(Variant(training=False, loss=loss, outputs=True), batch.signature)
+            variant = Variant(training=False, loss=loss, outputs=True)
+            batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
+            plan = pipe.connected(variant, batch.signature)
             outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed), record)
             return gather(plan, pipe.ranks, outcomes, buffers)
 
@@ -212,7 +215,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     ) -> tuple[Step, State]:
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
-        batch = pipe.batch(inputs, targets)
+        batch = pipe.batch(variant, inputs, targets)
         plan = pipe.plan(variant, batch.signature)
         parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
         with random.preserved(plan.devices):
@@ -261,8 +264,9 @@ def verify(
     step, grads = reference(pipe, outputs)(*whole, inputs, targets, seed=seed)
     wanted = Computed(step.loss, step.outputs, grads, step.buffers).held(params)
     compared = require_equal(got, wanted, "the reference", tolerance)
-    batch = pipe.batch(inputs, targets)
-    plan = pipe.plan(Variant(training=True, loss=True, outputs=outputs), batch.signature)
+    variant = Variant(training=True, loss=True, outputs=outputs)
+    batch = pipe.batch(variant, inputs, targets)
+    plan = pipe.plan(variant, batch.signature)
     if plan.devices:
         return Verification(compared, 0)
     stated = orders(plan)
@@ -278,6 +282,7 @@ def verify(
 def _bound(
     module: nn.Module,
     batchings: Mapping[bool, Batching],
+    example: Batch,
     output_dims: Any,
     loss: Loss,
     schedule: Schedule,
@@ -290,11 +295,15 @@ def _bound(
     """The pipeline of these arguments, without a tensor of the user's; its ranks are known, nothing is planned yet."""
     device, mode = batchings[True].home, fake_mode()
     model = skeleton(module, lambda tensor: fake(mode, tensor, device))
+    captures, ranks = (
+        Captures(model, loss, batchings, seen_by, cuts, schedule.backward),
+        _ranks(schedule, group, device),
+    )
     return Pipeline(
         schedule=schedule,
-        captures=Captures(model, loss, batchings, seen_by, cuts, schedule.backward),
+        captures=captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered()),
         output_dims=output_dims,
-        ranks=_ranks(schedule, group, device),
+        ranks=ranks,
         summed=sums,
         way=how,
     )

@@ -15,10 +15,11 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fpipe.batching.batch import Batching, Microbatch
+from fpipe.batching.batch import Batch, Batching, Microbatch
 from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import fake_mode
 from fpipe.capture.losses import Loss, Objective
+from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.skeleton import evaluation
 from fpipe.capture.validity import name_of, require_valid
 from fpipe.cutting import partition
@@ -36,6 +37,7 @@ class Captures:
     - `model`: its skeleton.
     - `batchings`: how batches are cut, with the loss and without.
     - `backward`: whether gradients are ever computed.
+    - `asked`: what the model asks next about a microbatch whose answers so far are known.
     """
 
     model: nn.Module
@@ -44,25 +46,60 @@ class Captures:
     front_end: FrontEnd
     cuts: partition.Cuts
     backward: bool
-    made: dict[tuple[Variant, Microbatch], Cut] = field(default_factory=dict)
+    made: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
+    cut: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
+    asked: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
+
+    def exemplified(self, example: Batch) -> Captures:
+        """Return the same, with the answers that the example gives."""
+        batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
+        return replace(self, batchings=batchings)
 
     def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
         """The model captured for a microbatch, and where it is cut; the same with and without outputs."""
         what = replace(variant, outputs=True), microbatch
-        if what not in self.made:
-            captured = self._capture(*what)
-            self.made[what] = captured, self._positions(captured, *what)
-        return self.made[what]
+        if what not in self.cut:
+            if what not in self.made:
+                told = self.explore(variant, microbatch, refuse_questions)
+                assert told == microbatch, "all answers are known, and none is left over"
+            self.cut[what] = self._positions(self.made[what], *what)
+        return self.made[what], self.cut[what]
+
+    def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
+        """Return what the model is known to ask next about a microbatch."""
+        return self.asked.get((replace(variant, outputs=True), microbatch))
+
+    def knows(self, variant: Variant, microbatch: Microbatch) -> bool:
+        """Whether the model was captured for such microbatches, with these answers."""
+        return (replace(variant, outputs=True), microbatch) in self.made
+
+    def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
+        """Capture the model for a microbatch of which some answers are known, and return it with all of them.
+
+        `ask` gives those that are missing.
+        """
+        variant, known = replace(variant, outputs=True), iter(microbatch.answers)
+        told = replace(microbatch, answers=())
+
+        def answer(question: Question) -> Answer:
+            nonlocal told
+            self.asked[variant, told] = question
+            told = told.told(next(known, None) or ask(question))
+            return told.answers[-1]
+
+        captured = self._capture(variant, microbatch, answer)
+        self.made[variant, told] = captured
+        return told
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """What is computed for such a microbatch."""
         loss = self.loss if variant.loss else None
         return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches)
 
-    def _capture(self, variant: Variant, microbatch: Microbatch) -> Captured:
+    def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Captured:
         with fake_mode():
             leaves = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in microbatch.leaves]
-        objective = self.objective(variant, microbatch)
+        objective = replace(self.objective(variant, microbatch), ask=ask)
         with nullcontext() if variant.training else evaluation(self.model):
             captured = self.front_end(self.model, objective, leaves)
         require_valid(captured, name_of(self.front_end), self.model, objective, leaves)

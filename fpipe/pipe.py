@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fpipe import random
 from fpipe.agreement import require_alike
+from fpipe.answers import Answering, Tell, alone
 from fpipe.assembly import Assembly, assemble, differentiated
 from fpipe.batching.batch import Batch, Microbatch, Signature
 from fpipe.batching.joining import Joining
@@ -28,7 +29,7 @@ from fpipe.capture.contract import Captured
 from fpipe.captures import Captures
 from fpipe.description import describe
 from fpipe.differentiation.ways import Way
-from fpipe.errors import CutError, InputError, PipelineError
+from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.executor import Execution, Inputs, Outcome
 from fpipe.footprint import sizes
 from fpipe.materialisation.initialisation import Initialiser, initialised, reset_parameters
@@ -60,6 +61,7 @@ class Pipeline:
     way: Way | None = None
     plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
     connections: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
+    silent: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -107,9 +109,29 @@ class Pipeline:
         """Whether the loss is a function of outputs alone."""
         return self.captures.batchings[True].without_targets
 
-    def batch(self, inputs: Any, targets: Any, loss: bool = True) -> Batch:
-        """A batch, cut for a plan with this loss or without one."""
-        return self.captures.batchings[loss].cut(inputs, targets)
+    def batch(self, variant: Variant, inputs: Any, targets: Any, tell: Tell = alone) -> Batch:
+        """Return a batch, cut, with the answers to what the model asks about it in this variant.
+
+        `tell` reaches the other ranks, which must all call this then; without it, this process must have been given all
+        that is asked about.
+        """
+        batch = self.captures.batchings[variant.loss].cut(inputs, targets)
+        if (variant, batch.signature) in self.silent:
+            return batch
+        with random.preserved([torch.device("cpu")]):
+            return self._answered(variant, batch, tell)
+
+    def _answered(self, variant: Variant, batch: Batch, tell: Tell) -> Batch:
+        try:
+            answered = Answering(self.captures, variant, batch, tell).answered()
+        except CaptureError as error:
+            raise InputError(
+                f"{batch.batching.difference(batch.signature)}, expected a batch that the model can take, cut as the "
+                f"example is. The pipeline for this one fails: {error}"
+            ) from error
+        if answered.signature == batch.signature:
+            self.silent[variant, batch.signature] = None
+        return answered
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
         """The plan for a variant and batches of a signature, the example's by default; made at its first use.

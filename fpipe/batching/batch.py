@@ -15,7 +15,7 @@ rank is not given is as in the example; one on the meta device tells its shape. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fpipe.batching.leaf import Leaf
 from fpipe.batching.weights import Weight, scales
+from fpipe.capture.questions import Answer
 from fpipe.errors import InputError
 from fpipe.spec import Spec
 from fpipe.tree import Structure, broadcast, flatten, require_same_tree
@@ -33,19 +34,26 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Signature:
-    """Everything about a batch but the values of its tensors.
+    """Everything about a batch but the values of its tensors, and what the model asks about these.
 
     - `leaves`: of each tensor leaf, the spec, or those of its microbatches where a function of the user's cuts it.
     - `program`: what in the batch is no tensor, and so is part of the program; `halves`: the trees of inputs and of
       targets, with it.
+    - `answers`: by microbatch, the answers to what the model asks about its values; empty where it asks nothing.
     """
 
     leaves: tuple[tuple[Spec, ...], ...]
     program: str
     halves: tuple[Structure, Structure] = field(compare=False)
+    answers: tuple[tuple[Answer, ...], ...] = ()
 
     def __str__(self) -> str:
-        return f"{', '.join(' '.join(map(str, specs)) for specs in self.leaves)} and {self.program}"
+        said = f", answering {[[one.text for one in row] for row in self.answers]}" if self.answers else ""
+        return f"{', '.join(' '.join(map(str, specs)) for specs in self.leaves)} and {self.program}{said}"
+
+    def answered(self, rows: Sequence[tuple[Answer, ...]]) -> Signature:
+        """Return the signature with the answers of each microbatch."""
+        return replace(self, answers=tuple(rows) if any(rows) else ())
 
 
 @dataclass(frozen=True)
@@ -53,15 +61,21 @@ class Microbatch:
     """Everything about a microbatch but values: the specs of its leaves, its scale the last, and the rest.
 
     `program` tells the tree's leaves that are no tensors; `structure` is the tree (inputs, targets, scale), where the
-    scale is `None` if losses are not weighted.
+    scale is `None` if losses are not weighted. `answers` are those to what the model asks about its values.
     """
 
     leaves: tuple[Spec, ...]
     program: str
     structure: Structure = field(compare=False)
+    answers: tuple[Answer, ...] = ()
 
     def __str__(self) -> str:
-        return f"{', '.join(map(str, self.leaves))} and {self.program}"
+        said = f", answering {[one.text for one in self.answers]}" if self.answers else ""
+        return f"{', '.join(map(str, self.leaves))} and {self.program}{said}"
+
+    def told(self, answer: Answer) -> Microbatch:
+        """Return the microbatch with one more answer."""
+        return replace(self, answers=(*self.answers, answer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +118,10 @@ class Batching:
         """Where the first tensor is, and what was given on meta."""
         return self.leaves[0].spec.device if self.leaves else torch.device("cpu")
 
+    def leaf_name(self, number: int) -> str:
+        """Return what to call a leaf, the scale among them, in messages."""
+        return self.leaves[number].name if number < len(self.leaves) else "the scale of the loss"
+
     @property
     def scale(self) -> Spec | None:
         """The spec of a microbatch's scale, if losses are weighted: one more leaf, after all others."""
@@ -122,7 +140,8 @@ class Batching:
         ]
         scale = () if self.scale is None else (self.scale,)
         rows = [(*[column[i] for column in columns], *scale) for i in range(self.microbatches)]
-        return [Microbatch(row, signature.program, structure) for row in rows]
+        answers = signature.answers or ((),) * self.microbatches
+        return [Microbatch(row, signature.program, structure, said) for row, said in zip(rows, answers, strict=True)]
 
     def _structure(self, signature: Signature) -> Structure:
         trees = [half.unflatten([torch.empty(0, device=META)] * len(half.names)) for half in signature.halves]
@@ -161,6 +180,8 @@ class Batching:
             if specs != example:
                 got, had = (", ".join(map(str, some)) for some in (specs, example))
                 return f"{leaf.name}: got {got}, where the example has {had}"
+        if signature.program == self.example.program:
+            return f"the batch: got other values than the example's, about which the model asks: {signature}"
         return f"the batch: got {signature.program} besides tensors, where the example has {self.example.program}"
 
     def _require_pieces(self, signature: Signature) -> None:

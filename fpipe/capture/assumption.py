@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
+from fpipe.capture.disguise import disguised
 from fpipe.capture.fake import Fakes
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
@@ -61,8 +62,15 @@ ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 )
 
 
+def reading(tensor: Tensor) -> None:
+    """Note, for whoever watches torch calls, that what happens from here on depends on the values of `tensor`."""
+    if has_torch_function_unary(tensor):
+        handle_torch_function(reading, (tensor,), tensor)
+
+
 READING = frozenset(
-    {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
+    {reading}
+    | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
 )
 """Calls after which what happens may depend on the values of tensors, also where a fake tensor has its value."""
@@ -106,7 +114,8 @@ def checked(error_type: Any, cond: Tensor, message: Any = None) -> None:
 def assuming(mode: FakeTensorMode) -> Iterator[Answers]:
     """Answer, inside, what fake tensors of `mode` are asked for their values; yields whether any were."""
     answers = Answers()
-    with patch.object(torch, "_check_tensor_all_with", checked), answers, _finding_nothing(mode, answers):
+    checks = patch.object(torch, "_check_tensor_all_with", checked)
+    with checks, disguised(), answers, _finding_nothing(mode, answers):
         yield answers
 
 

@@ -20,6 +20,7 @@ from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
 from fpipe.capture.assumption import checked
+from fpipe.capture.disguise import disguised
 from fpipe.capture.guards import torchs
 from fpipe.capture.recorder import Recorder
 from fpipe.errors import CaptureError
@@ -41,6 +42,7 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
     with ExitStack() as stack:
         for owner, name, function in watching.replacements():
             stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(disguised())
         stack.enter_context(recorder)
         try:
             yield
@@ -146,12 +148,13 @@ class _Watching:
         self.torch.saved(hooks)
 
     def _entered(self, context: Any) -> Any:
-        self.recorder.regions += not self.recorder.depth
-        self.recorder.depth += 1
+        if not self.idle:
+            self.recorder.regions += not self.recorder.depth
+            self.recorder.depth += 1
         return self.torch.entered(context)
 
     def _left(self, context: Any, *error: Any) -> Any:
-        self.recorder.depth -= 1
+        self.recorder.depth -= not self.idle
         return self.torch.left(context, *error)
 
     def _kernels(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,12 @@ stage is special to the executor. The share is one more leaf of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from fpipe.capture.questions import Ask, refuse_questions
 from fpipe.errors import CaptureError, InputError
 from fpipe.tree import Structure
 
@@ -59,12 +60,13 @@ class Objective:
     """What is computed for one microbatch: the model, then its loss as a part of the step's.
 
     `batch` is the tree of (inputs, targets, scale); the loss is multiplied by the scale, or divided by the number of
-    microbatches if that is `None`.
+    microbatches if that is `None`. `ask` answers what the model asks about values of the microbatch during a capture.
     """
 
     loss: Loss | None
     batch: Structure
     microbatches: int
+    ask: Ask = field(default=refuse_questions, compare=False)
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
         """`(scaled loss, outputs)` of the tensor leaves of `batch`; without a loss, `None` in its place."""

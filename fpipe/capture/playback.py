@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe import random
+from fpipe.capture.answering import answering
 from fpipe.capture.assumption import attached
 from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
 from fpipe.capture.modes import Modes, under_modes
@@ -131,7 +132,7 @@ class Playback:
             first, last = self.tape.ticks[unit]
             draws = self.tape.drawn(first, last)
             labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
-            step = single(unit, labels)
+            step = answering(single(unit, labels), self.tape.answered(first, last))
             yield self.tape.modes[unit], step if labels or not draws else _keyed(step, draws)
 
     def _obstacle(self, span: Span) -> str | None:
@@ -181,6 +182,7 @@ class Playback:
                 return *made, *[getattr(one.module, one.name) for one in assigned.values()]
 
         step = Step(span.invocation.reads, (*new, *assigned), call if span.touched or span.constants else simply)
+        step = answering(step, self.tape.answered(span.first_tick, span.last_tick))
         step = self._with_ghosts(span, _attached(span, step) if span.branching else step)
         draws = self.tape.drawn(span.first_tick, span.last_tick)
         if span.checkpoint:

@@ -12,7 +12,7 @@ in whose forward it stands: that module is then played as a whole or not at all.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,8 @@ from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
 from fpipe.capture.generators import Generators
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects
+from fpipe.capture.origins import History, for_real
+from fpipe.capture.questions import GUESSES, Answer, Ask, Question, Told, refuse_questions
 from fpipe.capture.spans import Spans
 from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick, tensors_at
 from fpipe.capture.values import Values
@@ -45,8 +47,9 @@ class Recorder(TorchFunctionMode):
 
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
       `random`: what is known of each.
-    - `draws`: torch calls that draw random numbers. `calls`: when each function was called. `hooked`: when tensors were
-      saved through hooks.
+    - `draws`: torch calls that draw random numbers. `told`: those that read values, and were answered. `calls`: when each
+      function was called. `hooked`: when tensors were saved through hooks.
+    - `ask`: answers questions about the batch. `kept`: computes, by identity, constants that an earlier run left behind.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
       got.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
@@ -56,11 +59,13 @@ class Recorder(TorchFunctionMode):
         self,
         model: nn.Module,
         sources: Mapping[Value, tuple[Source, Tensor]],
-        kept: Collection[int] = (),
+        ask: Ask = refuse_questions,
+        kept: Mapping[int, Callable[[], Tensor]] = MappingProxyType({}),
         opaque: Collection[str] = (),
         generators: Generators | None = None,
     ) -> None:
         super().__init__()
+        self.ask, self.kept = ask, kept
         self.spans = Spans(model, opaque, generators)
         self.values = Values(sources, kept, self.spans.here)
         self.effects = Effects()
@@ -70,6 +75,7 @@ class Recorder(TorchFunctionMode):
         self.written: dict[Unit, frozenset[int]] = {}
         self.random: dict[Unit, Labels] = {}
         self.draws: list[Draw] = []
+        self.told: list[Told] = []
         self.calls = defaultdict[Any, list[int]](list)
         self.ordinals = defaultdict[str, int](int)
         self.hooked: list[int] = []
@@ -96,14 +102,50 @@ class Recorder(TorchFunctionMode):
         try:
             out = self._drawing(function, tick, lambda: function(*args, **kwargs))
         except UNKNOWN:
-            if not self.spans.opaque or function not in ASSUMED:
+            answer = self._answer(invocation)
+            if answer is not None:
+                self.told.append(Told(tick, function, answer))
+                out = answer.result()
+            elif self.spans.opaque and function in ASSUMED:
+                out = ASSUMED[function](*args, **kwargs)
+                self._branches()
+            else:
                 raise
-            out = ASSUMED[function](*args, **kwargs)
-            self._branches()
         finally:
             self.inside = False
         self._record(function, invocation, out, tick)
         return out
+
+    def _answer(self, invocation: Invocation) -> Answer | None:
+        """Return what a call that reads values gives, if constants or the batch decide.
+
+        In a module that runs as it is whatever it does, the batch is not asked: the module asks it itself.
+        """
+        origin = self._history().origin(invocation.reads)
+        if origin.obstacle or (origin.leaves and self.spans.opaque):
+            return None
+        computed = origin.computed(invocation.reads)
+
+        def compute(leaves: Sequence[Tensor]) -> Answer:
+            with for_real():
+                return Answer.of(invocation(computed(leaves)))
+
+        if not origin.leaves:
+            return compute(())
+        function = invocation.function
+        where = f"{self.spans.here()}, {getattr(function, '__name__', function)}"
+        with for_real():
+            return self.ask(Question(where, tuple(origin.leaves.values()), compute, GUESSES.get(function)))
+
+    def real(self, value: Value) -> Tensor:
+        """Return the tensor that a constant value has when it is computed for real."""
+        computed = self._history().origin((value,)).computed((value,))
+        with for_real():
+            return computed(())[0]
+
+    def _history(self) -> History:
+        values = self.values
+        return History(self.units, self.modes, self.written, self.random, values.sources, values.storage, self.kept)
 
     def _branches(self) -> None:
         """The innermost module goes one way or the other: it may use all that it holds, and write to any buffer."""
@@ -242,6 +284,10 @@ class Recorder(TorchFunctionMode):
         constants = self.constants()
         return [(u.path, u.does) for u in self.units if not u.makes or not constants.issuperset(u.makes)]
 
+    def _counted(self) -> set[Any]:
+        """Return the functions of which it matters which of their calls a call is."""
+        return {draw.function for draw in self.draws} | {told.function for told in self.told}
+
     def tape(self) -> Tape:
         """What was recorded."""
         return Tape(
@@ -250,7 +296,8 @@ class Recorder(TorchFunctionMode):
             self.ticks,
             tuple(self.spans.outermost),
             tuple(self.draws),
-            {draw.function: self.calls[draw.function] for draw in self.draws},
+            tuple(self.told),
+            {function: self.calls[function] for function in self._counted()},
             tuple(self.hooked),
             self.values.tensors,
         )

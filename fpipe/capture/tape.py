@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fpipe.capture.closures import apart
 from fpipe.capture.contract import Tensors, Unit, Value
 from fpipe.capture.modes import Modes
+from fpipe.capture.questions import Answer, Told
 from fpipe.errors import InputError
 from fpipe.tree import PLAIN, taken_apart
 
@@ -151,7 +152,8 @@ class Tape:
 
     - `units`: the torch calls; `modes`, `ticks`: of each, what it depends on, and from when to when it ran.
     - `spans`: the outermost spans. `draws`: what drew random numbers, in order.
-    - `calls`: per function that draws, the ticks of all its calls.
+    - `told`: what read values and was answered, in order.
+    - `calls`: per function of these, the ticks of all its calls.
     - `hooked`: ticks at which tensors were saved through hooks, as checkpoints do.
     - `fakes`: the tensors of the run, by value.
     """
@@ -161,6 +163,7 @@ class Tape:
     ticks: Mapping[Unit, tuple[int, int]]
     spans: tuple[Span, ...]
     draws: tuple[Draw, ...]
+    told: tuple[Told, ...]
     calls: Mapping[Any, Sequence[int]]
     hooked: Sequence[int]
     fakes: Mapping[Value, Tensor]
@@ -170,6 +173,11 @@ class Tape:
         found = [draw for draw in self.draws if first <= draw.tick < last]
         return {(draw.function, self._number(draw, first)): draw for draw in found}
 
-    def _number(self, draw: Draw, first: int) -> int:
-        ticks = self.calls[draw.function]
-        return bisect_left(ticks, draw.tick) - bisect_left(ticks, first)
+    def answered(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
+        """Return the answers given from tick `first` to `last`, by function and which of its calls in that time."""
+        found = [told for told in self.told if first <= told.tick < last]
+        return {(told.function, self._number(told, first)): told.answer for told in found}
+
+    def _number(self, call: Draw | Told, first: int) -> int:
+        ticks = self.calls[call.function]
+        return bisect_left(ticks, call.tick) - bisect_left(ticks, first)

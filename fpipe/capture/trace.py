@@ -11,9 +11,10 @@ what the first run leaves behind in attributes, the second may read constants on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -26,6 +27,7 @@ from fpipe.capture.guards import blame, plain_state, require_unchanged, source_o
 from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.playback import Playback, Seat, Seated
+from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.seats import require_seated
 from fpipe.capture.skeleton import on_meta, skeleton
@@ -87,10 +89,12 @@ class _Tracer:
     def captured(self) -> Captured:
         """Run the model, recorded, and see whether it would do the same again."""
         with _put_back(self.skeleton):
-            recorder = Recorder(self.skeleton, self.sources(), opaque=self.opaque)
+            asked: list[Answer] = []
+            recorder = Recorder(self.skeleton, self.sources(), _noting(self.objective.ask, asked), opaque=self.opaque)
             loss, outputs = self._run(recorder)
             held = plain_state(self.skeleton)
-            again = Recorder(self.skeleton, self.sources(), _constants(self.skeleton, recorder), self.opaque)
+            kept = _constants(self.skeleton, recorder)
+            again = Recorder(self.skeleton, self.sources(), _repeating(asked), kept, self.opaque)
             self._run(again)
             require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
         created = again.created() - recorder.created()
@@ -197,11 +201,31 @@ def _recorded(loss: Loss, recorder: Recorder) -> Loss:
     return recorded
 
 
-def _constants(model: nn.Module, recorder: Recorder) -> set[int]:
-    """The identities of tensors in attributes that the recorded run has left there, and that do not depend on it."""
+def _noting(ask: Ask, asked: list[Answer]) -> Ask:
+    """Return `ask`, which adds what it answers to `asked`."""
+
+    def noted(question: Question) -> Answer:
+        asked.append(ask(question))
+        return asked[-1]
+
+    return noted
+
+
+def _repeating(asked: Iterable[Answer]) -> Ask:
+    """Return a function that gives the same answers once more, in order."""
+    answers = iter(asked)
+    return lambda question: next(answers, None) or refuse_questions(question)
+
+
+def _constants(model: nn.Module, recorder: Recorder) -> dict[int, Callable[[], Tensor]]:
+    """The identities of tensors in attributes that the recorded run has left there, and that do not depend on it.
+
+    With each, the function that computes it for real.
+    """
     held = [leaf for module in model.modules() for leaf in flatten(vars(module), opaque=True)[0]]
-    constants = recorder.constants()
-    return {id(tensor) for tensor in held if recorder.values.known.get(id(tensor)) in constants}
+    constants, known = recorder.constants(), recorder.values.known
+    found = {id(tensor): known[id(tensor)] for tensor in held if known.get(id(tensor)) in constants}
+    return {identity: partial(recorder.real, value) for identity, value in found.items()}
 
 
 @contextmanager

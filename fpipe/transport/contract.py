@@ -83,6 +83,9 @@ class Ranks(Protocol):
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
 
+    def tell(self, text: str) -> list[str]:
+        """Tell all ranks a text; return what every process told, the first rank's first."""
+
     def ahead(self) -> float:
         """By how many seconds the clock of this process is ahead of that of the first rank's."""
 

@@ -234,6 +234,19 @@ class DistributedRanks:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return bool(value.item())
 
+    def tell(self, text: str) -> list[str]:
+        """Return the texts of all ranks, this one's among them; every rank must call this."""
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
+        most = max(int(rows.item()) for rows in self._gathered(torch.tensor([len(data)], device=self.device)))
+        mine = torch.full((most,), ord(" "), dtype=torch.uint8, device=self.device)
+        mine[: len(data)] = data
+        return [bytes(row.tolist()).decode() for row in self._gathered(mine)]
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(found, mine, group=self.group)
+        return found
+
     def ahead(self) -> float:
         """By how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
         self._require_whole("a timeline to put together")

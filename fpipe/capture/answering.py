@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give a module that runs on fake tensors again the answers that it got when it was recorded.
+
+In a step a module that reads values does so itself, and finds what the capture was told: the answers are part of what
+the capture is for. On fake tensors, when shapes are inferred or a stage is recorded below autograd, it cannot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from fpipe.capture.assumption import UNKNOWN, reading
+from fpipe.capture.contract import Step, Tensors
+from fpipe.capture.questions import Answer
+
+Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
+"""By function, and which of its calls it is."""
+
+
+def answering(step: Step, answers: Answers) -> Step:
+    """Return the step, which on fake tensors gets these answers."""
+    if not answers:
+        return step
+
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return step.call(key, *tensors)
+        with _Answering(answers):
+            return step.call(key, *tensors)
+
+    return step._replace(call=call)
+
+
+class _Answering(TorchFunctionMode):
+    """Answers the torch calls of `answers`."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self.answers, self.calls = answers, Counter[Any]()
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        answer = self.answers.get((func, self.calls[func]))
+        self.calls[func] += 1
+        if answer is None:
+            return func(*args, **(kwargs or {}))
+        if answer.has_tensors:  # no graph can be made of shapes that values decide
+            with suppress(*UNKNOWN):
+                func(*args, **(kwargs or {}))
+            reading(args[0])
+        return answer.result()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the values of a recording came from, and how to compute them for real.
+
+Problem. A model that runs on fake tensors asks for a value, which these do not have.
+
+Idea. The recorder knows every call that led to it. If they read constants alone, they are run for real there and then;
+if they read the batch too, they are run on each batch at the start of its step. A value that depends on parameters,
+buffers or random numbers is not known before the step runs.
+
+Invariant. The same calls run, in the same order and modes, as in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fpipe.capture.contract import Batch, Constant, Source, Unit, Value, sequence, single
+from fpipe.capture.modes import Modes, under_modes
+
+
+@dataclass
+class History:
+    """How the values of a recording came about, as far as it has come.
+
+    - `units`: the torch calls so far; `modes`, `written`, `random`: what is known of each.
+    - `sources`, `storage`: of the values. `kept`: the real tensors behind constants that an earlier run left behind.
+    """
+
+    units: Sequence[Unit]
+    modes: Mapping[Unit, Modes]
+    written: Mapping[Unit, frozenset[int]]
+    random: Mapping[Unit, Any]
+    sources: Mapping[Value, Source]
+    storage: Mapping[Value, int]
+    kept: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)
+
+    def origin(self, values: Iterable[Value]) -> Origin:
+        """Return what `values` were computed from, and how."""
+        needed, used = set(values), list[Unit]()
+        memories = {self.storage[value] for value in needed}
+        for unit in reversed(self.units):
+            if needed.isdisjoint(unit.makes) and memories.isdisjoint(self.written[unit]):
+                continue
+            used.append(unit)
+            needed.update(unit.reads)
+            memories.update(self.storage[value] for value in unit.reads)
+        sources = {value: self.sources[value] for value in sorted(needed) if value in self.sources}
+        return Origin(self, tuple(reversed(used)), sources)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The calls that values came from, in order, and the sources that these read."""
+
+    history: History
+    units: tuple[Unit, ...]
+    sources: Mapping[Value, Source]
+
+    @property
+    def leaves(self) -> dict[Value, int]:
+        """The batch's leaves among the sources."""
+        return {value: source.leaf for value, source in self.sources.items() if isinstance(source, Batch)}
+
+    @property
+    def obstacle(self) -> str:
+        """What it depends on that nobody knows before the step runs; empty if nothing."""
+        for source in self.sources.values():
+            if not isinstance(source, Batch | Constant):
+                return f"the {type(source).__name__.lower()} {source.name!r}"
+        return "random numbers" if any(unit in self.history.random for unit in self.units) else ""
+
+    def computed(self, outputs: tuple[Value, ...]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """Return the function that computes `outputs` from the batch's leaves, which it does not change."""
+        constants = {v: source.tensor for v, source in self.sources.items() if isinstance(source, Constant)}
+        inputs = (*self.leaves, *constants)
+        items = [(self.history.modes[unit], single(unit, None)) for unit in self.units]
+        run = sequence(under_modes(items, outputs), inputs, outputs)
+        changed = frozenset().union(*(self.history.written[unit] for unit in self.units))
+        copied = [self.history.storage[value] in changed for value in inputs]
+        held = [self._real(tensor) for tensor in constants.values()]
+
+        def compute(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+            given = [t.clone() if copy else t for t, copy in zip((*leaves, *held), copied, strict=True)]
+            return run(0, *given)
+
+        return compute
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself, or what an earlier run would have put in its place."""
+        return self.history.kept[id(tensor)]() if id(tensor) in self.history.kept else tensor
+
+
+@contextmanager
+def for_real() -> Iterator[None]:
+    """Compute, inside, as eagerly as if nothing were recorded, and outside of any autocast."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
