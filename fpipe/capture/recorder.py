@@ -47,9 +47,9 @@ class Recorder(TorchFunctionMode):
 
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
       `random`: what is known of each.
-    - `draws`: torch calls that draw random numbers. `told`: those that read values, and were answered. `calls`: when each
+    - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
       function was called. `hooked`: when tensors were saved through hooks.
-    - `ask`: answers questions about the batch. `kept`: computes, by identity, constants that an earlier run left behind.
+    - `ask`: answers questions about the batch. `kept`: by identity, computes constants that an earlier run left.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
       got.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
