@@ -48,8 +48,8 @@ def refusal(drawing: Drawing) -> CaptureError:
     """Return the error for a forward that draws."""
     return CaptureError(
         f"{drawing.where}: got a forward that draws from {drawing.generator}, expected torch's random operations, "
-        "which follow the step's seed: the numbers of the build would be used in every step. Draw with torch, or turn this "
-        "off; in transformers that is mostly SpecAugment, config.apply_spec_augment = False."
+        "which follow the step's seed: the numbers of the build would be used in every step. Draw with torch, or turn "
+        "this off; in transformers that is mostly SpecAugment, config.apply_spec_augment = False."
     )
 
 

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fpipe.capture.contract import Batch, Constant, Source, Unit, Value, sequence, single
 from fpipe.capture.modes import Modes, under_modes
+from fpipe.capture.questions import GUESSES, Answer, Question
+from fpipe.capture.tape import Invocation
 
 
 @dataclass
@@ -91,6 +93,17 @@ class Origin:
             return run(0, *given)
 
         return compute
+
+    def question(self, invocation: Invocation, where: str) -> Question:
+        """Return the question that a call asks which reads values of this origin."""
+        computed, function = self.computed(invocation.reads), invocation.function
+
+        def compute(leaves: Sequence[Tensor]) -> Answer:
+            with for_real():
+                return Answer.of(invocation(computed(leaves)))
+
+        asks = f"{where}, {getattr(function, '__name__', function)}"
+        return Question(asks, tuple(self.leaves.values()), compute, GUESSES.get(function))
 
     def _real(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or what an earlier run would have put in its place."""

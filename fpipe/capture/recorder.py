@@ -26,8 +26,8 @@ from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
 from fpipe.capture.generators import Generators
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects
-from fpipe.capture.origins import History, for_real
-from fpipe.capture.questions import GUESSES, Answer, Ask, Question, Told, refuse_questions
+from fpipe.capture.origins import History, Origin, for_real
+from fpipe.capture.questions import Answer, Ask, Told, refuse_questions
 from fpipe.capture.spans import Spans
 from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick, tensors_at
 from fpipe.capture.values import Values
@@ -121,31 +121,23 @@ class Recorder(TorchFunctionMode):
 
         In a module that runs as it is whatever it does, the batch is not asked: the module asks it itself.
         """
-        origin = self._history().origin(invocation.reads)
+        origin = self._origin(invocation.reads)
         if origin.obstacle or (origin.leaves and self.spans.opaque):
             return None
-        computed = origin.computed(invocation.reads)
-
-        def compute(leaves: Sequence[Tensor]) -> Answer:
-            with for_real():
-                return Answer.of(invocation(computed(leaves)))
-
-        if not origin.leaves:
-            return compute(())
-        function = invocation.function
-        where = f"{self.spans.here()}, {getattr(function, '__name__', function)}"
+        question = origin.question(invocation, self.spans.here())
         with for_real():
-            return self.ask(Question(where, tuple(origin.leaves.values()), compute, GUESSES.get(function)))
+            return self.ask(question) if origin.leaves else question.compute(())
 
     def real(self, value: Value) -> Tensor:
         """Return the tensor that a constant value has when it is computed for real."""
-        computed = self._history().origin((value,)).computed((value,))
+        computed = self._origin((value,)).computed((value,))
         with for_real():
             return computed(())[0]
 
-    def _history(self) -> History:
-        values = self.values
-        return History(self.units, self.modes, self.written, self.random, values.sources, values.storage, self.kept)
+    def _origin(self, values: Sequence[Value]) -> Origin:
+        known = self.values
+        history = History(self.units, self.modes, self.written, self.random, known.sources, known.storage, self.kept)
+        return history.origin(values)
 
     def _branches(self) -> None:
         """The innermost module goes one way or the other: it may use all that it holds, and write to any buffer."""
