@@ -94,6 +94,11 @@ def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payl
     return ()
 
 
+def hold(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Return what has arrived, to be kept until the second action of a fused pair takes it."""
+    return arrived
+
+
 def nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """What an instruction of transfers alone computes."""
     return ()

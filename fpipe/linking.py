@@ -5,6 +5,8 @@ An instruction is at most one compute action with the transfers around it, `(WAI
 an earlier phase than the one before it begins another instruction, so any program is run as it stands: receives are
 posted at most ahead of waits, and per channel all posts stay in order.
 
+A fused pair begins as one: an instruction before it waits for the cotangents of its backward, and keeps them.
+
 Messages have numbers, per rank. Channels follow from the placement, which nobody behind this module knows.
 """
 
@@ -12,12 +14,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
+from itertools import count, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from fpipe.executor import Instruction, Linked, StageLike, Transfer
-from fpipe.handlers import HANDLERS, nothing
+from fpipe.handlers import HANDLERS, hold, nothing
 from fpipe.transport.contract import Message, Route, message
 from schedules import KINDS, Action, Placement
 
@@ -39,7 +41,8 @@ def link(
     the end, since nobody on the rank waits for them.
     """
     linker = _Linker(stages, placement, uneven)
-    program = [linker.instruction(group) for group in _groups(actions)]
+    groups = [*_groups(actions)]
+    program = [one for pair in zip_longest(groups, groups[1:]) for one in linker.instructions(*pair)]
     return Linked(tuple(stages), tuple(linker.channels), (*program, *linker.final))
 
 
@@ -97,6 +100,25 @@ class _Linker:
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)
         self.final: list[Instruction] = []
+
+    def instructions(self, group: Group, following: Group | None) -> list[Instruction]:
+        """Return the instruction of a group; before the first of a fused pair, one that waits for the second's data."""
+        instruction = self.instruction(group)
+        if instruction.action.kind != "OVERLAP_F" or following is None:
+            return [instruction]
+        backward = next(action for _, action in following if _phase(action) == COMPUTE)
+        s, i, stage = backward.stage, backward.microbatch, self._stage(backward)
+        awaited, kept, start = list[int](), list[tuple[int, slice]](), 0
+        for peer, specs in stage.pulled_by:
+            awaited.append(self.numbers["B", peer, i, s])
+            kept.append((awaited[-1], slice(start, start + len(specs))))
+            start += len(specs)
+        if not awaited:
+            return [instruction]
+        at, receives, waits = instruction.position, instruction.receives, instruction.waits
+        action = Action("RECV_B", s, i, stage.pulled_by[0].peer)
+        held = Instruction(at, action, stage, hold, receives, waits, tuple(awaited), tuple(kept), ())
+        return [held, instruction._replace(receives=(), waits=())]
 
     def instruction(self, group: Group) -> Instruction:
         """The instruction of one group of actions."""

@@ -87,8 +87,8 @@ class Costs:
 
     - `C`, `R`: a checkpointed forward and a recomputation; `None` stands for the time of `F`.
     - `OVERLAP_F`: what a forward adds to the backward that it is overlapped with; `None` for the time of `F`, no gain.
-    - `comm`: of a transfer between ranks, from the end of the action that makes a value to its arrival: a number, or a
-      `Link`. Transfers overlap with compute.
+    - `comm`: of a transfer between ranks, from the end of the action that makes a value, or of its fused pair, to its
+      arrival: a number, or a `Link`. Transfers overlap with compute.
     - `jitter`: every action's time is multiplied by a number drawn evenly from `1 - jitter` to `1 + jitter`, by `seed`.
 
     >>> Costs(F=(1, 5)).time("F", 1), Costs(F=2).time("R", 0)

@@ -98,30 +98,33 @@ class _Played:
                 self.previous[span.action] = last[span.rank]
                 self.following[last[span.rank].action] = span.action
             last[span.rank] = span
-            word = KINDS[span.action.kind]
-            if word.crosses:
-                self.made[word.crosses, span.action.stage, span.action.microbatch, span.action.slice] = span
-            if word.after == "done":
-                self.gradients[span.action.stage, span.rank] = span
+            opener = self.previous.get(span.action)
+            for action in (span.action, *([opener.action] if opener and opener.action.kind == "OVERLAP_F" else ())):
+                word = KINDS[action.kind]
+                if word.crosses:  # what a pair makes leaves when it ends: the second of it replaces the first
+                    self.made[word.crosses, action.stage, action.microbatch, action.slice] = span
+                if word.after == "done":
+                    self.gradients[action.stage, span.rank] = span
 
     def before(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
         """The span whose end, or whose transfer's arrival, let this one start; and how long the transfer took."""
         previous = self.previous.get(span.action)
         if previous is not None and previous.end >= span.start:
             return previous, 0.0
-        for maker, what in self._makers(span.action):
-            transfer = costs.transfer(what, maker.action.stage, maker.rank, span.rank)
+        for maker, what, stage in self._makers(span.action):
+            transfer = costs.transfer(what, stage, maker.rank, span.rank)
             if maker.end + transfer >= span.start:
                 return maker, transfer
         return None, 0.0
 
-    def _makers(self, action: Action) -> Iterator[tuple[Span, str]]:
+    def _makers(self, action: Action) -> Iterator[tuple[Span, str, int]]:
+        """What the action takes: the span at whose end it left, whether `F`, `B` or `G`, and the stage it is from."""
         _, s, i, _, part = action
         for what, peer, _ in needs(action, self.graph):
             if peer != s:
-                yield self.made[what, peer, i, part], what
+                yield self.made[what, peer, i, part], what, peer
         if action.kind == "G":
             for rank in self.schedule.placement.replicas(s):
-                yield self.gradients[s, rank], "G"
+                yield self.gradients[s, rank], "G", s
         if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for what its second action needs
             yield from self._makers(self.following[action])

@@ -5,8 +5,9 @@ Problem. While a pass communicates with the ranks that share its stage (expert o
 computed.
 
 Idea. Run a forward and a backward of different microbatches as a fused pair: one computes while the other communicates
-(DualPipe, arXiv 2412.19437, section 3.2.1). A pair begins as one, so its forward now waits for the cotangent of its
-backward; where that cotangent waits for this very forward, through the order of other ranks, the two stay apart.
+(DualPipe, arXiv 2412.19437, section 3.2.1). A pair is one: its forward now waits for the cotangent of its backward, and
+the forward's value leaves when both are done. Where that cotangent waits for this very forward, through the order of
+other ranks, the two stay apart.
 
 Invariant: each rank keeps its order.
 """
@@ -28,13 +29,14 @@ def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
     """Every forward that stands directly before a backward of another microbatch, fused with it where both can run.
 
     That takes playing all ranks, so that the actions of one rank take as long to make as those of all. Where pairs wait
-    for each other, the lowest rank's is left apart. Peak memory stays. The makespan shrinks if a pair takes less time
-    than its two passes (`Costs.OVERLAP_F`), and may grow if it does not.
+    for each other, the lowest rank's is left apart. Peak memory stays. A pair takes less time than its two passes if
+    `Costs.OVERLAP_F` says so, but the next stage gets the forward's value only when the pair ends: the makespan grows
+    where ranks wait for forwards, as in 1F1B, and shrinks where they do not, as in `dualpipe`.
 
     >>> from schedules import one_f_one_b
     >>> print(overlap(one_f_one_b(ranks=2, microbatches=3)))
-    rank 0 |F0 .  .  .  F1&B0    .  F2&B1    .  B2    |
-    rank 1 |.  F0 B0    .  F1 B1    .  F2 B2    .  .  |
+    rank 0 |F0 .  .  .  F1&B0    .  .  .  F2&B1    .  .  .  B2    |
+    rank 1 |.  F0 B0    .  .  .  F1 B1    .  .  .  F2 B2    .  .  |
     """
     for action in _fused(schedule)[rank]:
         yield action._replace(microbatch=action.microbatch // schedule.slices)

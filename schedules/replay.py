@@ -6,6 +6,8 @@ do the ranks come, and when is each action done? `replay` answers it in one loop
 in flight. A rank is played until it must wait for a crossing; who makes that crossing puts it on the stack of those
 that can go on. The latest is played first, while what it was given is still at hand.
 
+A fused pair is one: it begins when the data of both its actions are there, and what either made leaves when it ends.
+
 Invariant: no rank waits for what has arrived.
 """
 
@@ -25,6 +27,8 @@ from schedules.graph import Graph
 from schedules.wiring import Crossing, Row, Wires
 
 Token: TypeAlias = tuple[str, int, int]
+Gives: TypeAlias = tuple[tuple[Crossing, float], ...]
+Pending: TypeAlias = tuple[Gives, int] | tuple[()]
 BATCH = 1024
 _BAD = (KeyError, TypeError, ValueError)  # what comes of taking something else for an action
 
@@ -115,7 +119,7 @@ def replay(
     return played
 
 
-def _play(  # noqa: PLR0912 - the one hot loop: every call in it would be paid for by every action
+def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: every call in it would be paid for by every action
     schedule: Schedule, played: Played, wires: Wires, costs: Costs, spans: bool
 ) -> Iterator[list[Span]]:
     """Play until every rank has ended or waits."""
@@ -124,6 +128,7 @@ def _play(  # noqa: PLR0912 - the one hot loop: every call in it would be paid f
     ready = [*reversed(range(len(wires)))]
     while ready:
         rank = ready.pop()
+        pending: Pending = ()  # what the first action of a pair made
         rows, stream, action = wires[rank], played.streams[rank], played.heads[rank]
         now, busy, held, peak = played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank]
         while action is not None:
@@ -152,26 +157,39 @@ def _play(  # noqa: PLR0912 - the one hot loop: every call in it would be paid f
                 held += grows
                 if held > peak:
                     peak = held
-                for crossing, delay in gives:
-                    crossing.arrived[unit] = now + delay
-                    if crossing.wanted == unit:
-                        crossing.wanted = None
-                        ready.append(crossing.consumer)
                 if spans:
                     batch.append(Span(rank, action, start, now))
                     if len(batch) == BATCH:
                         yield batch
                         batch = []
                 if fused:
+                    pending = gives, unit
                     action, played.partners[rank] = played.partners[rank], None
-                else:
-                    action = next(stream, None)
+                    continue
+                for crossing, delay in gives:
+                    crossing.arrived[unit] = now + delay
+                    if crossing.wanted == unit:
+                        crossing.wanted = None
+                        ready.append(crossing.consumer)
+                if pending:
+                    _leave(*pending, now, ready)
+                    pending = ()
+                action = next(stream, None)
                 continue
             break
         played.heads[rank] = action
         played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank] = now, busy, held, peak
     if batch:
         yield batch
+
+
+def _leave(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
+    """Send what the first action of a pair made, now that the pair has ended."""
+    for crossing, delay in gives:
+        crossing.arrived[unit] = now + delay
+        if crossing.wanted == unit:
+            crossing.wanted = None
+            ready.append(crossing.consumer)
 
 
 def _partner(schedule: Schedule, played: Played, rank: int, rows: dict[str, dict[int, Row]]) -> float:

@@ -103,6 +103,8 @@ def test_nothing_starts_before_its_data_or_before_the_rank_is_free(case, times):
         if kind not in ("G", "OVERLAP_F"):
             assert span.start == max([free, *arrivals]), "and no later than it must"
         ended[*makes(span.action), part] = span.end
+        if len(rows[span.rank]) > 1 and (opener := rows[span.rank][-2].action).kind == "OVERLAP_F":
+            ended[*makes(opener), opener.slice] = span.end  # what a pair makes leaves when it ends
     for rank, row in enumerate(rows):
         assert [span.action for span in row] == list(schedule.actions(rank))
         assert all(a.end <= b.start for a, b in pairwise(row))

@@ -28,6 +28,7 @@ from schedules.replay import makes, needs
 from schedules.rules import check
 from schedules.simulation import simulate
 from schedules.testing.strategies import costs, graphs, schedules
+from schedules.testing.timing import require_same_times
 
 ALMOST = 1e-6  # thirds and the like do not add up exactly
 
@@ -46,7 +47,8 @@ def conformance(factory: Callable[..., Schedule]) -> Callable[[], None]:
     - `check` accepts it, and its `repr` and its pickle give it back;
     - of every channel of its program, both ends post the same messages in the same order;
     - run on formulas it computes the whole model, as it is and lowered, with tags and without (`interpreter.prove`);
-    - its simulated makespan is at least the busiest rank's work and the time of one microbatch on its way.
+    - its simulated makespan is at least the busiest rank's work and the time of one microbatch on its way;
+    - every action is simulated at the time at which the lowered program runs it.
 
     >>> from schedules import one_f_one_b, split_backward
     >>> test_one_f_one_b = conformance(one_f_one_b)
@@ -63,6 +65,7 @@ def conformance(factory: Callable[..., Schedule]) -> Callable[[], None]:
             require_matching_ends(lower(schedule, graph))
             prove(schedule, graph)
             require_bounds(schedule, graph, times)
+            require_same_times(schedule, graph, times)
 
     conforms.__doc__ = f"{factory!r} makes schedules that conform."
     return conforms

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time that a lowered program takes, found from its own transfers.
+
+Problem. A schedule is simulated before there are any transfers; what runs is its program. If the two disagree about
+when a value leaves, the simulation is of something that nobody runs.
+
+Idea. Give every rank a clock and execute its program as written. A message is on its way from its `SEND` and arrives
+after the time of the transfer. A compute action starts when its rank is free, its receives are posted and its messages
+have arrived; the two of a fused pair start together. `WAIT` lasts until the message has arrived. Nothing here is taken
+from the replay or the wiring, which are held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from schedules.actions import KINDS, Action
+from schedules.authoring import Schedule
+from schedules.channels import Lowered, target_of
+from schedules.costs import Costs
+from schedules.graph import Graph
+from schedules.lowering import lower
+from schedules.networks import send_of
+from schedules.parcels import Parcel, carried, needed
+from schedules.replay import Span
+from schedules.simulation import spans
+
+ALMOST = 1e-6  # thirds and the like do not add up exactly
+
+
+def timed(program: Lowered, costs: Costs) -> list[Span]:
+    """Return the spans of a correct program's compute actions, rank by rank in order.
+
+    >>> from schedules import gpipe
+    >>> [f"{span.action} {span.start}" for span in timed(lower(gpipe(ranks=2, microbatches=1)), Costs(comm=2))]
+    ['0F0 0.0', '0B0 8.0', '1F0 3.0', '1B0 4.0']
+    """
+    arrived = dict[Parcel, float]()
+    clocks = [_Clock(program, rank, costs, arrived) for rank in range(program.schedule.ranks)]
+    running = {clock.rank: clock.run() for clock in clocks}
+    while running:
+        before = len(arrived), len(running)
+        running = {rank: steps for rank, steps in running.items() if next(steps, None)}
+        assert (len(arrived), len(running)) != before, f"ranks {sorted(running)} wait for each other"
+    return [span for clock in clocks for span in clock.spans]
+
+
+def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
+    """Assert that every action of the schedule is simulated when the lowered program runs it."""
+    got = {span.action: span for span in spans(schedule, costs, graph)}
+    for want in timed(lower(schedule, graph), costs):
+        start, end = got[want.action].start, got[want.action].end
+        assert abs(start - want.start) < ALMOST and abs(end - want.end) < ALMOST, (  # noqa: PT018 - one fact
+            f"rank {want.rank}: {want.action} is simulated from {start} to {end}, and its program runs it from "
+            f"{want.start} to {want.end}."
+        )
+
+
+class _Clock:
+    """One rank: how far it is, and what it has posted; `arrived` says when each message arrives, and is everyone's."""
+
+    def __init__(self, program: Lowered, rank: int, costs: Costs, arrived: dict[Parcel, float]) -> None:
+        self.program, self.rank, self.costs, self.arrived = program, rank, costs, arrived
+        self.schedule, self.placement = program.schedule, program.schedule.placement
+        self.draw = Random(f"{costs.seed}/{rank}").uniform
+        self.now, self.posted, self.spans = 0.0, set[Parcel](), list[Span]()
+
+    def run(self) -> Iterator[Parcel]:
+        """Execute the program; yields a message that has not been sent yet, until it has."""
+        stream = self.program.actions(self.rank)
+        for action in stream:
+            if action.peer is not None:
+                yield from self._transfer(action)
+            elif action.kind == "OVERLAP_F":
+                yield from self._compute(action, next(stream))
+            else:
+                yield from self._compute(action)
+
+    def _transfer(self, action: Action) -> Iterator[Parcel]:
+        kind, s, i, t, part = action
+        word, _, what = kind.partition("_")
+        message = carried(send_of(action))
+        if word == "RECV":
+            self.posted.add(message)
+        elif word == "WAIT":
+            yield from self._await(message)
+        else:
+            assert t is not None, "a transfer has a peer stage"
+            target = target_of((what, s, i, t, part), self.placement)
+            self.arrived[message] = self.now + self.costs.transfer(what, s, self.rank, target)
+
+    def _await(self, message: Parcel) -> Iterator[Parcel]:
+        while message not in self.arrived:
+            yield message
+        self.now = max(self.now, self.arrived[message])
+
+    def _compute(self, *step: Action) -> Iterator[Parcel]:
+        for message in (message for action in step for message in self._taken(action)):
+            assert message in self.posted, f"{step[0]} takes {message}, whose receive is not posted"
+            yield from self._await(message)
+        for action in step:
+            share = self.schedule.slices if KINDS[action.kind].after else 1
+            jitter = self.draw(1 - self.costs.jitter, 1 + self.costs.jitter) if self.costs.jitter else 1
+            start, self.now = self.now, self.now + self.costs.time(action.kind, action.stage) / share * jitter
+            self.spans.append(Span(self.rank, action, start, self.now))
+
+    def _taken(self, action: Action) -> Iterator[Parcel]:
+        """The messages from other ranks that an action takes."""
+        s, graph = action.stage, self.program.graph
+        if action.kind == "G":
+            for other in (other for other in self.placement.replicas(s) if other != self.rank):
+                yield Parcel("G", s, s, self._last(s, other))
+        elif KINDS[action.kind].crosses:
+            for parcel in needed(action, graph, self.schedule.slices):
+                if self.placement.home(parcel.source, parcel.microbatch) != self.rank:
+                    yield parcel
+
+    def _last(self, s: int, rank: int) -> int:
+        """The last microbatch of a stage on a rank."""
+        microbatches = reversed(range(self.schedule.microbatches))
+        return next(i for i in microbatches if self.placement.home(s, i) == rank)
