@@ -168,7 +168,8 @@ class _Builder:
         sources = [self.captured.sources[value] for value in layout.constants]
         constants = tuple([source.tensor for source in sources if isinstance(source, Constant)])
         undeferred = {k: why for k, v in enumerate(metadata.grads[s]) if (why := metadata.undeferred[s].get(v))}
-        return Autograd(function, wiring, constants, undeferred, s in metadata.varying)
+        unrecordable = metadata.unrecordable[s]
+        return Autograd(function, wiring, constants, undeferred, s in metadata.varying, unrecordable)
 
     def _wiring(self, s: int, pulls: Routes, pulled_by: Routes) -> Wiring:
         layout, metadata = self.found[s], self.metadata

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import READING, assuming
+from fpipe.capture.assumption import READING, Answers, assuming
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.differentiation.splitting import Graph, search
 from fpipe.errors import CaptureError
@@ -41,6 +41,7 @@ class Metadata:
     - `undeferred`: per stage, those of them whose gradients cannot be left for the weight half, and why.
     - `varying`: the stages that read values of tensors, so that these may decide what they do.
     - `casting`: the stages in which something runs under autocast.
+    - `unrecordable`: the stages that a graph cannot describe, and why.
     """
 
     specs: dict[Value, Spec] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Metadata:
     undeferred: dict[int, dict[Value, str]] = field(default_factory=dict)
     varying: set[int] = field(default_factory=set)
     casting: set[int] = field(default_factory=set)
+    unrecordable: dict[int, str] = field(default_factory=dict)
 
     def pulls(self, s: int, layout: Layout) -> Routes:
         """Per earlier stage, the values for which stage `s` sends it a cotangent."""
@@ -118,7 +120,7 @@ def _forward(
             f"the stage that begins in module {where}: got the operator {error}, whose result depends on the values of "
             "its input, expected shapes and control flow that do not. Rewrite that part."
         ) from error
-    watch.varying |= answers.given
+    watch.answered(answers)
     for value, tensor in made.items():
         values[value] = tensor
         metadata.specs[value] = Spec.of(tensor)
@@ -137,11 +139,24 @@ class _Watch(TorchFunctionMode):
     - `hooked`: nodes of the autograd graph may have hooks, which run in autograd's backward only.
     - `varying`: values of tensors are read, so the graph may be another one for other values.
     - `casting`: something runs under autocast.
+    - `nesting`: torch nests tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.hooked = self.varying = self.casting = False
+        self.hooked = self.varying = self.casting = self.nesting = False
+
+    def answered(self, answers: Answers) -> None:
+        """Notice what `answers` stand in for."""
+        self.varying |= answers.given
+        self.nesting |= answers.nested
+
+    @property
+    def unrecordable(self) -> str:
+        """Why no graph describes what was seen; empty if one may."""
+        if self.varying:
+            return "it reads the values of tensors"
+        return "an encoder with a padding mask nests tensors" if self.nesting else ""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func in (Tensor.register_hook, GRAD_FN)
@@ -174,6 +189,7 @@ def _backward(
     metadata.grads[s] = tuple(value for value in flowing if value not in previous)
     metadata.varying.update({s} if run.watch.varying else ())
     metadata.casting.update({s} if run.watch.casting else ())
+    metadata.unrecordable[s] = run.watch.unrecordable
     metadata.undeferred[s] = {value: undeferred[value] for value in metadata.grads[s] if value in undeferred}
 
 
@@ -197,7 +213,7 @@ def _grads(
     try:
         with assuming(mode) as answers, run.function.placed(tuple(run.leaves.values())):
             found = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
-        run.watch.varying |= answers.given
+        run.watch.answered(answers)
         return found
     except RuntimeError as error:
         raise CaptureError(

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from fpipe.capture.disguise import disguised
 from fpipe.capture.fake import Fakes
+from fpipe.capture.fast_paths import as_in_eager
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -114,17 +115,30 @@ def checked(error_type: Any, cond: Tensor, message: Any = None) -> None:
 def assuming(mode: FakeTensorMode) -> Iterator[Answers]:
     """Answer, inside, what fake tensors of `mode` are asked for their values; yields whether any were."""
     answers = Answers()
-    checks = patch.object(torch, "_check_tensor_all_with", checked)
-    with checks, disguised(), answers, _finding_nothing(mode, answers):
+    with (
+        patch.object(torch, "_check_tensor_all_with", checked),
+        disguised(),
+        as_in_eager(answers.note_nested),
+        _finding_nothing(mode, answers),
+        answers,
+    ):
         yield answers
 
 
 class Answers(TorchFunctionMode):
-    """Answers from `ASSUMED`, and notes in `given` that it did: another value may lead elsewhere."""
+    """Answers from `ASSUMED`.
+
+    - `given`: whether it has answered: another value may lead elsewhere.
+    - `nested`: whether torch makes nested tensors of real ones here, which fake ones cannot be.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.given = False
+        self.given = self.nested = False
+
+    def note_nested(self) -> None:
+        """Note that real tensors are nested here."""
+        self.nested = True
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         try:

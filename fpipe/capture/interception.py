@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 
 from fpipe.capture.assumption import checked
 from fpipe.capture.disguise import disguised
+from fpipe.capture.fast_paths import as_in_eager, attention
 from fpipe.capture.guards import torchs
 from fpipe.capture.recorder import Recorder
 from fpipe.errors import CaptureError
@@ -43,6 +44,7 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
         for owner, name, function in watching.replacements():
             stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(disguised())
+        stack.enter_context(as_in_eager(watching.nests))
         stack.enter_context(recorder)
         try:
             yield
@@ -103,6 +105,7 @@ class _Watching:
         yield torch.nn.attention, "_sdpa_kernel", self._kernels
         yield torch, "manual_seed", self._seeded
         yield torch, "_check_tensor_all_with", self._transform(checked)
+        yield torch, "_native_multi_head_attention", self._transform(attention)
         yield checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed
         for owner, name in TRANSFORMS:
             yield owner, name, self._transform(getattr(owner, name))
@@ -160,6 +163,10 @@ class _Watching:
     def _kernels(self, *args: Any, **kwargs: Any) -> Any:
         self.spans.seal("sdpa_kernel, which chooses attention kernels for what it calls")
         return self.torch.kernels(*args, **kwargs)
+
+    def nests(self) -> None:
+        """Note that the module makes nested tensors of real ones, and goes another way on fake ones."""
+        self.spans.seal("an encoder with a padding mask, which nests tensors")
 
     def _seeded(self, *_: object) -> None:
         raise CaptureError(

@@ -151,7 +151,13 @@ class Playback:
             return f"makes a tensor that is used outside, but not returned ({self._said(lost[0])})"
         if not span.checkpoint and any(self._random_checkpoint(inner) for inner in span.inner):
             return "draws random numbers in a checkpointed function"
+        if self._fused(span) and self.tape.drawn(span.first_tick, span.last_tick):
+            return "draws random numbers beside attention on torch's fast path"
         return None
+
+    def _fused(self, span: Span) -> bool:
+        """Whether attention takes its fast path inside, as it does not while random numbers are keyed."""
+        return any(span.first_tick <= tick < span.last_tick for tick in self.tape.fused)
 
     def _said(self, value: Value) -> str:
         """A value, by the torch call that makes it."""

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked
 from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
+from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects
@@ -291,6 +292,7 @@ class Recorder(TorchFunctionMode):
             tuple(self.told),
             {function: self.calls[function] for function in self._counted()},
             tuple(self.hooked),
+            tuple(tick for function in FUSED for tick in self.calls[function]),
             self.values.tensors,
         )
 

@@ -155,6 +155,7 @@ class Tape:
     - `told`: what read values and was answered, in order.
     - `calls`: per function of these, the ticks of all its calls.
     - `hooked`: ticks at which tensors were saved through hooks, as checkpoints do.
+    - `fused`: ticks at which torch's modules took their fast path, which they do only where no mode is on.
     - `fakes`: the tensors of the run, by value.
     """
 
@@ -166,6 +167,7 @@ class Tape:
     told: tuple[Told, ...]
     calls: Mapping[Any, Sequence[int]]
     hooked: Sequence[int]
+    fused: Sequence[int]
     fakes: Mapping[Value, Tensor]
 
     def drawn(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:

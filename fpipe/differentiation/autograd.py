@@ -51,6 +51,7 @@ class Autograd:
 
     - `undeferred`: the gradients that the input half computes, and why.
     - `varying`: whether what the stage does may depend on the values of tensors.
+    - `unrecordable`: why no graph can do the same; empty if one may.
     - `remark`: why it is autograd that does it, where something else was asked for.
     """
 
@@ -59,6 +60,7 @@ class Autograd:
     constants: Tensors
     undeferred: Mapping[int, str]
     varying: bool
+    unrecordable: str = ""
     remark: str = ""
 
     @property

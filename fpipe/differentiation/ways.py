@@ -62,8 +62,8 @@ def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examp
 
     `run` makes a phase a function, and `add` one that may be given sums to add to.
     """
-    if eager.varying:
-        return replace(eager, remark="by autograd: it reads the values of tensors")
+    if eager.unrecordable:
+        return replace(eager, remark=f"by autograd: {eager.unrecordable}")
     try:
         phases = divide(record(eager, examples), eager.wiring)
         return Recorded(

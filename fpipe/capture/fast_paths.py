@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's attention modules take their fast path for inference on fake tensors where they take it on real ones.
+
+Problem. In eval mode, where nothing wants a gradient, `TransformerEncoderLayer` and `MultiheadAttention` call one fused
+operator, whose last bits differ; but not where a torch function mode is on, which recording needs, nor while traced.
+
+Idea. They ask `torch.overrides.has_torch_function` and whether they are traced; both are answered as in an eager run.
+`TransformerEncoder` asks, too, and would make a nested tensor of what is not padding, which a fake tensor cannot be. It
+goes the slow way on fake tensors, and whoever records it is told.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import activation
+
+USUAL = (Tensor, nn.Parameter, FakeTensor)
+FUSED: tuple[Any, ...] = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
+"""The operators of the fast paths."""
+has_torch_function: Any = torch.overrides.has_torch_function
+
+
+@contextmanager
+def as_in_eager(nested: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Answer torch's modules, inside, as in an eager run; call `nested` where that would make nested tensors."""
+
+    def answered(tensors: Iterable[Any]) -> Any:
+        caller = sys._getframe(1)
+        if not caller.f_globals.get("__name__", "").startswith("torch.nn.modules."):
+            return has_torch_function(tensors)
+        if _is_encoder(caller):
+            if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+                nested()
+            return True
+        return any(isinstance(tensor, Tensor) and type(tensor) not in USUAL for tensor in tensors)
+
+    with (
+        patch.object(torch.overrides, "has_torch_function", answered),
+        patch.object(activation, "_is_make_fx_tracing", lambda: False),
+    ):
+        yield
+
+
+def _is_encoder(caller: FrameType) -> bool:
+    return caller.f_code is nn.TransformerEncoder.forward.__code__
+
+
+def attention(*args: Any, **kwargs: Any) -> Any:
+    """Call the fused attention; where no weights are wanted, fake tensors have some, real ones have none."""
+    out, weights = FUSED[1](*args, **kwargs)
+    return out, weights if _wants_weights(args, kwargs) else None
+
+
+def _wants_weights(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    position = 10
+    return bool(args[position] if len(args) > position else kwargs.get("need_weights", True))
