@@ -117,7 +117,7 @@ def test_an_encoder_that_nests_is_not_recorded():
 
 
 def test_no_stage_begins_inside_an_encoder_that_nests():
-    with pytest.raises(fpipe.CutError, match="inside '0.encoder' .*: an encoder with a padding mask"):
+    with pytest.raises(fpipe.CutError, match=r"inside '0.encoder' .*: an encoder with a padding mask"):
         built(MODELS["nested"][0], ["0.encoder.layers.1"], "autograd")
 
 
