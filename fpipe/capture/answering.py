@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import UNKNOWN, reading
+from fpipe.capture.assumption import reading
 from fpipe.capture.contract import Step, Tensors
 from fpipe.capture.questions import Answer
+from fpipe.capture.selection import deciding, given
 
 Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
 """By function, and which of its calls it is."""
@@ -50,8 +50,6 @@ class _Answering(TorchFunctionMode):
         self.calls[func] += 1
         if answer is None:
             return func(*args, **(kwargs or {}))
-        if answer.has_tensors:  # no graph can be made of shapes that values decide
-            with suppress(*UNKNOWN):
-                func(*args, **(kwargs or {}))
-            reading(args[0])
-        return answer.result()
+        if answer.has_tensors or deciding(func, args):  # no graph can be made of shapes that values decide
+            reading(next(arg for arg in args if isinstance(arg, Tensor)))
+        return given(func, args, answer)

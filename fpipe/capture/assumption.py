@@ -8,7 +8,7 @@ that they pass; they are part of what is played, and then made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from fpipe.capture.disguise import disguised
+from fpipe.capture.disguise import disguised, tolist
 from fpipe.capture.fake import Fakes
 from fpipe.capture.fast_paths import as_in_eager
 
@@ -45,12 +45,17 @@ def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
     return tensor.new_empty((0, *tensor.shape[mask.dim() :]))
 
 
+def _zeros(shape: Sequence[int]) -> Any:
+    return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
+
+
 ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         Tensor.__bool__: lambda _: False,
         Tensor.item: lambda _: 0,
         Tensor.__int__: lambda _: 0,
         Tensor.__float__: lambda _: 0.0,
+        tolist: lambda tensor: _zeros(tensor.shape),
         Tensor.nonzero: _none,
         torch.nonzero: _none,
         Tensor.argwhere: _none,
@@ -63,6 +68,13 @@ ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 )
 
 
+def computed(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a torch function; raise the same for all that read values, those that hand them to numpy included."""
+    if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
+        raise DataDependentOutputException(function)
+    return function(*args, **kwargs)
+
+
 def reading(tensor: Tensor) -> None:
     """Note, for whoever watches torch calls, that what happens from here on depends on the values of `tensor`."""
     if has_torch_function_unary(tensor):
@@ -70,7 +82,7 @@ def reading(tensor: Tensor) -> None:
 
 
 READING = frozenset(
-    {reading}
+    {reading, tolist}
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
 )

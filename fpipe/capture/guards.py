@@ -13,8 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from linecache import getline
 from pathlib import Path
-from traceback import extract_tb
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -221,19 +222,22 @@ def blame(traceback: TracebackType | None, model: nn.Module) -> str:
 
 def source_of(traceback: TracebackType | None) -> str:
     """The innermost line of the user's in a traceback: `" in model.py, line 3: if x.sum() > 0"`."""
-    ours = ("torch", "fpipe", "optree")
-    frames = [
-        frame
-        for module, frame in zip(_modules_of(traceback), extract_tb(traceback), strict=True)
-        if module.split(".")[0] not in ours
-    ]
-    return f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    lines = [(frame, line) for frame, line in walk_tb(traceback) if _is_users(frame)]
+    return _said(*lines[-1]) if lines else ""
 
 
-def _modules_of(traceback: TracebackType | None) -> Iterator[str]:
-    while traceback is not None:
-        yield traceback.tb_frame.f_globals.get("__name__", "")
-        traceback = traceback.tb_next
+def asking_line() -> str:
+    """Return the innermost line of the user's that runs now, in the same form."""
+    return next((_said(frame, line) for frame, line in walk_stack(None) if _is_users(frame)), "")
+
+
+def _is_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "fpipe", "optree", "contextlib")
+
+
+def _said(frame: FrameType, line: int) -> str:
+    path = frame.f_code.co_filename
+    return f" in {Path(path).name}, line {line}: {getline(path, line).strip()}"
 
 
 def _harmless(old: object, new: object) -> bool:

@@ -25,6 +25,7 @@ from fpipe.capture.contract import Batch, Constant, Source, Unit, Value, sequenc
 from fpipe.capture.modes import Modes, under_modes
 from fpipe.capture.questions import GUESSES, Answer, Question
 from fpipe.capture.tape import Invocation
+from fpipe.errors import CaptureError
 
 
 @dataclass
@@ -95,14 +96,25 @@ class Origin:
         return compute
 
     def question(self, invocation: Invocation, where: str) -> Question:
-        """Return the question that a call asks which reads values of this origin."""
-        computed, function = self.computed(invocation.reads), invocation.function
+        """Return the question that a call asks which reads values of this origin.
+
+        Raises `CaptureError` if it depends on more than constants and the batch.
+        """
+        function = invocation.function
+        asks = f"{where}, {getattr(function, '__name__', function)}"
+        if self.obstacle:
+            raise CaptureError(
+                f"{asks}: got a question about values that depend on {self.obstacle}, expected one that constants or "
+                "the batch alone decide: nobody knows these values before the step runs. Take control flow and shapes "
+                "that depend on them out of the model; or, if shapes do not depend on them, name the module in "
+                "unsplittable, and it runs as it is."
+            )
+        computed = self.computed(invocation.reads)
 
         def compute(leaves: Sequence[Tensor]) -> Answer:
             with for_real():
                 return Answer.of(invocation(computed(leaves)))
 
-        asks = f"{where}, {getattr(function, '__name__', function)}"
         return Question(asks, tuple(self.leaves.values()), compute, GUESSES.get(function))
 
     def _real(self, tensor: Tensor) -> Tensor:

@@ -21,14 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked
+from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked, computed
 from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
+from fpipe.capture.guards import asking_line
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects
 from fpipe.capture.origins import History, Origin, for_real
-from fpipe.capture.questions import Answer, Ask, Told, refuse_questions
+from fpipe.capture.questions import Ask, Told, refuse_questions
+from fpipe.capture.selection import counts, deciding, given
 from fpipe.capture.spans import Spans
 from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick, tensors_at
 from fpipe.capture.values import Values
@@ -101,39 +103,38 @@ class Recorder(TorchFunctionMode):
         self.used.clear()
         self.inside = True
         try:
-            out = self._drawing(function, tick, lambda: function(*args, **kwargs))
-        except UNKNOWN:
-            answer = self._answer(invocation)
-            if answer is not None:
-                self.told.append(Told(tick, function, answer))
-                out = answer.result()
-            elif self.spans.opaque and function in ASSUMED:
-                out = ASSUMED[function](*args, **kwargs)
-                self._branches()
-            else:
-                raise
+            out = self._drawing(function, tick, lambda: computed(function, args, kwargs))
+        except UNKNOWN as error:
+            out = self._unknown(invocation, tick, args, kwargs, error)
         finally:
             self.inside = False
         self._record(function, invocation, out, tick)
         return out
 
-    def _answer(self, invocation: Invocation) -> Answer | None:
-        """Return what a call that reads values gives, if constants or the batch decide.
+    def _unknown(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
+        """Return what a call that reads values gives: if constants or the batch decide, what it would give eagerly.
 
         In a module that runs as it is whatever it does, the batch is not asked: the module asks it itself.
         """
-        origin = self._origin(invocation.reads)
-        if origin.obstacle or (origin.leaves and self.spans.opaque):
-            return None
-        question = origin.question(invocation, self.spans.here())
+        function, masks = invocation.function, deciding(invocation.function, args)
+        asking = Invocation(counts, (masks,), {}, self.values.read) if masks else invocation
+        origin = self._origin(asking.reads)
+        if self.spans.opaque and (origin.obstacle or origin.leaves):
+            if function not in ASSUMED:
+                raise error
+            self._branches()
+            return ASSUMED[function](*args, **kwargs)
+        question = origin.question(asking, f"{self.spans.here()}{asking_line()}")
         with for_real():
-            return self.ask(question) if origin.leaves else question.compute(())
+            answer = self.ask(question) if origin.leaves else question.compute(())
+        self.told.append(Told(tick, function, answer))
+        return given(function, args, answer)
 
     def real(self, value: Value) -> Tensor:
         """Return the tensor that a constant value has when it is computed for real."""
-        computed = self._origin((value,)).computed((value,))
+        compute = self._origin((value,)).computed((value,))
         with for_real():
-            return computed(())[0]
+            return compute(())[0]
 
     def _origin(self, values: Sequence[Value]) -> Origin:
         known = self.values
@@ -168,7 +169,8 @@ class Recorder(TorchFunctionMode):
         written = frozenset(self.effects.written & self.values.memories)
         drawn = [draw for draw in self.draws[-1:] if draw.tick >= tick]
         used = [value for value in self.used if value not in invocation.reads]
-        if not (makes or written or drawn or used or function in EFFECTS):
+        asked = bool(self.told) and self.told[-1].tick == tick
+        if not (makes or written or drawn or used or asked or function in EFFECTS):
             return
         if used and function not in ASSUMED:
             self.spans.seal("a function of functions, such as vmap, over one that uses tensors from outside")

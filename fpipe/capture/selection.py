@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pick elements by a mask: only the mask decides how many there are.
+
+So `logits[labels > 0]` asks about the labels alone, though the logits depend on parameters. On fake tensors the mask is
+replaced by as many indices as it has true elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.capture.questions import Answer
+
+Counts = Sequence[int]
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def counts(masks: Sequence[Tensor]) -> list[int]:
+    """Return how many elements each mask picks."""
+    return [int(mask.count_nonzero()) for mask in masks]
+
+
+def deciding(function: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Return the masks that decide the shape of what a call returns; none if something else does."""
+    return DECIDING[function](*args) if function in DECIDING and len(args) == 2 else ()
+
+
+def _masks(tensor: Tensor, index: Any) -> tuple[Tensor, ...]:
+    return tuple(filter(_is_mask, index if isinstance(index, tuple) else (index,)))
+
+
+def _together(a: Tensor, b: Tensor) -> torch.Size:
+    return torch.broadcast_tensors(a, b)[0].shape
+
+
+def _spread(tensor: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    return (mask.expand(_together(tensor, mask)),)
+
+
+DECIDING: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = MappingProxyType(
+    {Tensor.__getitem__: _masks, torch.masked_select: _spread, Tensor.masked_select: _spread}
+)
+
+
+def given(function: Any, args: Sequence[Any], answer: Answer) -> Any:
+    """Return what a call gives on fake tensors, after its question was answered."""
+    found = answer.result()
+    return _selected(function, *args, found=found) if deciding(function, args) else found
+
+
+def _selected(function: Any, tensor: Tensor, index: Any, found: Counts) -> Tensor:
+    """Return a tensor like that which the call returns, where the masks pick so many elements."""
+    if function is not Tensor.__getitem__:
+        return tensor.expand(_together(tensor, index)).reshape(-1)[_indices(tensor, found[0])]
+    numbers = iter(found)
+    parts = index if isinstance(index, tuple) else (index,)
+    return tensor[tuple(part for one in parts for part in _replaced(tensor, one, numbers))]
+
+
+def _replaced(tensor: Tensor, index: Any, numbers: Iterator[int]) -> list[Any]:
+    return [_indices(tensor, next(numbers))] * index.dim() if _is_mask(index) else [index]
+
+
+def _indices(tensor: Tensor, count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.int64, device=tensor.device)
