@@ -37,32 +37,35 @@ def _masks(tensor: Tensor, index: Any) -> tuple[Tensor, ...]:
     return tuple(filter(_is_mask, index if isinstance(index, tuple) else (index,)))
 
 
-def _together(a: Tensor, b: Tensor) -> torch.Size:
-    return torch.broadcast_tensors(a, b)[0].shape
-
-
-def _spread(tensor: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    return (mask.expand(_together(tensor, mask)),)
+def _mask(tensor: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    return (mask,)
 
 
 DECIDING: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = MappingProxyType(
-    {Tensor.__getitem__: _masks, torch.masked_select: _spread, Tensor.masked_select: _spread}
+    {Tensor.__getitem__: _masks, torch.masked_select: _mask, Tensor.masked_select: _mask}
 )
 
 
 def given(function: Any, args: Sequence[Any], answer: Answer) -> Any:
     """Return what a call gives on fake tensors, after its question was answered."""
     found = answer.result()
-    return _selected(function, *args, found=found) if deciding(function, args) else found
+    if not deciding(function, args):
+        return found
+    tensor, index = args
+    return _picked(tensor, index, found) if function is Tensor.__getitem__ else _spread(tensor, index, found[0])
 
 
-def _selected(function: Any, tensor: Tensor, index: Any, found: Counts) -> Tensor:
-    """Return a tensor like that which the call returns, where the masks pick so many elements."""
-    if function is not Tensor.__getitem__:
-        return tensor.expand(_together(tensor, index)).reshape(-1)[_indices(tensor, found[0])]
+def _picked(tensor: Tensor, index: Any, found: Counts) -> Tensor:
     numbers = iter(found)
     parts = index if isinstance(index, tuple) else (index,)
     return tensor[tuple(part for one in parts for part in _replaced(tensor, one, numbers))]
+
+
+def _spread(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
+    """Pick by a mask that is repeated, or repeats the tensor, until both have one shape."""
+    whole = tensor * torch.ones_like(mask, dtype=tensor.dtype)
+    times = whole.numel() // max(1, mask.numel())
+    return whole.reshape(-1)[_indices(tensor, count * times)]
 
 
 def _replaced(tensor: Tensor, index: Any, numbers: Iterator[int]) -> list[Any]:
