@@ -440,11 +440,6 @@ REFUSED = {
         ["blocks.1.b"],
         ["blocks.1", "vmap"],
     ),
-    "reentrant checkpoint": (
-        Stack(around=lambda m, b, x: checkpoint(b, x, use_reentrant=True)),
-        ["blocks.2"],
-        ["reentrant", "use_reentrant=False"],
-    ),
     "seeding": (Stack(lambda m, x: (torch.manual_seed(1), x)[1]), ["blocks.2"], ["blocks.0", "seed"]),
     "data-dependent control flow": (Stack(lambda m, x: x if x.sum() > 0 else -x), ["blocks.2"], ["blocks.0"]),
     "data-dependent shapes": (Stack(lambda m, x: x[x > 0].sum() + x), ["blocks.2"], ["blocks.0"]),

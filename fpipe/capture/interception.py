@@ -24,6 +24,7 @@ from fpipe.capture.disguise import disguised
 from fpipe.capture.fast_paths import as_in_eager, attention
 from fpipe.capture.guards import torchs
 from fpipe.capture.recorder import Recorder
+from fpipe.capture.reentrant import Node, Reentrant, require_arguments
 from fpipe.errors import CaptureError
 
 TRANSFORMS = (
@@ -130,13 +131,34 @@ class _Watching:
         self.torch.assign(module, name, value)
 
     def _applied(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoint.CheckpointFunction:
-            raise CaptureError(
-                f"{self.spans.here()}: got a reentrant checkpoint, expected a non-reentrant one: it does not work with "
-                "autograd.grad. Pass use_reentrant=False to checkpoint()."
-            )
+        if cls is checkpoint.CheckpointFunction and not self.idle:
+            return self._reentrant(*args)
         function = self.torch.apply.__func__.__get__(cls)
-        return function(*args, **kwargs) if self.idle else self.recorder.call(function, args, kwargs)
+        unseen = self.idle or cls is Node
+        return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
+
+    def _reentrant(self, function: Any, preserve: bool, *args: Any) -> Any:
+        """In the place of torch's node: one that works for chosen gradients, and a span."""
+        outer, recorder = self.spans.stack[-1], self.recorder
+        if not preserve:
+            raise CaptureError(
+                f"{self.spans.here()}: got a reentrant checkpoint with preserve_rng_state=False, expected the same "
+                "random numbers in both runs. Drop the argument."
+            )
+        recorder.hooked.append(len(recorder.units))
+        span = recorder.span(outer.path, outer.kind, Reentrant(), (function, *args), {}, "activation checkpointing")
+        span.checkpoint = span.reentrant = True
+
+        def run(*args: Any) -> Any:
+            return recorder.own(span, function(*args))
+
+        with self.spans.running(span):
+            out = Reentrant()(run, *args)
+        recorder.ended(span, out)
+        tensors, given = recorder.values.tensors, recorder.values.within(args)
+        wanting = frozenset(value for value, tensor in tensors.items() if tensor.requires_grad)
+        require_arguments(span, recorder.units, wanting, [*given, *recorder.values.sources])
+        return out
 
     def _transform(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +167,7 @@ class _Watching:
         return recorded
 
     def _saved(self, hooks: Any) -> None:
-        self.recorder.hooked.append(self.recorder.tick)
+        self.recorder.hooked.append(len(self.recorder.units))
         if not isinstance(hooks, checkpoint._checkpoint_hook):
             self.spans.seal("saved-tensor hooks around what it calls")
         self.torch.saved(hooks)

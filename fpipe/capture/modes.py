@@ -43,9 +43,9 @@ def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
     for region, later in _grouped(items, lambda modes: modes.region, outputs):
         inner: list[Step] = []
         for group, needed in _grouped(region, lambda modes: modes, later):
-            inner += _joined(_contexts(group[0][0]), [step for _, step in group], needed)
+            inner += _joined(contexts(group[0][0]), [step for _, step in group], needed)
         modes = region[0][0]
-        steps += _joined(_contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
+        steps += _joined(contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
     return steps
 
 
@@ -60,7 +60,8 @@ def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Valu
     return found[::-1]
 
 
-def _contexts(modes: Modes) -> Contexts:
+def contexts(modes: Modes) -> Contexts:
+    """The contexts that bring these modes about."""
     casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
     off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
     return [*([] if modes.grad else [torch.no_grad]), *casts, *off]

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -23,7 +25,8 @@ from fpipe import random
 from fpipe.capture.answering import answering
 from fpipe.capture.assumption import attached
 from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
-from fpipe.capture.modes import Modes, under_modes
+from fpipe.capture.modes import Modes, contexts, under_modes
+from fpipe.capture.reentrant import Reentrant
 from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
 from fpipe.errors import CutError
 
@@ -108,8 +111,7 @@ class Playback:
                 return run(key, *tensors)
 
         self._require_own_casts(start, stop)
-        first, last = self.tape.ticks[units[0]][0], self.tape.ticks[units[-1]][1]
-        return Function(played, placed if any(first <= tick <= last for tick in self.tape.hooked) else None)
+        return Function(played, placed if any(start <= position < stop for position in self.tape.hooked) else None)
 
     def _steps(self, spans: Sequence[Span], start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
         """The steps from unit `start` to `stop`: whole spans where possible, what they consist of elsewhere."""
@@ -153,6 +155,8 @@ class Playback:
             return "draws random numbers in a checkpointed function"
         if self._fused(span) and self.tape.drawn(span.first_tick, span.last_tick):
             return "draws random numbers beside attention on torch's fast path"
+        if any(map(_is_reentrant, span.inner)):
+            return "holds a reentrant checkpoint, which use_reentrant=False changes"
         return None
 
     def _fused(self, span: Span) -> bool:
@@ -171,6 +175,7 @@ class Playback:
 
     def _whole(self, span: Span) -> Step:
         """A span, called as it is."""
+        span = self._differentiable(span) if span.reentrant else span
         inside = range(span.start, span.stop)
         new = {value: leaf for leaf, value in span.returned.items() if self.maker.get(value) in inside}
         assigned = {one.value: one for one in span.assigned if self.maker.get(one.value) in inside}
@@ -194,6 +199,20 @@ class Playback:
         if span.checkpoint:
             return _seeded(step, next(iter(draws.values()), None))
         return _keyed(step, draws) if draws else step
+
+    def _differentiable(self, span: Span) -> Span:
+        """A reentrant checkpoint as one whose gradients can be asked for."""
+        draws = self.tape.drawn(span.first_tick, span.last_tick)
+        used = dict.fromkeys(value for unit in self.tape.units[span.start : span.stop] for value in unit.reads)
+        seats = [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
+        how = Reentrant(
+            modes=contexts(span.modes._replace(grad=True)),
+            devices=tuple(dict.fromkeys(device for draw in draws.values() for device in draw.devices)),
+            parameters=lambda: [table[name] for table, name in seats],
+        )
+        invocation = copy(span.invocation)
+        invocation.function = how
+        return replace(span, invocation=invocation)
 
     def _require_own_casts(self, start: int, stop: int) -> None:
         """Raise `CutError` if a weight is used here and elsewhere under one autocast, which would cast it once."""
@@ -225,6 +244,10 @@ class Playback:
             return step.call(key, *[values[value] for value in step.reads])
 
         return Step(reads, step.makes, call)
+
+
+def _is_reentrant(span: Span) -> bool:
+    return span.reentrant or any(map(_is_reentrant, span.inner))
 
 
 def _require_open(span: Span, obstacle: str | None) -> None:

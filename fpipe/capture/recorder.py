@@ -51,7 +51,8 @@ class Recorder(TorchFunctionMode):
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
       `random`: what is known of each.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
-      function was called. `hooked`: when tensors were saved through hooks.
+      function was called. `hooked`: before which units tensors began to be saved through
+      hooks.
     - `ask`: answers questions about the batch. `kept`: by identity, computes constants that an earlier run left.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
       got.
@@ -240,12 +241,12 @@ class Recorder(TorchFunctionMode):
         with self.spans.running(span):
             out = run()
             if span.branching:
-                out = self._own(span, out)
+                out = self.own(span, out)
         self.ended(span, out)
         return out
 
-    def _own(self, span: Span, out: Any) -> Any:
-        """What a branching call returned, of its own making: another branch may return something else."""
+    def own(self, span: Span, out: Any) -> Any:
+        """What a call returned, of its own making: another branch may return something else."""
         tensors, structure = flatten(out, opaque=True)
         made = {value for unit in self.units[span.start :] for value in unit.makes}
         known = self.values.known

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ class Invocation:
         tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.reads = tuple(dict.fromkeys(tensors.values()))
         self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
-        hiding = [type(leaf).__name__ for leaf in self.leaves if not isinstance(leaf, HARMLESS)]
+        hiding = [type(leaf).__name__ for leaf in self.leaves if _hides(leaf)]
         self.opaque = hiding[0] if hiding else ""
         for k in tensors:
             self.leaves[k] = None
@@ -61,6 +62,13 @@ class Invocation:
             leaves[leaf] = tensors[read]
         args, kwargs = optree.tree_unflatten(self.spec, leaves)
         return self.function(*args, **kwargs)
+
+
+def _hides(leaf: Any) -> bool:
+    """Whether tensors or state may hide in an argument that was not taken apart."""
+    if isinstance(leaf, partial):
+        return any(map(_hides, taken_apart((leaf.func, leaf.args, leaf.keywords))[0]))
+    return not isinstance(leaf, HARMLESS)
 
 
 def tensors_at(tree: Any) -> dict[int, Tensor]:
@@ -115,7 +123,8 @@ class Span:
     - `returned`: the values of the returned tensors, by leaf; `constants`: what else was returned.
     - `assigned`: tensors that were assigned to attributes meanwhile; `touched`: all attributes that were.
     - `ticks`: from which torch call to which, those that left no unit included.
-    - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function.
+    - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function;
+      `reentrant`: whether torch would differentiate it by a backward inside the backward.
     - `branching`: whether what happens in it depends on data.
     """
 
@@ -126,6 +135,7 @@ class Span:
     start: int
     first_tick: int
     checkpoint: bool = False
+    reentrant: bool = False
     branching: bool = False
     stop: int = 0
     last_tick: int = 0
@@ -154,7 +164,8 @@ class Tape:
     - `spans`: the outermost spans. `draws`: what drew random numbers, in order.
     - `told`: what read values and was answered, in order.
     - `calls`: per function of these, the ticks of all its calls.
-    - `hooked`: ticks at which tensors were saved through hooks, as checkpoints do.
+    - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: between
+      the hooks and the first unit there may be calls that left none.
     - `fused`: ticks at which torch's modules took their fast path, which they do only where no mode is on.
     - `fakes`: the tensors of the run, by value.
     """

@@ -29,6 +29,7 @@ from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
+from fpipe.capture.reentrant import require_own_parameters
 from fpipe.capture.seats import require_seated
 from fpipe.capture.skeleton import on_meta, skeleton
 from fpipe.capture.tape import Span
@@ -106,6 +107,8 @@ class _Tracer:
             )
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
+        wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
+        require_own_parameters(tape.spans, tape.units, values.sources, wanting)
         results, made = tuple(map(values.read, tensors)), None if loss is None else values.read(loss)
         needed = results if made is None else (*results, made)
         playback = Playback(tape, self._seats_by_value(), set(values.sources), needed)
