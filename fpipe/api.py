@@ -25,18 +25,19 @@ from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
 from fpipe.capture.skeleton import skeleton
 from fpipe.captures import Captures
+from fpipe.consensus import connect, enter, meet
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Asked, Cuts, asked
 from fpipe.differentiation.ways import Backward, Way, way
+from fpipe.launch import launched
 from fpipe.one_device import one_device, orders
 from fpipe.pipe import Pipeline
 from fpipe.recording import Record
 from fpipe.state import require_state
-from fpipe.step import State, Step, gather, gradients, joined, keys, scatter
+from fpipe.step import State, Step, gather, gradients, joined, keys
 from fpipe.ties import Tied, summed
 from fpipe.transport.contract import Ranks
-from fpipe.transport.distributed import DistributedRanks
-from fpipe.transport.local import LocalRanks
+from fpipe.turns import turn
 from fpipe.variant import TRAINING, Variant
 from fpipe.verification import Computed, eagerly, require_equal
 from schedules import Schedule
@@ -131,8 +132,11 @@ def pipeline(
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
     whole = batchings[True].cut(example, targets)
-    pipe = _bound(module, batchings, whole, output_dims, loss, schedule, where, seen_by, sums, way(backward), group)
-    pipe.connected(TRAINING)
+    ranks = launched(schedule.ranks, group, batchings[True].home)
+    with ranks.guarded("pipeline"):
+        meet(ranks, schedule, batchings[True])
+        pipe = _bound(module, batchings, whole, output_dims, loss, schedule, where, seen_by, sums, way(backward), ranks)
+        connect(pipe, TRAINING)
     return pipe
 
 
@@ -143,9 +147,9 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     model draws random numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for
     which a plain backward would set `.grad`. Nothing that is passed in is modified.
 
-    Under torch.distributed every rank must call this, and then the function, in the same order. A rank that
-    has called it less or more often than the rank with the loss, because an input was refused, say, raises
-    `TransportError`; so does a step after one that broke off.
+    Under torch.distributed every rank must call this, and then the function, in the same order and with the same seed.
+    Ranks that differ in these, in the batch's sizes or in torch's settings all raise `TransportError`, before anything
+    is computed, and so do all if one refuses its arguments; so does a step after one that broke off.
 
     The batch may have other sizes than the example, on every rank at the same step; then the first step of its kind
     captures the model again, before anything is sent. A rank that reads none of the inputs, or of the targets, may pass
@@ -158,17 +162,18 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     """
     require_backward(pipe.schedule)
     variant = Variant(training=True, loss=True, outputs=outputs)
-    pipe.connected(variant)
+    with pipe.ranks.guarded("value_and_grad"):
+        connect(pipe, variant)
 
     def step(
         params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> tuple[Step, State]:
-        with pipe.ranks.guarded():
+        with pipe.ranks.guarded("a step"):
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
-            plan = pipe.connected(variant, batch.signature)
-            outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed), record)
+            plan, given = enter(pipe, variant, params, buffers, batch, seed)
+            outcomes = pipe.run(plan, given, record)
             grads = gradients(plan, outcomes)
             return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
 
@@ -185,14 +190,14 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     """
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
-        with pipe.ranks.guarded():
+        with pipe.ranks.guarded("an evaluation"):
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
             variant = Variant(training=False, loss=loss, outputs=True)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
-            plan = pipe.connected(variant, batch.signature)
-            outcomes = pipe.run(plan, scatter(plan, params, buffers, batch, seed), record)
+            plan, given = enter(pipe, variant, params, buffers, batch, seed)
+            outcomes = pipe.run(plan, given, record)
             return gather(plan, pipe.ranks, outcomes, buffers)
 
     return step
@@ -218,7 +223,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
         batch = pipe.batch(variant, inputs, targets)
         plan = pipe.plan(variant, batch.signature)
         parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
-        with random.preserved(plan.devices):
+        with turn(), random.preserved(plan.devices):
             results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         return Step(*joined(plan, results), new), {name: grads[name] for name in params if name in grads}
@@ -290,15 +295,12 @@ def _bound(
     seen_by: FrontEnd,
     sums: frozenset[str],
     how: Way | None,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
 ) -> Pipeline:
-    """The pipeline of these arguments, without a tensor of the user's; its ranks are known, nothing is planned yet."""
+    """The pipeline of these arguments, without a tensor of the user's; nothing is planned yet."""
     device, mode = batchings[True].home, fake_mode()
     model = skeleton(module, lambda tensor: fake(mode, tensor, device))
-    captures, ranks = (
-        Captures(model, loss, batchings, seen_by, cuts, schedule.backward),
-        _ranks(schedule, group, device),
-    )
+    captures = Captures(model, loss, batchings, seen_by, cuts, schedule.backward)
     return Pipeline(
         schedule=schedule,
         captures=captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered()),
@@ -312,11 +314,3 @@ def _bound(
 def _of_inputs(batch_dims: Any) -> Any:
     """`batch_dims` without what it says of targets."""
     return (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
-
-
-def _ranks(schedule: Schedule, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
-    if not (dist.is_available() and dist.is_initialized()):
-        return LocalRanks(schedule.ranks)
-    group = dist.group.WORLD if group is None else group
-    assert group is not None, "torch.distributed is initialised"
-    return DistributedRanks(schedule.ranks, group, device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from fpipe.answers import Answering, Tell, alone
 from fpipe.assembly import Assembly, assemble, differentiated
 from fpipe.batching.batch import Batch, Microbatch, Signature
 from fpipe.batching.joining import Joining
-from fpipe.capture.contract import Captured
 from fpipe.captures import Captures
 from fpipe.description import describe
 from fpipe.differentiation.ways import Way
@@ -38,6 +36,7 @@ from fpipe.plan import Plan
 from fpipe.recording import Record, recorded
 from fpipe.stage import Stage
 from fpipe.transport.contract import Ranks, Transport
+from fpipe.turns import turn
 from fpipe.variant import TRAINING, Variant
 from schedules import Program, Schedule, Sizes, check, forwards, lower
 
@@ -51,6 +50,8 @@ class Pipeline:
     - `ranks`: which pipeline ranks this process runs: one of them under torch.distributed, else all.
     - `summed`: the parameters whose gradients are summed over stages.
     - `way`: how stages are differentiated, if not by autograd.
+    - `plans`: those that were made; `connections`: those on which all ranks have agreed, by digest; `compared`: the
+      first step, before which ranks compared what several of them hold.
     """
 
     schedule: Schedule
@@ -60,7 +61,8 @@ class Pipeline:
     summed: frozenset[str] = frozenset()
     way: Way | None = None
     plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
-    connections: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
+    connections: dict[tuple[Variant, Signature], int] = field(default_factory=dict)
+    compared: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
     silent: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
 
     @property
@@ -102,7 +104,8 @@ class Pipeline:
         >>> simulate(pipe.schedule, Costs(F=1, B=2), pipe.program.graph, pipe.sizes).peak_memory
         (288.0, 104.0)
         """
-        return sizes(self.training.assembly, self.schedule.placement)
+        with turn():
+            return sizes(self.training.assembly, self.schedule.placement)
 
     @property
     def computes_loss(self) -> bool:
@@ -118,7 +121,7 @@ class Pipeline:
         batch = self.captures.batchings[variant.loss].cut(inputs, targets)
         if (variant, batch.signature) in self.silent:
             return batch
-        with random.preserved([torch.device("cpu")]):
+        with turn(), random.preserved([torch.device("cpu")]):
             return self._answered(variant, batch, tell)
 
     def _answered(self, variant: Variant, batch: Batch, tell: Tell) -> Batch:
@@ -142,7 +145,7 @@ class Pipeline:
         what = variant, batching.example if signature is None else signature
         if what not in self.plans:
             try:
-                with random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                with turn(), random.preserved([torch.device("cpu")]):  # a model may seed by itself
                     self.plans[what] = self._plan(*what)
             except PipelineError as error:
                 if what[1] == batching.example:
@@ -175,26 +178,6 @@ class Pipeline:
             return made
         return differentiated(made, self.way, {s for rank in self.ranks.ranks for s in placement.stages_on(rank)})
 
-    def connected(self, variant: Variant, signature: Signature | None = None) -> Plan:
-        """The plan, its channels ready; every rank must ask for the same ones in the same order."""
-        plan = self.plan(variant, signature)
-        what = variant, self.captures.batchings[variant.loss].example if signature is None else signature
-        if what not in self.connections:
-            self.ranks.prepare(self._description(plan, *what), plan.program.channels)
-            self.connections[what] = None
-        return plan
-
-    def _description(self, plan: Plan, variant: Variant, signature: Signature) -> str:
-        """What must be the same on every rank."""
-        microbatches = self.captures.batchings[variant.loss].split(signature)
-        cuts = []
-        for one, assembly in dict(zip(microbatches, plan.assemblies, strict=True)).items():
-            captured, positions = self.captures.of(variant, one)
-            cut = f"cut before units {list(positions)} of {len(captured.units)}"
-            stages = "; ".join(map(str, assembly.stages))
-            cuts.append(f"model {_fingerprint(captured, assembly)} {cut}, with {stages}")
-        return f"{variant} of {plan.program.schedule!r}, {'; '.join(cuts)}, for batches of {signature}"
-
     def init(
         self, source: Source, *, fill: Initialiser | None = None, strict: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -222,7 +205,8 @@ class Pipeline:
         >>> fpipe.value_and_grad(pipe)(params, buffers, (torch.ones(2, 4),))[0].loss
         tensor(32.)
         """
-        return self._state(loaded(self.model, self.training.share, source, fill, strict))
+        with turn():
+            return self._state(loaded(self.model, self.training.share, source, fill, strict))
 
     def initialise(
         self, function: Initialiser = reset_parameters, *, seed: int
@@ -245,7 +229,8 @@ class Pipeline:
         >>> [f"{name} {list(value.shape)}" for name, value in params.items()]
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
-        return self._state(initialised(self.model, self.training.share, function, seed))
+        with turn():
+            return self._state(initialised(self.model, self.training.share, function, seed))
 
     def _state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         plan, trainable = self.training, self.training.assembly.captured.trainable
@@ -315,15 +300,3 @@ def _joining(assemblies: Sequence[Assembly], dims: Any, first: int) -> Joining:
     """How the outputs are joined, which are the results from number `first` on."""
     columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
     return Joining.of(assemblies[0].captured.structure, dims, list(columns))
-
-
-def _fingerprint(captured: Captured, assembly: Assembly) -> str:
-    """A digest of what a model does and of what crosses its cuts, whatever its values and devices; ranks compare it."""
-    units = [(unit.path, unit.does, unit.reads, unit.makes) for unit in captured.units]
-    specs = [
-        (port.peer, spec.shape, spec.stride, str(spec.dtype))
-        for stage in assembly.stages
-        for port in (*stage.gives, *stage.pulls, *stage.shares)
-        for spec in port.specs
-    ]
-    return blake2b(repr((units, sorted(captured.trainable), specs)).encode(), digest_size=8).hexdigest()

@@ -49,9 +49,11 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
     >>> picture = drawing.svg({"measured": measured, "simulated": simulated})
     """
     mine = list(spans)
-    _require_own(mine, pipe.ranks.ranks)
-    rows = _rows(mine, pipe.ranks.ahead())
-    every = [_span(row) for found in pipe.ranks.collect(rows) for row in found.tolist()]
+    with pipe.ranks.guarded("timeline"):
+        _require_own(mine, pipe.ranks.ranks)
+        pipe.ranks.agree()
+        rows = _rows(mine, pipe.ranks.ahead())
+        every = [_span(row) for found in pipe.ranks.collect(rows) for row in found.tolist()]
     begin = min((span.start for span in every if not span.waits), default=0.0)
     moved = (_moved(span, begin) for span in sorted(every, key=lambda span: span.rank))
     return tuple(span for span in moved if not (span.waits and span.end <= 0))

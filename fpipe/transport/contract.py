@@ -8,7 +8,7 @@ ranks, both ends post the same messages in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
     from fpipe.executor import Execution, Outcome
     from fpipe.spec import Spec
+    from fpipe.transport.agreement import Field
 
 Payload: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[str, int, int, int]
 """What is carried (`F` a value, `B` a cotangent, `G` a gradient), from which stage, microbatch, for which stage."""
+Fields: TypeAlias = "Callable[[], Sequence[Field]]"
+"""Makes what must be the same on every rank; called only where there are others."""
 Route: TypeAlias = tuple[int, int]
 """A channel's name: the rank that sends, and the rank that receives."""
 
@@ -68,14 +71,24 @@ class Ranks(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process."""
 
-    def prepare(self, description: str, channels: Iterable[Route]) -> None:
-        """Make sure that every rank runs what `description` describes, and make its channels ready."""
+    def guarded(self, call: str) -> AbstractContextManager[None]:
+        """What a function that all ranks call runs in, named `call`.
+
+        What one rank raises before all have agreed is raised on all of them. After one that broke off in the middle
+        none may follow: its messages would not fit the others'. One thread is inside at a time.
+        """
+
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Raise `TransportError` on all ranks unless they have made the same call and `fields()` are the same.
+
+        `about` tells apart several agreements of one call. Returns the note of each process.
+        """
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Make these channels ready."""
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Drive `execution(rank, transport)` of every rank of this process to its end."""
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """What a step runs in. After one that broke off none may follow: its messages would not fit the others'."""
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """The tensor that rank `source` has, on every rank; the others pass `None`."""

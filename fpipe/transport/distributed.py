@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank per process: point-to-point messages of torch.distributed, over Gloo on CPU and NCCL on GPU.
+"""One rank per process: how a process of torch.distributed reaches the others, and agrees with them.
 
-Each channel has a process group of its own. On NCCL a pair of ranks would otherwise share one communicator and stream
-for both directions, on which plain 1F1B can deadlock. Groups are made, and warmed up with one byte, in ascending order
-of channels on every rank, so that connecting cannot deadlock either.
-
-What arrives is described by a `Spec` known beforehand; nothing is pickled, and no shape travels.
-
-The same code serves Gloo and NCCL; over NCCL it has not been run on several GPUs yet.
+Messages travel over channels (`fpipe.transport.channels`). Before any does, all ranks agree on what they are about to
+do (`fpipe.transport.agreement`), over a group of their own (`fpipe.transport.control`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from hashlib import blake2b
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,98 +19,138 @@ from fpipe.errors import TransportError
 from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
 from fpipe.transport import clocks
-from fpipe.transport.contract import Message, Payload, Route, Transport
-
-Tensors: TypeAlias = tuple[Tensor, ...]
-Specs: TypeAlias = tuple[Spec, ...]
-
-
-class Posted:
-    """A posted send or receive: its works, and the bytes that must live until they are done."""
-
-    done = False
-
-    def __init__(self, end: str, message: Message, works: Sequence[dist.Work], data: Tensors, specs: Specs) -> None:
-        self.end, self.message = end, message
-        self.works, self.data, self.specs = works, data, specs
-
-    def wait(self) -> None:
-        """Block until the works are done; what was sent need not live any longer."""
-        for work in self.works:
-            work.wait()
-        self.works = ()
-        if not self.specs:
-            self.data = ()
-
-    def take(self) -> Payload:
-        """What arrived, which is then no longer held here."""
-        data, self.data = self.data, ()
-        return tuple([spec.unpack(bytes_) for spec, bytes_ in zip(self.specs, data, strict=True)])
+from fpipe.transport.agreement import agree, refuse, texts
+from fpipe.transport.channels import DistributedTransport
+from fpipe.transport.contract import Fields, Route, Transport
+from fpipe.transport.control import Control
+from fpipe.turns import only_turn
 
 
-class DistributedChannel(NamedTuple):
-    """A channel as a process group of two, and which of them is at which end."""
+class DistributedRanks:
+    """One rank of a schedule: this process, in a `group` of as many processes as ranks.
 
-    group: dist.ProcessGroup
-    source: int
-    target: int
+    - `calls`: how many functions of the pipeline have been called; `call` says which one is running.
+    - `failure`: why no more can be; `deciding`: whether the other ranks wait for what this one decides.
+    """
 
-    @classmethod
-    def between(cls, group: dist.ProcessGroup, source: int, target: int) -> DistributedChannel:
-        """From process `source` of the job to `target`; groups count their processes in ascending order."""
-        return cls(group, int(source > target), int(target > source))
+    def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        size = dist.get_world_size(group)
+        if size != ranks:
+            raise TransportError(
+                f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
+                f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
+            )
+        self.group, self.device = group, device
+        self.ranks = (dist.get_rank(group),)
+        self.failure: str | None = None
+        self.calls, self.call, self.deciding = 0, "", False
+        replicas = _replicas(dist.get_process_group_ranks(group), device)
+        timeout = group._get_backend(device).options._timeout
+        self.control = Control.of(dist.get_process_group_ranks(group), replicas, timeout)
+        self.transport = DistributedTransport(group, device, replicas)
 
-    def send(self, message: Message, payload: Tensors, specs: Specs) -> Posted:
-        """Post the send of a tuple of tensors."""
-        data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
-        works = [self.group.send([bytes_], self.target, 0) for bytes_ in data if bytes_.numel()]
-        return Posted("SEND", message, works, data, ())
+    @contextmanager
+    def guarded(self, call: str) -> Iterator[None]:
+        """Run a function that all ranks call; what is raised before they have agreed is raised on all of them.
 
-    def receive(self, message: Message, specs: Specs) -> Posted:
-        """Post the receive of tensors of these specs."""
-        data = tuple([spec.buffer() for spec in specs])
-        works = [self.group.recv([bytes_], self.source, 0) for bytes_ in data if bytes_.numel()]
-        return Posted("RECV", message, works, data, specs)
-
-
-class DistributedTransport:
-    """The channels of this process in `group`."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.device = device
-        self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
-        self.replicas = _replicas(self.world, device)
-        self.backend = dist.get_backend(group)
-        self.timeout = group._get_backend(device).options._timeout
-        self.channels: dict[Route, DistributedChannel] = {}
-
-    def setup(self, channels: Iterable[Route]) -> None:
-        """Make a process group for each new channel, in ascending order, and send a first byte through it.
-
-        Every process takes part in making every group: torch.distributed names a group by how many there are.
+        Raises `TransportError` if an earlier one broke off in the middle, and if another thread is inside.
         """
-        for source, target in channels:
-            if (source, target) not in self.channels:
-                replicas = [
-                    dist.new_group([world[source], world[target]], timeout=self.timeout, backend=self.backend)
-                    for world in self.replicas
-                ]
-                group = replicas[self.replicas.index(self.world)]
-                self.channels[source, target] = DistributedChannel.between(
-                    group, self.world[source], self.world[target]
-                )
-                self._warm_up(source, target)
+        with only_turn(f"rank {self.ranks[0]}, {call}"):
+            self._require_whole(call)
+            self.calls += 1
+            self.call, self.deciding = f"{call} (call {self.calls})", True
+            try:
+                self.transport.read()
+                yield
+            except Exception as error:
+                if self.deciding and self.failure is None:
+                    with suppress(RuntimeError):  # nobody is there to be told
+                        refuse(self._gather, self.call, error)
+                raise
+            finally:
+                self.deciding = False
 
-    def _warm_up(self, source: int, target: int) -> None:
-        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        if self.rank == source:
-            dist.send(byte, dst=self.world[target], group=self.channels[source, target].group)
-        elif self.rank == target:
-            dist.recv(byte, src=self.world[source], group=self.channels[source, target].group)
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Raise `TransportError` on every rank unless all have called the same function and pass the same fields.
 
-    def channel(self, source: int, target: int) -> DistributedChannel:
-        """The channel, which has been set up."""
-        return self.channels[source, target]
+        `about` tells apart several agreements of one call. Returns what each rank passed as its `note`.
+        """
+        call = f"{self.call}, {about}" if about else self.call
+        try:
+            return agree(self.ranks[0], self._gather, call, fields(), note)
+        except TransportError:
+            self.deciding = False  # the others raise it, too
+            raise
+
+    def _gather(self, mine: Tensor) -> Sequence[Tensor]:
+        try:
+            return self.control.gather(mine)
+        except RuntimeError as error:
+            self.failure = "no answer from the other ranks"
+            raise TransportError(
+                f"rank {self.ranks[0]}, {self.call}: got no answer from the other ranks ({error}), expected them "
+                "to make the same call. Call the same functions on every rank, and look at what the others said last."
+            ) from error
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Make channels ready; every rank must pass the same ones."""
+        try:
+            self.transport.setup(channels)
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _require_whole(self, what: str) -> None:
+        if self.failure is None and not self.control.alive:
+            self.failure = "its process group was destroyed"
+        if self.failure is not None:
+            raise TransportError(
+                f"rank {self.ranks[0]}, {what}: got a pipeline that broke off ({self.failure}), expected one whose "
+                "ranks are in step: the others' messages no longer fit. End the process, and start again from a "
+                "checkpoint."
+            )
+
+    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
+        """Run this process's rank to its end, waiting where it must."""
+        (rank,) = self.ranks
+        self.deciding = False
+        run = execution(rank, self.transport).run()
+        try:
+            while True:
+                posted: Any = next(run)
+                posted.wait()
+        except StopIteration as stop:
+            return {rank: stop.value}
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Broadcast the tensor of rank `source`."""
+        data = spec.buffer() if tensor is None else spec.pack(tensor)
+        dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
+        return spec.unpack(data)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return any(self.agree(about="a question to all ranks", note=int(flag)))
+
+    def tell(self, text: str) -> list[str]:
+        """Return the texts of all ranks, this one's among them; every rank must call this."""
+        self.agree(about="what the model asks about its batch")
+        return texts(self._gather, text)
+
+    def ahead(self) -> float:
+        """By how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
+        return clocks.ahead(self.group, self.device)
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """The rows of all ranks; every rank must call this."""
+        count, columns = rows.shape
+        counts = self.agree(about="rows to collect", note=count)
+        mine = rows.new_zeros(max([*counts, 1]), columns)
+        mine[:count] = rows
+        return [one[:length] for one, length in zip(self._gather(mine), counts, strict=True)]
 
 
 def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
@@ -132,135 +166,3 @@ def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return sorted({tuple(other.tolist()): other.tolist() for other in found}.values())
-
-
-class DistributedRanks:
-    """One rank of a schedule: this process, in a `group` of as many processes as ranks."""
-
-    def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        size = dist.get_world_size(group)
-        if size != ranks:
-            raise TransportError(
-                f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
-                f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
-            )
-        self.group, self.device = group, device
-        self.ranks = (dist.get_rank(group),)
-        self.failure: str | None = None
-        self.steps = 0
-        self.shared: tuple[Tensor, int] | None = None
-        self.transport = DistributedTransport(group, device)
-
-    def prepare(self, description: str, channels: Iterable[Route]) -> None:
-        """Raise `TransportError` unless every rank passes the same description; then connect."""
-        digest = int.from_bytes(blake2b(description.encode(), digest_size=8).digest(), signed=True)
-        mine = torch.tensor([digest], device=self.device)
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        try:
-            dist.all_gather(found, mine, group=self.group)
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.ranks[0]}: got no answer from the other ranks ({error}), expected all of them to make "
-                f"ready for {description}. Call the same functions on every rank; pass a batch of other shapes than "
-                "the example's on all of them, on the meta device where its values are not read."
-            ) from error
-        different = [rank for rank, other in enumerate(found) if other.item() != digest]
-        if different:
-            raise TransportError(
-                f"rank {self.ranks[0]}: got another pipeline on ranks {different}, expected the same model, example, "
-                f"schedule and cuts on every rank. Here it is: {description}. Build it from the same arguments "
-                "everywhere."
-            )
-        self.transport.setup(channels)
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Count the step; raise `TransportError` if an earlier one broke off in the middle."""
-        self._require_whole("another step")
-        self._require_same_step()
-        self.steps += 1
-        yield
-
-    def _require_whole(self, what: str) -> None:
-        if self.failure is not None:
-            raise TransportError(
-                f"rank {self.ranks[0]}: got {what} after one that broke off ({self.failure}), expected none: the "
-                "other ranks' messages no longer fit. End the process, and start again from a checkpoint."
-            )
-
-    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Run this process's rank to its end, waiting where it must."""
-        (rank,) = self.ranks
-        run = execution(rank, self.transport).run()
-        try:
-            while True:
-                posted: Any = next(run)
-                posted.wait()
-        except StopIteration as stop:
-            return {rank: stop.value}
-        except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
-
-    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """Broadcast the tensor of rank `source`, and with it how many steps that rank has begun.
-
-        Raises `TransportError` if this rank has begun another number: then their messages were of different steps. On
-        an accelerator that is read when the next step begins, so that no step waits for the device.
-        """
-        count = torch.full((1,), self.steps, device=spec.device).view(torch.uint8)
-        data = torch.cat([spec.buffer() if tensor is None else spec.pack(tensor), count])
-        dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
-        self.shared = data[-len(count) :].clone().view(torch.int64), source
-        if spec.device.type == "cpu":
-            self._require_same_step()
-        return spec.unpack(data[: -len(count)].clone())
-
-    def _require_same_step(self) -> None:
-        if self.shared is None:
-            return
-        (theirs, source), self.shared = self.shared, None
-        if theirs.item() != self.steps:
-            self.failure = "steps out of step"
-            raise TransportError(
-                f"rank {self.ranks[0]}: got step {theirs.item()} of rank {source} in its own step {self.steps}, "
-                "expected the same step on every rank: some rank skipped one. Call the step as often on every rank; "
-                "end the process."
-            )
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        value = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(value.item())
-
-    def tell(self, text: str) -> list[str]:
-        """Return the texts of all ranks, this one's among them; every rank must call this."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
-        most = max(int(rows.item()) for rows in self._gathered(torch.tensor([len(data)], device=self.device)))
-        mine = torch.full((most,), ord(" "), dtype=torch.uint8, device=self.device)
-        mine[: len(data)] = data
-        return [bytes(row.tolist()).decode() for row in self._gathered(mine)]
-
-    def _gathered(self, mine: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(found, mine, group=self.group)
-        return found
-
-    def ahead(self) -> float:
-        """By how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
-        self._require_whole("a timeline to put together")
-        return clocks.ahead(self.group, self.device)
-
-    def collect(self, rows: Tensor) -> list[Tensor]:
-        """The rows of all ranks; every rank must call this."""
-        count, columns = rows.shape
-        size = dist.get_world_size(self.group)
-        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(size)]
-        dist.all_gather(counts, torch.tensor([count], device=self.device), group=self.group)
-        most = max(int(one.item()) for one in counts)
-        mine = rows.new_zeros(most, columns, device=self.device)
-        mine[:count] = rows
-        found = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(found, mine, group=self.group)
-        return [one[: int(length.item())].cpu() for one, length in zip(found, counts, strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +20,9 @@ from torch import Tensor
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.executor import Execution, Outcome
 from fpipe.spec import Spec
-from fpipe.transport.contract import Message, Payload, Route, Transport
+from fpipe.transport.contract import Fields, Message, Payload, Route, Transport
 from fpipe.transport.contract import posted as text
+from fpipe.turns import turn
 
 
 class Posted:
@@ -113,18 +114,22 @@ class LocalRanks:
     def __init__(self, ranks: int) -> None:
         self.ranks = tuple(range(ranks))
 
-    def prepare(self, description: str, channels: Iterable[Route]) -> None:
-        """Nothing to agree on, and channels are made by each run."""
+    def guarded(self, call: str) -> AbstractContextManager[None]:
+        """Wait until no other thread is inside."""
+        return turn()
+
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Every rank is here."""
+        return [note]
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Channels are made by each run."""
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Step all ranks until all are finished; raises `DeadlockError` when none can go on."""
         transport = LocalTransport()
         executions = [execution(rank, transport) for rank in self.ranks]
         return drive(transport, executions)
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Nothing is left over of a step that broke off."""
-        return nullcontext()
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """The tensor: every rank is here."""

@@ -20,21 +20,21 @@ from models import SCHEDULES, ZOO, build, run
 from fpipe.tree import same_bits
 
 WORKER = Path(worker.__file__)
-LIMIT = 240
+LIMIT = 1800  # seconds; what hangs ends by the timeout of its group, long before
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def finish(commands, folder, limit):
+def finish(commands, folder, limit=LIMIT):
     """Run these commands at once: exit codes, and what was printed.
 
-    What runs longer than `limit` seconds is killed, with its children, and so is what outlives a failure by 40 seconds.
+    What runs longer than `limit` seconds is killed, with its children, and so is what outlives a failure by 120.
     """
     logs = [folder / f"log-{k}" for k in range(len(commands))]
     processes = [begin(command, log) for command, log in zip(commands, logs, strict=True)]
     deadline = time.monotonic() + limit
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 40)
+            deadline = min(deadline, time.monotonic() + 120)
         time.sleep(0.05)
     for process in processes:
         if process.poll() is None:
@@ -84,14 +84,14 @@ def two(tmp_path_factory):
     """All cases on two ranks, started as users start them."""
     folder = tmp_path_factory.mktemp("two")
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, WORKER, folder)
-    return Job(2, folder, *finish([command], folder, LIMIT))
+    return Job(2, folder, *finish([command], folder))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """All cases on four ranks."""
     folder = tmp_path_factory.mktemp("four")
-    return Job(4, folder, *finish(ranks(4, folder), folder, LIMIT))
+    return Job(4, folder, *finish(ranks(4, folder), folder))
 
 
 @pytest.mark.parametrize("name", worker.names(2))
@@ -121,18 +121,9 @@ def test_dropout_is_the_same_on_one_process_two_and_four(two, four):
         assert all(same_bits(found[name], alone.grads[name]) for name in found)
 
 
-def test_shapes_that_some_ranks_do_not_know(tmp_path):
-    """Ranks that know the new shapes wait for the others as long as the group's timeout, and say what is wrong."""
-    codes, printed = finish(ranks(4, tmp_path, "told_no_shapes"), tmp_path, 60)
-    assert codes == [1, 1, 1, 1], "\n".join(printed)
-    for rank in (0, 3):
-        assert "TransportError" in printed[rank], printed[rank]
-        assert "on the meta device" in printed[rank], printed[rank]
-
-
 def test_a_killed_peer_makes_the_others_fail(tmp_path):
     """One rank ends in the middle of a step: nobody hangs, everybody else ends with an error."""
-    codes, printed = finish(ranks(4, tmp_path, "dies_in_the_middle"), tmp_path, 60)
+    codes, printed = finish(ranks(4, tmp_path, "dies_in_the_middle"), tmp_path)
     assert codes[2] == 7
     assert [codes[rank] for rank in (0, 1, 3)] == [1, 1, 1], "\n".join(printed)
-    assert all("in time" in printed[rank] for rank in (0, 1, 3)), "\n".join(printed)
+    assert all("failed at once" in printed[rank] for rank in (0, 1, 3)), "\n".join(printed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -47,6 +48,7 @@ from torch import nn
 
 import fpipe
 from fpipe import recording
+from fpipe.fingerprint import described
 from fpipe.materialisation.initialisation import initialised, leaves, reset_parameters
 from fpipe.transport import clocks
 from fpipe.tree import same_bits
@@ -61,6 +63,7 @@ from schedules import (
     mirror,
     one_f_one_b,
     recompute,
+    schedule,
     split_backward,
     zb_h1,
     zb_v,
@@ -68,6 +71,7 @@ from schedules import (
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
 CASES: dict[str, Callable[[int, int], None]] = {}
+PATIENCE = timedelta(minutes=10)  # what hangs ends by it; however slow the machine is, nothing else does
 
 
 def case(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
@@ -99,6 +103,7 @@ class _Raises:
         assert kind is not None, f"nothing raised, expected {self.error.__name__}"
         if not issubclass(kind, self.error):
             return False
+        self.text = str(value)
         missing = [word for word in self.words if word not in str(value)]
         assert not missing, f"{missing} are not in: {value}"
         return True
@@ -394,13 +399,13 @@ def timelines_of_all_ranks(rank, size):
     """Every rank gets the same one, in which nothing is used before it is made: also where clocks are far apart."""
     clock = time.perf_counter
     pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
-    for apart, tolerance in ((0.0, 0.0), (1000.0, 0.03)):
+    for apart, tolerance in ((0.0, 0.0), (1000.0, 1.0)):
         recording.perf_counter = clocks.perf_counter = lambda late=apart * rank: clock() - late
         spans = []
         fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
         found = fpipe.timeline(pipe, spans)
         assert found == gathered(found)[0]
-        assert min(span.start for span in found) == 0 <= max(span.end for span in found) < 100
+        assert min(span.start for span in found) == 0 <= max(span.end for span in found) < 500
         require_causal(pipe, found, tolerance)
         own = [span for span in found if span.rank == rank]
         mine = spans[len(spans) - len(own) :]  # without the waits that ended before the step began elsewhere
@@ -408,7 +413,7 @@ def timelines_of_all_ranks(rank, size):
         for got, want in zip(own[1:], mine[1:], strict=True):
             assert abs((got.end - got.start) - (want.end - want.start)) < 1e-6
         costs = fpipe.costs(pipe, found)
-        assert 0 < costs.comm < 100
+        assert 0 < costs.comm < 500
         assert len(costs.F) == len(costs.B) == size
         spans.clear()
         fpipe.evaluate(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
@@ -452,35 +457,35 @@ def another_number_of_ranks(rank, size):
 @case
 def other_microbatches_on_one_rank(rank, size):
     how = one_f_one_b(ranks=size, microbatches=2 if rank == 1 else 4)
-    with raises(fpipe.TransportError, f"rank {rank}", "another pipeline", "schedule"):
+    with raises(fpipe.TransportError, f"rank {rank}", "- schedule: got on", "microbatches=2", "microbatches=4"):
         build(ZOO["mlp"], how, 8)
 
 
 @case
 def other_cuts_on_one_rank(rank, size):
     cuts = ("1", "3", "6")[: size - 1] if rank else ("2", "4", "6")[: size - 1]
-    with raises(fpipe.TransportError, "another pipeline"):
+    with raises(fpipe.TransportError, "- cuts: got on rank 0: before units", "; on rank"):
         build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8, cuts)
 
 
 @case
 def another_tie_on_one_rank(rank, size):
-    with raises(fpipe.TransportError, "another pipeline"):
+    with raises(fpipe.TransportError, "- tied: got on rank 0: summed: ", "; on rank", ": nothing"):
         build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8, tied="exact" if rank else "sum")
 
 
 @case
 def another_model_on_one_rank(rank, size):
     """Other operators, or other frozen parameters, between values of the same shapes."""
-    for other in (ALL_TANH, ZOO["frozen_below"]):
-        with raises(fpipe.TransportError, "another pipeline"):
+    for other, words in ((ALL_TANH, ("- model: got on rank 0", "tanh", "relu")), (ZOO["frozen_below"], ("frozen",))):
+        with raises(fpipe.TransportError, *words):
             build(ZOO["mlp"] if rank else other, one_f_one_b(ranks=size, microbatches=4), 8, tuple("246")[1 - size :])
 
 
 @case
 def another_schedule_on_one_rank(rank, size):
     kind = "gpipe" if rank else "one_f_one_b"
-    with raises(fpipe.TransportError, "another pipeline"):
+    with raises(fpipe.TransportError, "- schedule: got on rank 0: one_f_one_b", " gpipe(", "- program: got on rank 0"):
         build(ZOO["mlp"], SCHEDULES[kind](ranks=size, microbatches=4), 8)
 
 
@@ -498,27 +503,23 @@ def refused_on_every_rank(rank, size):
 
 
 @case
-def skipped_on_one_rank(rank, size):
-    """A step that one rank alone did not run mixes batches up: it is an error where the counts differ."""
+def refused_on_one_rank(rank, size):
+    """What one rank refuses no rank computes: all of them say so at once, and a good step works afterwards."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     for culprit, bad, words in (
-        (0, lambda inputs, targets: (None, targets), ["inputs[0]: got nothing", "a stage of this rank reads it"]),
-        (size - 1, lambda inputs, targets: (inputs, None), ["targets: got nothing"]),
+        (0, (None, targets), ["inputs[0]: got nothing", "a stage of this rank reads it"]),
+        (size - 1, (inputs, None), ["targets: got nothing"]),
+        (1, ([*inputs], targets), ["inputs: got the tree"]),
     ):
-        pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
-        state = pipe.init(model)
-        step = fpipe.value_and_grad(pipe)
         if rank == culprit:
             with raises(fpipe.InputError, *words):
-                step(*state, *bad(inputs, targets))
-        if (rank == culprit) != (culprit == size - 1):
-            with raises(fpipe.TransportError, "expected the same step on every rank"):
-                step(*state, inputs, targets)
-            with raises(fpipe.TransportError, "got another step after one that broke off"):
-                step(*state, inputs, targets)
-            with raises(fpipe.TransportError, "got a timeline to put together after one that broke off"):
-                fpipe.timeline(pipe, [])
+                step(*state, *bad)
         else:
-            step(*state, inputs, targets)
+            with raises(fpipe.TransportError, f"- rank {culprit}: InputError: ", *words):
+                step(*state, inputs, targets)
+    out, _ = step(*state, inputs, targets)
+    assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
 
 
 @case
@@ -668,36 +669,216 @@ def a_batch_that_the_model_cannot_take(rank, size):
 def other_shapes_on_one_rank(rank, size):
     pipe, model, *_ = build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8)
     inputs, targets = words_like(7 if rank else 11, 3)
-    with raises(fpipe.TransportError, "another pipeline", f"int64[{7 if rank else 11}, 3]"):
+    with raises(fpipe.TransportError, "- batch: got on rank 0: inputs[0]: int64[11, 3]", "on rank", "int64[7, 3]"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
 
 
 @case
 def told_no_shapes(rank, size):
-    """The ranks in the middle do not know that the batch has other shapes: the others do not wait for ever."""
-    one = ZOO["gpt"]
-    model, inputs, targets = one.make(8)
-    pipe = fpipe.pipeline(
-        model,
-        example=inputs,
-        targets=targets,
-        loss=one.loss,
-        schedule=one_f_one_b(ranks=size, microbatches=4),
-        cuts=one.at(size),
-        group=dist.new_group(list(range(size)), timeout=timedelta(seconds=3)),
-    )
+    """The ranks in the middle do not know that the batch has other shapes: all say so before anything is captured."""
+    pipe, model, *_ = build(ZOO["gpt"], one_f_one_b(ranks=size, microbatches=4), 8)
     inputs, targets = words_like(7, 3)
     mine = as_needed(inputs, targets, rank, size) if rank in (0, size - 1) else (None, None)
-    fpipe.value_and_grad(pipe)(*pipe.init(model), *mine)
+    with raises(fpipe.TransportError, "- batch: got on ranks 0, 3: inputs[0]: int64[7, 3]", "on ranks 1-2: inputs[0]"):
+        fpipe.value_and_grad(pipe)(*pipe.init(model), *mine)
+
+
+@case
+def one_batch_ahead(rank, size):
+    """With two sizes that all ranks have seen; afterwards they go on."""
+    one = ZOO["mlp"]
+    pipe, model, inputs, targets = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step, evaluate = pipe.init(model), fpipe.value_and_grad(pipe), fpipe.evaluate(pipe)
+    batches = [(inputs, targets), ((inputs[0][:4],), targets[:4])]
+    for batch in batches:
+        step(*state, *batch)
+        evaluate(*state, *batch)
+    for function, called in ((step, "a step (call"), (evaluate, "an evaluation (call")):
+        words = ("inputs[0]: float32[8, ", "inputs[0]: float32[4, ", "on rank 0")
+        with raises(fpipe.TransportError, f"rank {rank}, {called}", "- batch: got", *words) as raised:
+            function(*state, *batches[rank == 0])
+        assert len(raised.text) < 700
+    assert same_bits(step(*state, *batches[0])[0].loss, loop(model, one.loss, *batches[0], 4).loss)
+
+
+@case
+def a_skipped_evaluation(rank, size):
+    """One rank goes on with the next step, or puts a timeline together."""
+    one = ZOO["mlp"]
+    pipe, model, inputs, targets = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step, evaluate = pipe.init(model), fpipe.value_and_grad(pipe), fpipe.evaluate(pipe)
+    with raises(fpipe.TransportError, "- call: got on rank 0: an evaluation (call", "a step (call"):
+        (step if rank else evaluate)(*state, inputs, targets)
+    with raises(fpipe.TransportError, "- call: got on rank 0: timeline (call", "a step (call"):
+        step(*state, inputs, targets) if rank else fpipe.timeline(pipe, [])
+    assert same_bits(evaluate(*state, inputs, targets).loss, loop(model, one.loss, inputs, targets, 4).loss)
+
+
+@case
+def another_pipeline_on_one_rank(rank, size):
+    how = one_f_one_b(ranks=size, microbatches=4)
+    one, two = (build(ZOO[name], how, 8, ("2", "4", "6")[: size - 1]) for name in ("mlp", "frozen_below"))
+    pipe, model, *batch = two if rank else one
+    step = fpipe.value_and_grad(pipe)
+    with raises(fpipe.TransportError, "- pipeline: got on rank 0: parameters: ", "trained", "frozen"):
+        step(*pipe.init(model), *batch)
+
+
+def backwards(count):
+    return reversed(range(count))
+
+
+def in_order(order):
+    """A schedule of a user's, whose name and arguments say nothing of its body."""
+
+    @schedule()
+    def mine(rank, ranks, microbatches):
+        for i in order(microbatches):
+            yield F(rank, i)
+        for i in order(microbatches):
+            yield B(rank, i)
+
+    return mine
+
+
+@case
+def another_body_of_a_schedule(rank, size):
+    how = in_order(range if rank else backwards)(size, 4)
+    words = ("- program: got on rank 0: rank 0: 0F3 0F2", "rank 0: 0F0 0F1")
+    with raises(fpipe.TransportError, *words) as raised:
+        build(ZOO["mlp"], how, 8)
+    assert "- schedule" not in raised.text
+    assert len(raised.text) < 800
+
+
+def counting(factor):
+    return lambda inputs, targets: len(targets) * factor
+
+
+def cutting(first):
+    return lambda leaf, microbatches: list(leaf.chunk(microbatches)) if first else list(leaf.split(2))
+
+
+@case
+def other_functions_on_one_rank(rank, size):
+    """What cells hold, and bodies; names and addresses do not count."""
+    one = ZOO["mlp"]
+    model, inputs, targets = one.make(8)
+    common = {"example": inputs, "targets": targets, "cuts": one.at(size), "loss": one.loss}
+    common["schedule"] = one_f_one_b(ranks=size, microbatches=4)
+    for options, words in (
+        ({"weight": counting(1 + (rank == 1))}, ("- weight: got on", "cell factor: 1", "on rank 1: cell factor: 2")),
+        ({"batch_dims": cutting(rank == 1)}, ("- batch_dims: got on", "on rank 1: cell first: True")),
+        ({"batch_dims": cutting(True) if rank else 0}, ("- batch: got on rank 0",)),
+        ({"loss": one.loss if rank else lambda x, y: one.loss(y, x)}, ("- loss: got on rank 0",)),
+    ):
+        with raises(fpipe.TransportError, *words):
+            fpipe.pipeline(model, **(common | options))
+    fpipe.pipeline(model, **(common | {"weight": counting(3), "batch_dims": cutting(True)}))
+
+
+class Shifted(nn.Sequential):
+    """Adds a tensor that is neither parameter nor buffer."""
+
+    def __init__(self, by):
+        super().__init__(*[nn.Linear(6, 6) for _ in range(4)])
+        self.by = torch.full((6,), by)
+
+    def forward(self, x):
+        return super().forward(x) + self.by
+
+
+@case
+def other_tensor_attributes(rank, size):
+    def built(by):
+        torch.manual_seed(0)
+        x = torch.randn(4, 6)
+        how = one_f_one_b(ranks=size, microbatches=2)
+        return fpipe.pipeline(Shifted(by), example=(x,), loss=torch.sum, schedule=how)
+
+    with raises(
+        fpipe.TransportError, "- tensors that are neither parameters nor buffers: got on rank 0", "[6] of values"
+    ):
+        built(float(rank == 0))
+    built(1.0)
+
+
+@case
+def other_settings_on_one_rank(rank, size):
+    """Autocast and the default dtype; and the seed, which is an argument."""
+    pipe, model, inputs, targets = build(ZOO["dropping"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    with (
+        raises(
+            fpipe.TransportError, "- settings: got on rank 0: autocast on cpu: torch.bfloat16", "autocast on cpu: off"
+        ),
+        torch.autocast("cpu", enabled=rank == 0),
+    ):
+        step(*state, inputs, targets, seed=1)
+    torch.set_default_dtype(torch.float32 if rank else torch.float64)
+    try:
+        with raises(fpipe.TransportError, "- settings: got on rank 0: default dtype: torch.float64; on rank"):
+            step(*state, inputs, targets, seed=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with raises(fpipe.TransportError, "- seed: got on rank 0: 0; on rank 1: 1"):
+        step(*state, inputs, targets, seed=rank)
+    step(*state, inputs, targets, seed=1)
+
+
+@case
+def other_values_of_what_several_ranks_hold(rank, size):
+    """Tied parameters and stages with replicas are compared before the first step."""
+    for name, how in (
+        ("tied_sequence", one_f_one_b(ranks=size, microbatches=4)),
+        ("mlp", dualpipe(ranks=size, microbatches=4)),
+    ):
+        pipe, model, inputs, targets = build(ZOO[name], how, 8)
+        params, buffers = pipe.init(model)
+        first = next(iter(params)) if rank == size - 1 else None
+        other = {n: p + 1 if n == first else p for n, p in params.items()}
+        with raises(fpipe.TransportError, "hold copies: got other values on rank 0 than on rank", "checkpoint"):
+            fpipe.value_and_grad(pipe)(other, buffers, inputs, targets)
+        fpipe.value_and_grad(pipe)(params, buffers, inputs, targets)
+
+
+@case
+def a_second_thread(rank, size):
+    """While one thread is in a step another is refused by name, and changes nothing."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, found = pipe.init(model), []
+
+    def elsewhere():
+        with raises(fpipe.TransportError, "in thread 'another'", "one thread at a time") as raised:
+            fpipe.evaluate(pipe)(*state, inputs, targets)
+        found.append(raised.text)
+
+    def record(span):
+        thread = threading.Thread(target=elsewhere, name="another")
+        thread.start()
+        thread.join()
+
+    out, _ = fpipe.value_and_grad(pipe, record=record)(*state, inputs, targets)
+    assert len(found) > 8
+    assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def functions_are_described_alike(rank, size):
+    """In every process, each of which hashes strings in its own way."""
+    import test_fingerprint
+
+    for one, two in test_fingerprint.DIFFERENT.values():
+        found = gathered((described(one), described(two)))
+        assert found == [found[0]] * size
 
 
 @case
 def dies_in_the_middle(rank, size):
-    """Rank 2 ends without a word while the others work; they fail well before the group's timeout."""
+    """Rank 2 ends without a word while the others work; they fail as soon as they notice, not by a timeout."""
     pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
     state = pipe.init(model)
     fourth = list(pipe.schedule.actions(2))[3]
-    start = time.perf_counter()
 
     def record(span):
         if rank == 2 and span.action == fourth:
@@ -706,8 +887,25 @@ def dies_in_the_middle(rank, size):
     try:
         fpipe.value_and_grad(pipe, record=record)(*state, inputs, targets)
     except RuntimeError as error:
-        took = time.perf_counter() - start
-        raise RuntimeError(f"failed after {took:.1f} s, {'in time' if took < 10 else 'too late'}: {error}") from error
+        told = "imed out" not in str(error)
+        raise RuntimeError(f"failed {'at once' if told else 'too late'}: {error}") from error
+
+
+@case
+def after_the_group_is_gone(rank, size):
+    """The last case of a job: a pipeline of before is refused, and so is a new one that would run all ranks here."""
+    built = [build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8) for _ in range(2)]
+    found = [(fpipe.value_and_grad(pipe), pipe.init(model), batch) for pipe, model, *batch in built]
+    for step, state, batch in found:
+        step(*state, *batch)
+    dist.barrier()  # who leaves while others still talk to it may break their connection
+    dist.destroy_process_group()
+    for step, state, batch in found:
+        with raises(fpipe.TransportError, "its process group was destroyed"):
+            step(*state, *batch)
+    os.environ["WORLD_SIZE"] = str(size)
+    with raises(fpipe.TransportError, f"has started {size} processes", "init_process_group"):
+        build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
 
 
 # What four ranks add nothing to, and what takes long.
@@ -719,8 +917,8 @@ NEEDS_TWO = {
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),
     *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
 }
-NEEDS_FOUR = {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle"}
-ALONE = {"dies_in_the_middle", "told_no_shapes"}
+NEEDS_FOUR = {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle", "told_no_shapes"}
+ALONE = {"dies_in_the_middle"}
 
 
 def names(size: int) -> list[str]:
@@ -734,7 +932,7 @@ def main(rank: int, size: int, store: str, report: str, chosen: list[str]) -> No
     warnings.filterwarnings("ignore", "The tensor attributes self.model.*_flat_weights")  # torch's own, of nn.GRU
     os.environ["REPORT"] = report
     method = {} if store == "env" else {"init_method": f"file://{store}", "rank": rank, "world_size": size}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30), **method)
+    dist.init_process_group("gloo", timeout=PATIENCE, **method)
     results: dict[str, str] = {}
     path = Path(report) / f"{rank}.json"
     try:
@@ -747,7 +945,8 @@ def main(rank: int, size: int, store: str, report: str, chosen: list[str]) -> No
         results[name] = traceback.format_exc()
         path.write_text(json.dumps(results))
         raise
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

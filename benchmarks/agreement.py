@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs that all ranks agree before every step, and that every message says what it is.
+
+    python -m benchmarks.agreement
+
+A GPT whose step takes about 50 ms of each rank's time, under 1F1B over Gloo. Steps with and without the agreement take
+turns; that difference is what a user pays. Beside it the agreement alone, over and over: its time where all ranks come
+at once, and the processor's time, which does not grow with what else the machine does. A message is packed and unpacked
+with its head, and as bare bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from benchmarks.common import ranks
+from benchmarks.common.models import cross_entropy, gpt, starts
+from benchmarks.common.rows import row
+from fpipe.consensus import connect
+from fpipe.spec import Spec
+from fpipe.transport.contract import Message
+from fpipe.transport.envelope import Envelope
+from fpipe.variant import TRAINING
+from schedules import one_f_one_b
+
+BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 64, 4, 256, 32, 16, 4
+STEPS, CALLS, STEP = 41, 400, 0.05
+MESSAGE: Final[Message] = ("F", 0, 3, 1)
+
+
+def measured() -> dict[str, float]:
+    """What this rank finds."""
+    torch.manual_seed(0)
+    model = gpt(BLOCKS, WIDTH, HEADS, WORDS, LENGTH)
+    tokens, targets = torch.randint(0, WORDS, (2, ROWS, LENGTH))
+    how = one_f_one_b(ranks=dist.get_world_size(), microbatches=MICROBATCHES)
+    cuts = [str(layer) for layer in starts(BLOCKS, how.stages)]
+    pipe = fpipe.pipeline(
+        model, example=(tokens,), targets=targets, loss=cross_entropy, schedule=how, cuts=cuts, backward="graph"
+    )
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    step(*state, (tokens,), targets)
+    times = _in_turns(pipe.ranks, lambda: step(*state, (tokens,), targets))
+    with pipe.ranks.guarded("a benchmark"):
+        plan = connect(pipe, TRAINING)
+        assert plan is pipe.training
+        alone = _repeated(lambda: _agreed(pipe))
+    return {**times, **alone, **_message()}
+
+
+def _agreed(pipe: Any) -> None:
+    """The agreement of a step."""
+    from fpipe import consensus
+
+    signature = pipe.captures.batchings[True].example
+    pipe.ranks.agree(lambda: consensus._of_call(pipe, TRAINING, signature, None))
+
+
+def _in_turns(reached: Any, step: Callable[[], object]) -> dict[str, float]:
+    """Medians of steps that agree, and of steps that do not."""
+    found: dict[str, list[float]] = {"agreeing": [], "not agreeing": []}
+    for turn in range(2 * STEPS):
+        name = ("agreeing", "not agreeing")[turn % 2]
+        if name == "not agreeing":
+            reached.agree = lambda fields=tuple, about="", note=0: [note]
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        found[name].append(ranks.makespan(start, time.perf_counter()))
+        vars(reached).pop("agree", None)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _repeated(act: Callable[[], object]) -> dict[str, float]:
+    for _ in range(20):
+        act()
+    times = []
+    dist.barrier()
+    busy = time.process_time()
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return {"alone": statistics.median(times), "processor": (time.process_time() - busy) / CALLS}
+
+
+def _message() -> dict[str, float]:
+    """Seconds of the processor for both ends of a message of 32 KiB, with a head and without."""
+    tensor, cpu = torch.ones(8, LENGTH, 32), torch.device("cpu")
+    spec = Spec.of(tensor)
+    envelope = Envelope(MESSAGE, (spec,), cpu)
+
+    def headed() -> None:
+        (head,) = envelope.pack((tensor,))
+        envelope.buffers()
+        envelope.require(head[:64])
+        envelope.unpack((head,))
+
+    def bare() -> None:
+        data = spec.pack(tensor)
+        spec.buffer()
+        spec.unpack(data)
+
+    return {"headed": _repeated(headed)["processor"], "bare": _repeated(bare)["processor"]}
+
+
+def rank() -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks.report(measured())
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    for count in (2, 4):
+        found = ranks.maxima(ranks.start("benchmarks.agreement", count, *sys.argv[1:]))
+        more = found["agreeing"] - found["not agreeing"]
+        for what, unit, value in (
+            ("a step with agreement", "ms", found["agreeing"] * 1e3),
+            ("the same without", "ms", found["not agreeing"] * 1e3),
+            ("what agreement adds to it", "us", more * 1e6),
+            ("agreement alone, all ranks at once", "us", found["alone"] * 1e6),
+            ("of it the processor's time", "us", found["processor"] * 1e6),
+            ("of a step of 50 ms", "%", 100 * found["alone"] / STEP),
+            ("head of a message of 32 KiB, both ends", "us", (found["headed"] - found["bare"]) * 1e6),
+        ):
+            print(row(f"{what}, {count} ranks", unit, value, None), flush=True)
+
+
+if __name__ == "__main__":
+    rank() if ranks.inside() else main()

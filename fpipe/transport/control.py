@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group over which ranks agree: small tensors of the host, from every rank to all.
+
+It is one of Gloo whatever the backend of the rest, since what is said there is read by the host, and must neither wait
+for a device nor meet the user's own collectives. Rows go to the first rank and come back as a table: two messages in
+a row, where a ring takes as many as there are ranks, each in a thread of Gloo's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+
+class Control(NamedTuple):
+    """The group, and this process's place in it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta) -> Control:
+        """Return the group of the processes `world`, one of `replicas`; every process of the job must call this.
+
+        Pipelines of the same processes share it, so that ranks that call different ones notice: it is found again in
+        torch's own table of groups, by its description.
+        """
+        names = [f"control group of {ranks} in {replicas}" for ranks in replicas]
+        mine, rank = replicas.index(world), world.index(dist.get_rank())
+        for known in distributed_c10d._world.pg_map:
+            if known.group_desc == names[mine]:
+                return cls(known, rank, len(world))
+        pairs = zip(replicas, names, strict=True)
+        made = [dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=name) for ranks, name in pairs]
+        return cls(cast("dist.ProcessGroup", made[mine]), rank, len(world))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the group has not been destroyed."""
+        return self.group in distributed_c10d._world.pg_map
+
+    def gather(self, mine: Tensor) -> Sequence[Tensor]:
+        """Return the tensor that each rank passes, in the order of ranks; of one shape and dtype everywhere."""
+        table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
+        rows = table.unbind(0)
+        others = range(1, self.size)
+        if self.rank:
+            answer = self.group.recv([table], 0, 0)
+            self.group.send([mine], 0, 0).wait()
+            answer.wait()
+            return rows
+        rows[0].copy_(mine)
+        for work in [self.group.recv([rows[other]], other, 0) for other in others]:
+            work.wait()
+        for work in [self.group.send([table], other, 0) for other in others]:
+            work.wait()
+        return rows

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads take turns.
+
+torch keeps one default generator per device and one of each of its functions for all threads of a process. A step seeds
+the former, a capture replaces some of the latter for a while, and both put tensors into the places of the one skeleton
+that a pipeline has. So while one thread is inside, all others wait. What communicates with other processes must not
+wait: there another thread might be inside, which waits for this one; it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock, current_thread
+from typing import Final
+
+from fpipe.errors import TransportError
+
+TURN: Final = RLock()  # of the process, as what it guards is
+
+
+@contextmanager
+def turn() -> Iterator[None]:
+    """Wait until no other thread is inside."""
+    with TURN:
+        yield
+
+
+@contextmanager
+def only_turn(what: str) -> Iterator[None]:
+    """Raise `TransportError` if another thread is inside; `what` is what this one wants to do."""
+    if not TURN.acquire(blocking=False):
+        raise TransportError(
+            f"{what}, in thread {current_thread().name!r}: got another thread that is inside fpipe, expected one "
+            "thread at a time where ranks are processes: their messages would mix. Call all functions of a pipeline "
+            "from one thread, or take turns in the same order on every rank."
+        )
+    try:
+        yield
+    finally:
+        TURN.release()
