@@ -313,7 +313,17 @@ def hooks():
     model = Stack()
     model.blocks[1].register_forward_hook(lambda module, args, out: out * 1.25)
     model.blocks[2].a.register_forward_pre_hook(lambda module, args: (args[0] - 0.5,))
-    model.blocks[3].b.register_full_backward_hook(lambda module, gins, gouts: (gins[0] * 0.5,))
+    model.blocks[3].b.register_full_backward_hook(halved)
+    return model
+
+
+def halved(module, incoming, outgoing):
+    return (incoming[0] * 0.5,)
+
+
+def backward_hook():
+    model = Stack()
+    model.blocks[1].register_full_backward_hook(halved)
     return model
 
 
@@ -348,7 +358,7 @@ MODELS = {
     "checkpoint inside": (lambda: Stack(lambda m, x: checkpoint(torch.sin, x, use_reentrant=False)), AT_BLOCKS, INSIDE),
     "saved-tensor hooks": (lambda: Stack(packed), AT_BLOCKS),
     "tensor hook": (lambda: Stack(hooked), AT_BLOCKS, INSIDE),
-    "module hooks": (hooks, AT_BLOCKS, ("blocks.0.b", "blocks.1", "blocks.3")),
+    "module hooks": (hooks, AT_BLOCKS, INSIDE),
     "autocast in a block": (lambda: Stack(mixed), AT_BLOCKS, INSIDE),
     "autocast around all": (Autocast, tuple(f"stack.{c}" for c in AT_BLOCKS), tuple(f"stack.{c}" for c in INSIDE)),
     "no_grad": (lambda: Stack(stopped), AT_BLOCKS, INSIDE),
@@ -432,7 +442,11 @@ def pipeline(model, cuts, **kwargs):
 
 REFUSED = {
     "a cut inside a checkpointed function": (Stack(around=checkpointed), ["blocks.1.b"], ["blocks.1", "checkpoint"]),
-    "a cut inside a module with hooks": (hooks(), ["blocks.1.b"], ["blocks.1", "hooks"]),
+    "a cut inside a module with a backward hook": (
+        backward_hook(),
+        ["blocks.1.b"],
+        ["blocks.1", "backward hook halved"],
+    ),
     "a cut inside saved-tensor hooks": (Stack(packed), ["blocks.1.b"], ["blocks.1", "saved-tensor hooks"]),
     "a cut inside a forward that differentiates": (Stack(differentiated), ["blocks.1.b"], ["blocks.1", "backward"]),
     "a cut inside a module with a vmap over its weights": (

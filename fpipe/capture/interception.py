@@ -115,7 +115,7 @@ class _Watching:
         path = self.spans.paths.get(id(module))
         if path is None or self.idle:
             return self.torch.call(module, *args, **kwargs)
-        sealed = "parts, which are never cut," if path in self.whole else "hooks" if _hooks(module) else ""
+        sealed = "parts, which are never cut," if path in self.whole else _backward_hook(module)
         span = self.recorder.span(path, type(module), module, args, kwargs, sealed)
         return self.recorder.called(span, lambda: self.torch.call(module, *args, **kwargs))
 
@@ -229,6 +229,7 @@ def _function(method: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _hooks(module: nn.Module) -> bool:
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(tables)
+def _backward_hook(module: nn.Module) -> str:
+    """A hook that torch attaches to the autograd graph around a module's call, in words; empty if it has none."""
+    hooks: list[Any] = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return f"the backward hook {getattr(hooks[0], '__qualname__', repr(hooks[0]))}" if hooks else ""

@@ -67,9 +67,9 @@ def contexts(modes: Modes) -> Contexts:
     return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
 
 
-def _joined(contexts: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
+def _joined(around: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
     """The steps, as one in these contexts if there are any."""
-    if not contexts:
+    if not around:
         return steps
     made = tuple(value for step in steps for value in step.makes)
     reads = tuple(dict.fromkeys(value for step in steps for value in step.reads if value not in made))
@@ -78,7 +78,7 @@ def _joined(contexts: Contexts, steps: list[Step], needed: Collection[Value]) ->
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         with ExitStack() as stack:
-            for context in contexts:
+            for context in around:
                 stack.enter_context(context())
             return run(key, *tensors)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class History:
     """How the values of a recording came about, as far as it has come.
 
     - `units`: the torch calls so far; `modes`, `written`, `random`: what is known of each.
-    - `sources`, `storage`: of the values. `kept`: the real tensors behind constants that an earlier run left behind.
+    - `sources`, `storage`: of the values.
     """
 
     units: Sequence[Unit]
@@ -42,7 +42,6 @@ class History:
     random: Mapping[Unit, Any]
     sources: Mapping[Value, Source]
     storage: Mapping[Value, int]
-    kept: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)
 
     def origin(self, values: Iterable[Value]) -> Origin:
         """Return what `values` were computed from, and how."""
@@ -87,10 +86,9 @@ class Origin:
         run = sequence(under_modes(items, outputs), inputs, outputs)
         changed = frozenset().union(*(self.history.written[unit] for unit in self.units))
         copied = [self.history.storage[value] in changed for value in inputs]
-        held = [self._real(tensor) for tensor in constants.values()]
 
         def compute(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-            given = [t.clone() if copy else t for t, copy in zip((*leaves, *held), copied, strict=True)]
+            given = [t.clone() if copy else t for t, copy in zip((*leaves, *constants.values()), copied, strict=True)]
             return run(0, *given)
 
         return compute
@@ -116,10 +114,6 @@ class Origin:
                 return Answer.of(invocation(computed(leaves)))
 
         return Question(asks, tuple(self.leaves.values()), compute, GUESSES.get(function))
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, or what an earlier run would have put in its place."""
-        return self.history.kept[id(tensor)]() if id(tensor) in self.history.kept else tensor
 
 
 @contextmanager

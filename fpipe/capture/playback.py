@@ -12,8 +12,8 @@ it, since its second run starts from the generator's state before the first; wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -25,8 +25,10 @@ from fpipe import random
 from fpipe.capture.answering import answering
 from fpipe.capture.assumption import attached
 from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
+from fpipe.capture.inner import Inner, Noted, inner
 from fpipe.capture.modes import Modes, contexts, under_modes
 from fpipe.capture.reentrant import Reentrant
+from fpipe.capture.snapshot import Held, kept
 from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
 from fpipe.errors import CutError
 
@@ -79,10 +81,15 @@ def seed(key: int, draw: Draw) -> None:
 
 
 class Playback:
-    """Fuses stretches of a tape into functions; `needed` are the values that leave the model."""
+    """Fuses stretches of a tape into functions.
 
-    def __init__(self, tape: Tape, seats: Seats, sources: set[Value], needed: Sequence[Value]) -> None:
-        self.tape, self.seats, self.sources = tape, seats, sources
+    `needed` are the values that leave the model; `written` the containers that a run of it changes.
+    """
+
+    def __init__(
+        self, tape: Tape, seats: Seats, sources: set[Value], needed: Sequence[Value], written: Sequence[Held] = ()
+    ) -> None:
+        self.tape, self.seats, self.sources, self.written = tape, seats, sources, written
         self.position = {unit: k for k, unit in enumerate(tape.units)}
         self.maker = {value: k for k, unit in enumerate(tape.units) for value in unit.makes}
         self.last_use = {value: k for k, unit in enumerate(tape.units) for value in unit.reads}
@@ -103,11 +110,12 @@ class Playback:
         run = sequence(steps, inputs, outputs)
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
-        def placed(tensors: Tensors) -> Seated:
-            return Seated(seats, tensors)
+        def placed(tensors: Tensors) -> AbstractContextManager[None]:
+            seated = Seated(seats, tensors)
+            return kept(self.written, tensors, seated) if self.written else seated
 
         def played(key: int, *tensors: Tensor) -> Tensors:
-            with Seated(seats, tensors):
+            with placed(tensors):
                 return run(key, *tensors)
 
         self._require_own_casts(start, stop)
@@ -141,15 +149,15 @@ class Playback:
         """Why a span cannot be called from outside, or `None` if it can."""
         inside = range(span.start, span.stop)
         given = {*span.invocation.reads, *self.sources}
-        kept = {*span.returned.values(), *(attribute.value for attribute in span.assigned)}
+        reached = {*span.returned.values(), *(attribute.value for attribute in span.assigned)}
         units = self.tape.units[span.start : span.stop]
         if span.invocation.opaque:
             return f"gets an object in which tensors may hide ({span.invocation.opaque})"
         foreign = [v for unit in units for v in unit.reads if v not in given and self.maker[v] not in inside]
         if foreign:
             return f"reads a tensor that is no argument ({self._said(foreign[0])})"
-        lost = [v for unit in units for v in unit.makes if v not in kept and self.last_use.get(v, 0) >= span.stop]
-        if lost:
+        lost = self._lost(span, reached)
+        if lost := [value for value in lost if value not in self._collected(span, lost)]:
             return f"makes a tensor that is used outside, but not returned ({self._said(lost[0])})"
         if not span.checkpoint and any(self._random_checkpoint(inner) for inner in span.inner):
             return "draws random numbers in a checkpointed function"
@@ -162,6 +170,15 @@ class Playback:
     def _fused(self, span: Span) -> bool:
         """Whether attention takes its fast path inside, as it does not while random numbers are keyed."""
         return any(span.first_tick <= tick < span.last_tick for tick in self.tape.fused)
+
+    def _lost(self, span: Span, reached: Collection[Value]) -> list[Value]:
+        """What a span makes and others use, but for the values that are `reached` when it has returned."""
+        made = [value for unit in self.tape.units[span.start : span.stop] for value in unit.makes]
+        return [value for value in made if value not in reached and self.last_use.get(value, 0) >= span.stop]
+
+    def _collected(self, span: Span, lost: Collection[Value]) -> Mapping[Value, Inner]:
+        """Those of them that modules inside return; a reentrant checkpoint computes them without gradients."""
+        return {} if _is_reentrant(span) else inner(span, lost)
 
     def _said(self, value: Value) -> str:
         """A value, by the torch call that makes it."""
@@ -180,19 +197,21 @@ class Playback:
         new = {value: leaf for leaf, value in span.returned.items() if self.maker.get(value) in inside}
         assigned = {one.value: one for one in span.assigned if self.maker.get(one.value) in inside}
         assigned = {value: one for value, one in assigned.items() if value not in new}
+        others = self._collected(span, self._lost(span, {*new, *assigned}))
         picks, where = tuple(new.values()), f"module {span.path or '(root)'}"
 
         def simply(key: int, *tensors: Tensor) -> Tensors:
             return pick(span.invocation(tensors), picks, where)
 
         def call(key: int, *tensors: Tensor) -> Tensors:
-            with attributes_restored(span.touched):
+            with attributes_restored(span.touched), Noted(tuple(others.values())) as noted:
                 out = span.invocation(tensors)
                 require_constants(out, span.constants, where)
                 made = pick(out, picks, where)
-                return *made, *[getattr(one.module, one.name) for one in assigned.values()]
+                return *made, *[getattr(one.module, one.name) for one in assigned.values()], *noted.tensors
 
-        step = Step(span.invocation.reads, (*new, *assigned), call if span.touched or span.constants else simply)
+        simple = not (span.touched or span.constants or others)
+        step = Step(span.invocation.reads, (*new, *assigned, *others), simply if simple else call)
         step = answering(step, self.tape.answered(span.first_tick, span.last_tick))
         step = self._with_ghosts(span, _attached(span, step) if span.branching else step)
         draws = self.tape.drawn(span.first_tick, span.last_tick)

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +45,21 @@ SEALING: Mapping[Any, str] = MappingProxyType(
 )
 
 
+class Constants(NamedTuple):
+    """The values of a run that depend on constants alone, and the units that make and change them, in order."""
+
+    values: set[Value]
+    units: list[Unit]
+
+
 class Recorder(TorchFunctionMode):
     """Records while it is entered, inside a fake mode.
 
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
       `random`: what is known of each.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
-      function was called. `hooked`: before which units tensors began to be saved through
-      hooks.
-    - `ask`: answers questions about the batch. `kept`: by identity, computes constants that an earlier run left.
+      function was called. `hooked`: before which units tensors began to be saved through hooks.
+    - `ask`: answers questions about the batch.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
       got.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
@@ -64,14 +70,13 @@ class Recorder(TorchFunctionMode):
         model: nn.Module,
         sources: Mapping[Value, tuple[Source, Tensor]],
         ask: Ask = refuse_questions,
-        kept: Mapping[int, Callable[[], Tensor]] = MappingProxyType({}),
         opaque: Collection[str] = (),
         generators: Generators | None = None,
     ) -> None:
         super().__init__()
-        self.ask, self.kept = ask, kept
+        self.ask = ask
         self.spans = Spans(model, opaque, generators)
-        self.values = Values(sources, kept, self.spans.here)
+        self.values = Values(sources, self.spans.here)
         self.effects = Effects()
         self.units: list[Unit] = []
         self.modes: dict[Unit, Modes] = {}
@@ -139,7 +144,7 @@ class Recorder(TorchFunctionMode):
 
     def _origin(self, values: Sequence[Value]) -> Origin:
         known = self.values
-        history = History(self.units, self.modes, self.written, self.random, known.sources, known.storage, self.kept)
+        history = History(self.units, self.modes, self.written, self.random, known.sources, known.storage)
         return history.origin(values)
 
     def _branches(self) -> None:
@@ -262,13 +267,17 @@ class Recorder(TorchFunctionMode):
 
     # --------------------------------------------------------------------------------------------------------- results
 
-    def constants(self) -> set[Value]:
-        """The values that depend on neither parameters, buffers nor the batch, and are not random."""
+    def constants(self) -> Constants:
+        """What depends on neither parameters, buffers nor the batch, and is not random."""
         found = {value for value, source in self.values.sources.items() if isinstance(source, Constant)}
+        units: list[Unit] = []
         for unit in self.units:
             if unit not in self.random and found.issuperset(unit.reads):
                 found.update(unit.makes)
-        return found
+                units.append(unit)
+            elif self.written[unit]:  # into memory that is no constant any longer
+                found -= {value for value in found if self.values.storage[value] in self.written[unit]}
+        return Constants(found, units)
 
     def created(self) -> Counter[tuple[str, str]]:
         """How often tensors were made of nothing but numbers, by what was called."""
@@ -277,8 +286,8 @@ class Recorder(TorchFunctionMode):
 
     def varying(self) -> list[tuple[str, str]]:
         """What was called, but for what is the same in every run."""
-        constants = self.constants()
-        return [(u.path, u.does) for u in self.units if not u.makes or not constants.issuperset(u.makes)]
+        constant = set(self.constants().units)
+        return [(unit.path, unit.does) for unit in self.units if unit not in constant or not unit.reads + unit.makes]
 
     def _counted(self) -> set[Any]:
         """Return the functions of which it matters which of their calls a call is."""

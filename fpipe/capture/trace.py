@@ -6,15 +6,16 @@ autograd functions, checkpointing, hooks, autocast and whatever else its author 
 such modules is played torch call by torch call. Uncut, the whole model is called as itself.
 
 The model runs on a skeleton without tensors of its own, twice, since microbatches must not depend on each other: of
-what the first run leaves behind in attributes, the second may read constants only, and must do the same.
+what the first run leaves behind, the second may read constants only, and must do the same. The second is recorded: what
+models do at their first call only (install hooks, fill caches) has happened then, and stays in the skeleton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -31,7 +32,9 @@ from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import require_own_parameters
 from fpipe.capture.seats import require_seated
+from fpipe.capture.settling import fill_caches, settle
 from fpipe.capture.skeleton import on_meta, skeleton
+from fpipe.capture.snapshot import Held, Snapshot
 from fpipe.capture.tape import Span
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
@@ -89,29 +92,14 @@ class _Tracer:
 
     def captured(self) -> Captured:
         """Run the model, recorded, and see whether it would do the same again."""
-        with _put_back(self.skeleton):
-            asked: list[Answer] = []
-            recorder = Recorder(self.skeleton, self.sources(), _noting(self.objective.ask, asked), opaque=self.opaque)
-            loss, outputs = self._run(recorder)
-            held = plain_state(self.skeleton)
-            kept = _constants(self.skeleton, recorder)
-            again = Recorder(self.skeleton, self.sources(), _repeating(asked), kept, self.opaque)
-            self._run(again)
-            require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
-        created = again.created() - recorder.created()
-        if recorder.varying() != again.varying() or created:
-            where = next((f"module {path or '(root)'}" for path, _ in created), "model")
-            raise CaptureError(
-                f"{where}: got a forward that does something else when it is called again, expected one that keeps "
-                "nothing from one call to the next but buffers. Take what it does the first time out of it."
-            )
+        recorder, loss, outputs, written = copy_context().run(self._settled)
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
         wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
         require_own_parameters(tape.spans, tape.units, values.sources, wanting)
         results, made = tuple(map(values.read, tensors)), None if loss is None else values.read(loss)
         needed = results if made is None else (*results, made)
-        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed)
+        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written)
         return Captured(
             units=tape.units,
             sources=values.sources,
@@ -126,6 +114,26 @@ class _Tracer:
             dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
             fuse=playback.fuse,
         )
+
+    def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...]]:
+        """The second of two runs, its loss and outputs, and what a run changes; what contexts hold is put back."""
+        roots = self.skeleton, self.objective.loss
+        before = Snapshot.of(*roots)
+        try:
+            asked: list[Answer] = []
+            first = Recorder(self.skeleton, self.sources(), _noting(self.objective.ask, asked), self.opaque)
+            self._run(first)
+            held = plain_state(self.skeleton)
+            fill_caches(before, Snapshot.of(*roots), first, self.mode)
+            settled = Snapshot.of(*roots)
+            recorder = Recorder(self.skeleton, self.sources(), _repeating(asked), self.opaque)
+            loss, outputs = self._run(recorder)
+            require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
+            _require_alike(first, recorder)
+        except BaseException:
+            before.restore()
+            raise
+        return recorder, loss, outputs, settle(before, settled, self.mode)
 
     def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
         """The loss and the outputs of one run; raises `CaptureError` if it draws from other generators than torch's."""
@@ -204,6 +212,17 @@ def _recorded(loss: Loss, recorder: Recorder) -> Loss:
     return recorded
 
 
+def _require_alike(first: Recorder, second: Recorder) -> None:
+    """Raise `CaptureError` unless a model did the same in its second run, or less: constants may have been kept."""
+    created = second.created() - first.created()
+    if first.varying() != second.varying() or created:
+        where = next((f"module {path or '(root)'}" for path, _ in created), "model")
+        raise CaptureError(
+            f"{where}: got a forward that does something else when it is called again, expected one that keeps "
+            "nothing from one call to the next but buffers. Take what it does the first time out of it."
+        )
+
+
 def _noting(ask: Ask, asked: list[Answer]) -> Ask:
     """Return `ask`, which adds what it answers to `asked`."""
 
@@ -218,26 +237,3 @@ def _repeating(asked: Iterable[Answer]) -> Ask:
     """Return a function that gives the same answers once more, in order."""
     answers = iter(asked)
     return lambda question: next(answers, None) or refuse_questions(question)
-
-
-def _constants(model: nn.Module, recorder: Recorder) -> dict[int, Callable[[], Tensor]]:
-    """The identities of tensors in attributes that the recorded run has left there, and that do not depend on it.
-
-    With each, the function that computes it for real.
-    """
-    held = [leaf for module in model.modules() for leaf in flatten(vars(module), opaque=True)[0]]
-    constants, known = recorder.constants(), recorder.values.known
-    found = {id(tensor): known[id(tensor)] for tensor in held if known.get(id(tensor)) in constants}
-    return {identity: partial(recorder.real, value) for identity, value in found.items()}
-
-
-@contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards, the attributes of all modules are as before."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for table, old in before:
-            table.clear()
-            table.update(old)

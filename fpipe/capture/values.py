@@ -6,7 +6,7 @@ All tensors that were seen are kept alive, so that identities are unique.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,14 +22,12 @@ from fpipe.errors import CaptureError
 class Values:
     """Numbers tensors as they appear.
 
-    `sources` are tensors whose value is known beforehand; constants that the run meets join them. `kept` are the
-    identities of tensors that an earlier run has left behind, and that may be read. `here` says where the run is.
+    `sources` are tensors whose value is known beforehand; constants that the run meets join them. `here` says where the
+    run is.
     """
 
-    def __init__(
-        self, sources: Mapping[Value, tuple[Source, Tensor]], kept: Collection[int], here: Callable[[], str]
-    ) -> None:
-        self.kept, self.here = kept, here
+    def __init__(self, sources: Mapping[Value, tuple[Source, Tensor]], here: Callable[[], str]) -> None:
+        self.here = here
         self.sources = {value: source for value, (source, _) in sources.items()}
         self.tensors = {value: tensor for value, (_, tensor) in sources.items()}
         self.known = {id(tensor): value for value, tensor in self.tensors.items()}
@@ -53,8 +51,7 @@ class Values:
         """The value of a tensor that is used; raises `CaptureError` for one that cannot be had again."""
         if id(tensor) in self.known:
             return self.known[id(tensor)]
-        if id(tensor) not in self.kept:
-            self._require_constant(tensor)
+        self._require_constant(tensor)
         value = self.made(tensor)
         self.sources[value] = Constant(tensor)
         return value

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python state around a model, so that a run on fake tensors leaves nothing behind.
+
+Problem. A forward changes more than attributes. It installs hooks and buffers at its first call, and fills the dicts
+and lists of modules, helper objects, closures and globals; what it puts there may be fake.
+
+Idea. Walk everything that the model's code reaches: the tables of modules, the containers and objects in them, the
+cells and defaults of functions (of hooks and losses, too), and the globals that those functions use. Note the contents
+of each container, one level deep, so that they can be compared and put back.
+
+Invariant: a container that is reached without going through a function belongs to the model's copy; all others lie
+`outside`, and belong to the user.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fpipe.tree import PLAIN
+
+MISSING = object()
+LEAVES = (Tensor, *PLAIN, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
+LIBRARIES = frozenset({"builtins", "torch", "optree", "numpy", "logging", "threading", "_thread", "weakref", "inspect"})
+"""Packages whose objects are not opened, modules excepted: what those hold is not the model's."""
+STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+
+
+class Names(NamedTuple):
+    """Globals that a function assigns to, as a container."""
+
+    table: dict[str, Any]
+    names: tuple[str, ...]
+
+
+class Held(NamedTuple):
+    """A container, its contents when it was noted, and whether it lies outside the model's copy."""
+
+    container: Any
+    contents: tuple[Any, ...]
+    outside: bool
+
+    @property
+    def changed(self) -> bool:
+        """Whether it has other contents now."""
+        now = contents(self.container)
+        return len(now) != len(self.contents) or any(a is not b for a, b in zip(now, self.contents, strict=True))
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        if self.changed:
+            fill(self.container, self.contents)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a model and its loss hold in Python, by identity of the container."""
+
+    held: Mapping[object, Held]
+
+    @classmethod
+    def of(cls, *roots: object) -> Snapshot:
+        """Note what the modules among `roots` hold, and what all roots and the functions that they reach do."""
+        own, everything = Walk(), Walk(functions=True)
+        own.follow([root for root in roots if isinstance(root, nn.Module)])
+        everything.follow(roots)
+        found = everything.containers.items()
+        return cls({key: Held(one, contents(one), key not in own.containers) for key, one in found})
+
+    def changed(self) -> Iterator[Held]:
+        """The containers that have other contents now."""
+        return (one for one in self.held.values() if one.changed)
+
+    def restore(self) -> None:
+        """Put all contents back."""
+        for one in self.held.values():
+            one.restore()
+
+
+@contextmanager
+def kept(written: Sequence[Held], tensors: Sequence[Tensor], inside: AbstractContextManager[None]) -> Iterator[None]:
+    """Afterwards, these containers have the contents that they had at capture; the user's, if tensors are fake."""
+    fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    before = [one._replace(contents=contents(one.container)) if one.outside else one for one in written]
+    try:
+        with inside:
+            yield
+    finally:
+        for one in before:
+            if fake or not one.outside:
+                one.restore()
+
+
+class Walk:
+    """Finds the `containers` that objects reach, by key, and the `functions`, into which it goes if it is told to.
+
+    Everything that it has seen stays alive, so that identities are unique.
+    """
+
+    def __init__(self, functions: bool = False) -> None:
+        self.into = functions
+        self.seen: dict[int, Any] = {}
+        self.containers: dict[object, Any] = {}
+        self.functions: list[FunctionType] = []
+
+    def follow(self, roots: Iterable[object]) -> None:
+        """Walk from here."""
+        stack = list(roots)
+        while stack:
+            one = stack.pop()
+            if isinstance(one, LEAVES) or id(one) in self.seen:
+                continue
+            self.seen[id(one)] = one
+            if isinstance(one, FunctionType):
+                self.functions.append(one)
+                if not self.into:
+                    continue
+                names = Names(one.__globals__, assigned(one.__code__))
+                if names.names:
+                    self.containers[id(names.table), names.names] = names
+            elif isinstance(one, dict | list | set | deque | CellType):
+                self.containers[id(one)] = one
+            stack += children(one)
+
+
+def children(one: Any) -> list[Any]:
+    """What an object holds, as far as it is opened."""
+    if isinstance(one, dict):
+        return list(dict.values(one))
+    if isinstance(one, list | tuple | set | frozenset | deque | CellType):
+        return list(contents(one))
+    if isinstance(one, FunctionType):
+        held = [*(one.__closure__ or ()), *(one.__defaults__ or ()), one.__kwdefaults__, vars(one)]
+        return [*held, *globals_of(one)]
+    if isinstance(one, MethodType):
+        return [one.__self__, one.__func__]
+    if isinstance(one, partial):
+        return [one.func, one.args, one.keywords]
+    if isinstance(one, nn.Module):
+        return [vars(one), type(one).forward]
+    opened = hasattr(one, "__dict__") and type(one).__module__.split(".")[0] not in LIBRARIES
+    return [vars(one)] if opened else []
+
+
+def globals_of(function: FunctionType) -> Iterator[Any]:
+    """The globals that a function may change: containers, and what is defined in its own file."""
+    for name in {name for code in codes(function.__code__) for name in code.co_names}:
+        one = function.__globals__.get(name)
+        defined = getattr(one if isinstance(one, FunctionType) else type(one), "__module__", None)
+        if isinstance(one, dict | list | set | deque) or defined == function.__module__:
+            yield one
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions that it defines."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from codes(one)
+
+
+def assigned(code: CodeType) -> tuple[str, ...]:
+    """The names of the globals that code assigns to."""
+    if not any(dis.opmap[name] in one.co_code[::2] for one in codes(code) for name in STORES):  # nearly always
+        return ()
+    steps = [step for one in codes(code) for step in dis.get_instructions(one) if step.opname in STORES]
+    return tuple(sorted({str(step.argval) for step in steps}))
+
+
+def contents(container: Any) -> tuple[Any, ...]:
+    """What is in a container: of dicts, keys and values by turns."""
+    if isinstance(container, Names):
+        return tuple([container.table.get(name, MISSING) for name in container.names])
+    if isinstance(container, dict):  # not as a subclass would have it
+        return tuple([part for item in dict.items(container) for part in item])
+    if isinstance(container, CellType):
+        try:
+            return (container.cell_contents,)
+        except ValueError:
+            return ()
+    return tuple(container)
+
+
+def fill(container: Any, parts: tuple[Any, ...]) -> None:
+    """Make `parts` the contents of a container."""
+    if isinstance(container, Names):
+        _assign(container.table, zip(container.names, parts, strict=True))
+    elif isinstance(container, dict):
+        kept = dict(zip(parts[::2], parts[1::2], strict=True))
+        _assign(container, [*kept.items(), *((key, MISSING) for key in dict.keys(container) if key not in kept)])
+    elif isinstance(container, list):
+        list.__setitem__(container, slice(None), parts)
+    elif isinstance(container, CellType):
+        _refill(container, parts)
+    else:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(parts)
+
+
+def _assign(table: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
+    kind = OrderedDict if isinstance(table, OrderedDict) else dict
+    for key, value in list(items):
+        if value is not MISSING:
+            kind.__setitem__(table, key, value)
+        elif dict.__contains__(table, key):
+            kind.__delitem__(table, key)
+
+
+def _refill(cell: CellType, parts: tuple[Any, ...]) -> None:
+    if parts:
+        (cell.cell_contents,) = parts
+    else:
+        del cell.cell_contents
