@@ -17,6 +17,7 @@ from fpipe import random
 from fpipe.answers import Answering
 from fpipe.arguments import require_arguments, require_backward
 from fpipe.batching.batch import Batch, Batching
+from fpipe.batching.memory import require_apart
 from fpipe.batching.weights import Weight
 from fpipe.capture.contract import FrontEnd
 from fpipe.capture.fake import fake, fake_mode
@@ -222,6 +223,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
         require_state("buffers", buffers, known.buffers)
         batch = pipe.batch(variant, inputs, targets)
         plan = pipe.plan(variant, batch.signature)
+        require_apart(batch.memories, plan.written)
         parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
         with turn(), random.preserved(plan.devices):
             results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
@@ -279,8 +281,6 @@ def verify(
     alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
     objective = pipe.captures.objective(TRAINING, batch.batching.split(batch.signature)[0])
     eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
-    unused = {name: torch.zeros_like(params[name]) for name in pipe.training.assembly.captured.dynamic if name in kept}
-    eager = eager._replace(grads=unused | dict(eager.grads))
     return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly", tolerance))
 
 

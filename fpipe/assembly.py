@@ -19,7 +19,7 @@ from fpipe.differentiation.ways import Way
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
 from fpipe.metadata import Metadata, infer, made_by
-from fpipe.spec import Spec
+from fpipe.spec import OptionalSpec, Spec
 from fpipe.stage import Stage
 from fpipe.ties import sends
 from fpipe.tree import require_transparent
@@ -75,7 +75,9 @@ def differentiated(assembly: Assembly, way: Way, held: Collection[int]) -> Assem
 
 
 def _made(way: Way, captured: Captured, layout: Layout, stage: Stage) -> Functions:
-    fakes = captured.fakes
+    eager, fakes = cast("Autograd", stage.functions), captured.fakes
+    if any(isinstance(spec, OptionalSpec) for port in stage.pulled_by for spec in port.specs):
+        return replace(eager, remark="by autograd: data decide which cotangents it receives")
     with captured.mode:
         arriving = tuple([spec.strided() for port in stage.gets for spec in port.specs])
         cotangents = tuple([spec.strided() for port in stage.pulled_by for spec in port.specs])
@@ -84,7 +86,7 @@ def _made(way: Way, captured: Captured, layout: Layout, stage: Stage) -> Functio
         for values in (layout.parameters, layout.buffers, layout.constants, layout.batch)
     )
     examples = Examples(params, buffers, constants, (*batch, *arriving), cotangents, captured.mode)
-    return way(cast("Autograd", stage.functions), examples)
+    return way(eager, examples)
 
 
 def assemble(
@@ -154,11 +156,11 @@ class _Builder:
             pulled_by=tuple(
                 Port(t, tuple(metadata.cotangents[t, v] for v in values)) for t, values in pulled_by.items()
             ),
-            shares=self._ports(shares),
-            shared_by=self._ports(shared_by),
+            shares=tuple(Port(t, tuple(metadata.totals[s, v] for v in values)) for t, values in shares.items()),
+            shared_by=tuple(Port(p, tuple(metadata.totals[p, v] for v in values)) for p, values in shared_by.items()),
             shared_names={peer: self._names(values) for peer, values in shares.items()},
             grads=self._names(metadata.grads[s]),
-            totals=tuple(metadata.specs[v] for v in metadata.grads[s]),
+            totals=tuple(metadata.totals[s, v] for v in metadata.grads[s]),
             wiring=wiring,
             functions=self._functions(s, function, wiring),
         )

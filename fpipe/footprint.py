@@ -34,6 +34,7 @@ from fpipe.capture.assumption import assuming
 from fpipe.capture.contract import Batch, Buffer, Parameter, Source, Tensors
 from fpipe.executor import Port
 from fpipe.random import preserved
+from fpipe.spec import OptionalSpec
 from fpipe.stage import Stage
 from schedules import Placement, Sizes
 
@@ -109,7 +110,8 @@ def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
 
 def _arriving(ports: Sequence[Port]) -> Tensors:
     """What comes from other stages, as a transport hands it over."""
-    return tuple([spec.unpack(spec.buffer()) for port in ports for spec in port.specs])
+    specs = [spec.present if isinstance(spec, OptionalSpec) else spec for port in ports for spec in port.specs]
+    return tuple([spec.unpack(spec.buffer()) for spec in specs])
 
 
 def _weights(assembly: Assembly, placement: Placement) -> tuple[int, ...]:

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import READING, Answers, assuming
+from fpipe.capture.assumption import READING, Answers, assuming, surely_reached
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.differentiation.splitting import Graph, search
 from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
 from fpipe.random import preserved
-from fpipe.spec import Spec
+from fpipe.spec import OptionalSpec, Spec
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Metadata:
     - `specs`: of every source and of every value that a stage makes for another.
     - `differentiable`: the values that require a gradient.
     - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
-    - `grads`: per stage, the parameters that it owns and that get a gradient.
+    - `grads`: per stage, the parameters that it owns and that may get a gradient; `totals`: their specs, per (stage,
+      value). What a microbatch may lack, as data decide, has an `OptionalSpec`, in `cotangents` too.
     - `undeferred`: per stage, those of them whose gradients cannot be left for the weight half, and why.
     - `varying`: the stages that read values of tensors, so that these may decide what they do.
     - `casting`: the stages in which something runs under autocast.
@@ -48,6 +49,7 @@ class Metadata:
     differentiable: set[Value] = field(default_factory=set)
     cotangents: dict[tuple[int, Value], Spec] = field(default_factory=dict)
     grads: dict[int, tuple[Value, ...]] = field(default_factory=dict)
+    totals: dict[tuple[int, Value], Spec] = field(default_factory=dict)
     undeferred: dict[int, dict[Value, str]] = field(default_factory=dict)
     varying: set[int] = field(default_factory=set)
     casting: set[int] = field(default_factory=set)
@@ -173,19 +175,23 @@ def _backward(
     found: dict[tuple[int, Value], Tensor],
     metadata: Metadata,
 ) -> None:
-    roots, incoming = _roots(layout, run, captured.loss, found)
+    roots, incoming, sure = _roots(layout, run, captured.loss, found, metadata)
     previous = [v for routes in (layout.gets, layout.earlier) for values in routes.values() for v in values]
     wanted = [v for v in dict.fromkeys((*previous, *layout.parameters)) if v in metadata.differentiable]
     leaves = [run.leaves[value] for value in wanted]
     undeferred = _undeferred(run, roots, [value for value in wanted if value not in previous], captured)
     grads = _grads(s, run, roots, leaves, incoming, captured.mode) if roots and leaves else ()
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
-    if roots:  # what may be used or not gets a gradient in any case
+    if roots:  # another branch may use it
         flowing |= {v: run.leaves[v].detach() for v in wanted if v not in flowing and _unsure(captured, v)}
-    for value in previous:
-        if value in flowing:
-            found[s, value] = flowing[value]
-            metadata.cotangents[s, value] = Spec.of(flowing[value])
+    reached = surely_reached(sure) if captured.dynamic else frozenset(map(id, leaves))
+    for value, grad in flowing.items():
+        kind = Spec if id(run.leaves[value]) in reached else OptionalSpec
+        if value in previous:
+            found[s, value] = grad
+            metadata.cotangents[s, value] = kind.of(grad)
+        else:
+            metadata.totals[s, value] = kind.of(run.leaves[value])
     metadata.grads[s] = tuple(value for value in flowing if value not in previous)
     metadata.varying.update({s} if run.watch.varying else ())
     metadata.casting.update({s} if run.watch.casting else ())
@@ -229,19 +235,22 @@ def _unsure(captured: Captured, value: Value) -> bool:
 
 
 def _roots(
-    layout: Layout, run: _Run, loss: Value | None, found: Mapping[tuple[int, Value], Tensor]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Where cotangents enter: at the loss, and at what later users sent a cotangent for."""
+    layout: Layout, run: _Run, loss: Value | None, found: Mapping[tuple[int, Value], Tensor], metadata: Metadata
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+    """Where cotangents enter: at the loss, and at what later users sent a cotangent for; and where they surely do."""
     roots: list[Tensor] = []
     incoming: list[Tensor | None] = []
+    sure: list[Tensor] = []
     tensors = {**run.leaves, **run.made}
     if loss in layout.results and loss is not None and tensors[loss].requires_grad:
         roots.append(tensors[loss])
         incoming.append(None)
+        sure.append(tensors[loss])
     for routes in (layout.gives, layout.later):
         for t, values in routes.items():
             for value in values:
                 if (t, value) in found:
                     roots.append(tensors[value])
                     incoming.append(found[t, value])
-    return roots, incoming
+                    sure += [tensors[value]] * (not isinstance(metadata.cotangents[t, value], OptionalSpec))
+    return roots, incoming, sure

@@ -15,7 +15,6 @@ from functools import reduce
 from operator import add
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from fpipe.capture.contract import Tensors
@@ -49,8 +48,10 @@ def one_device(
         for terms, grad in zip(sums, grads, strict=True):
             terms.add(i, grad)
     totals = defaultdict[str, list[Tensor]](list)
-    for name, total in zip(whole.grads, whole.finished(tuple([terms.total() for terms in sums])), strict=True):
-        totals[name].append(total)
+    for name, terms in zip(whole.grads, sums, strict=True):
+        total = terms.total()
+        if total is not None:
+            totals[name].append(total)
     return results, state, {name: reduce(add, by_stage) for name, by_stage in totals.items()}
 
 
@@ -106,12 +107,8 @@ class ReplicaSum:
         part.add(i, term)
 
     def total(self) -> Tensor | None:
-        """The sum of all terms; a replica without any adds zeros."""
-        found = [part.total() for part in self.parts]
-        some = next((one for one in found if one is not None), None)
-        if some is None:
-            return None
-        return reduce(add, [torch.zeros_like(some) if one is None else one for one in found])
+        """The sum of all terms, if there are any."""
+        return reduce(_plus, [part.total() for part in self.parts])
 
 
 def orders(plan: Plan) -> dict[str, list[Orders]]:

@@ -17,6 +17,7 @@ import torch
 
 from fpipe.assembly import Assembly
 from fpipe.batching.joining import Joining
+from fpipe.capture.contract import Batch
 from fpipe.executor import Linked
 from fpipe.linking import link
 from fpipe.recording import timed
@@ -63,6 +64,12 @@ class Plan:
     def below_autograd(self) -> bool:
         """Whether autograd has nothing to do in the stages of this process."""
         return all(cut.stages[stage.index].functions.below_autograd for cut in self.cuts for stage in self.held)
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """The leaves of the batch that the model changes in place."""
+        pairs = [(cut.captured.sources.get(v), v) for cut in self.cuts for one in cut.layouts for v in one.modified]
+        return frozenset(source.leaf for source, _ in pairs if isinstance(source, Batch))
 
     def context(self) -> AbstractContextManager[Any]:
         """What the plan is run in. Where autograd has nothing to do, operators need not ask it: a tenth of their time.

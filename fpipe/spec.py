@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,40 @@ class Spec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class OptionalSpec(Spec):
+    """Metadata of a tensor that may be absent, as data decide; a last byte says on the wire whether it is there.
+
+    >>> spec = OptionalSpec.of(torch.zeros(2))
+    >>> spec.unpack(spec.pack(torch.tensor([1.0, 2.0]))), spec.unpack(spec.pack(None))
+    (tensor([1., 2.]), None)
+    """
+
+    @property
+    def present(self) -> Spec:
+        """The metadata of the tensor when it is there."""
+        return Spec(self.shape, self.stride, self.dtype, self.device)
+
+    def buffer(self) -> Tensor:
+        """Uninitialised bytes for what `pack` returns."""
+        return torch.empty(self._bytes + 1, dtype=torch.uint8, device=self.device)
+
+    def pack(self, tensor: Tensor | None) -> Tensor:
+        """The elements of `tensor`, or zeros if it is absent, and the byte that says which."""
+        data = torch.zeros(self._bytes + 1, dtype=torch.uint8, device=self.device)
+        if tensor is not None:
+            data[:-1] = self.present.pack(tensor)
+            data[-1] = 1
+        return data
+
+    def unpack(self, data: Tensor) -> Any:
+        """The tensor, or `None` if it is absent; waits for the device that holds the bytes."""
+        return self.present.unpack(data[:-1]) if data[-1] else None
+
+    def __str__(self) -> str:
+        return f"{self.present} or nothing"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

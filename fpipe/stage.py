@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fpipe.capture.contract import Tensors
 from fpipe.differentiation.contract import Functions, Wiring
-from fpipe.differentiation.sums import Gradients, summed, whole
+from fpipe.differentiation.sums import Gradients, summed
 from fpipe.executor import Port
 from fpipe.spec import Spec
 
@@ -45,7 +45,8 @@ class Stage:
     - `gets`, `gives`: what travels forward; `pulls`, `pulled_by`: cotangents, to earlier and from later stages.
     - `shares`, `shared_by`: gradients of shared parameters, to other holders and from them; `shared_names`: which of
       its own it sends, by the stage at the other end.
-    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes.
+    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
+      `OptionalSpec`, here and in ports, if data decide whether there is a gradient.
     - `functions`: what is computed.
     """
 
@@ -94,12 +95,12 @@ class Stage:
         return self.functions.evaluate
 
     @cached_property
-    def backward(self) -> Callable[..., tuple[Tensors, Gradients]]:
+    def backward(self) -> Callable[..., tuple[Gradients, Gradients]]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
         return self.functions.backward
 
     @cached_property
-    def backward_input(self) -> Callable[[Any, Tensors], tuple[Tensors, Any]]:
+    def backward_input(self) -> Callable[[Any, Gradients], tuple[Gradients, Any]]:
         """The cotangents for earlier stages, and what is needed for the rest."""
         return self.functions.backward_input
 
@@ -108,7 +109,7 @@ class Stage:
         """The gradients of this stage's parameters; `None` where nothing was computed."""
         return self.functions.backward_weight
 
-    def shared(self, total: Gradients, peer: int) -> Tensors:
+    def shared(self, total: Gradients, peer: int) -> Gradients:
         """The gradients of the parameters of which stage `peer` holds copies; of its other replica, all."""
         finished = self.finished(total)
         if peer == self.index:
@@ -119,6 +120,7 @@ class Stage:
         """The sum of gradients: `total`, of `count` microbatches, plus one more."""
         return summed(total, grads, count) if grads else total
 
-    def finished(self, total: Gradients) -> Tensors:
-        """The sum over all microbatches, with zeros for what none of them has made a gradient of."""
-        return whole(total, self.totals)
+    def finished(self, total: Gradients) -> Gradients:
+        """The sum over all microbatches; `None` for what none of them has made a gradient of."""
+        own = tuple(grad for grad in total)  # another tuple, so that `owned` sees that the gradients have two holders
+        return own or (None,) * len(self.grads)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fpipe import random
 from fpipe.batching.batch import Batch
+from fpipe.batching.memory import require_apart
 from fpipe.capture.contract import Tensors
 from fpipe.errors import InputError
 from fpipe.executor import Inputs, Outcome
@@ -40,6 +41,7 @@ class Step(NamedTuple):
 
 def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int | None) -> Inputs:
     """What the executor takes, for the stages of this process; raises `InputError` for what is missing or wrong."""
+    require_apart(batch.memories, plan.written)
     held, microbatches = plan.held, len(plan.assemblies)
     require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], params, buffers)
     here = {cut: [cut.stages[stage.index] for stage in held] for cut in plan.cuts}
@@ -102,7 +104,7 @@ def _exchanged(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict
 
 
 def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
-    """Gradients by name; where several stages have one of the same parameter, their sum in stage order."""
+    """Gradients by name, of parameters that any microbatch has used; summed in stage order over the stages."""
     stages = plan.assembly.stages
     terms = defaultdict[str, dict[int, Tensor]](dict)
     for outcome in outcomes.values():
@@ -110,7 +112,8 @@ def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
         found += [(s, stages[s].shared_names[t], total) for (s, t), total in outcome.shared.items()]
         for s, names, total in found:
             for name, grad in zip(names, total, strict=True):
-                terms[name][s] = grad
+                if grad is not None:
+                    terms[name][s] = grad
     return {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
 
 

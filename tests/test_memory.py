@@ -29,6 +29,7 @@ from fpipe.linking import link
 from fpipe.spec import Spec
 from fpipe.step import scatter
 from fpipe.transport.local import LocalTransport, drive
+from fpipe.variant import TRAINING
 from schedules import (
     KINDS,
     Costs,
@@ -147,7 +148,7 @@ def changed(before, after):
 def levels(pipe, model, inputs, targets, seed=SEED):
     """Per rank, every action and the bytes that its stages hold after it."""
     plan, memory, transport = pipe.training, Memory(), LocalTransport()
-    given = scatter(plan, *pipe.init(model), pipe.batch(inputs, targets), seed)
+    given = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, inputs, targets), seed)
     found, runs = [], []
     for rank in range(pipe.schedule.ranks):
         stages = {s: Watched(pipe.stages[s], rank, memory) for s in plan.placement.stages_on(rank)}
@@ -363,7 +364,7 @@ def test_the_executor_posts_no_others(name, how):
     """Handles of receives, whose buffers are made when they are posted, while each action runs."""
     pipe, model, inputs, targets = built(name, SCHEDULES[how])
     plan, transport = pipe.training, LocalTransport()
-    given = scatter(plan, *pipe.init(model), pipe.batch(inputs, targets), SEED)
+    given = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, inputs, targets), SEED)
     found, runs = [[] for _ in range(pipe.schedule.ranks)], []
     for rank, linked in plan.linked.items():
         names = {t.number: t.message for one in linked.instructions for t in one.receives}

@@ -13,6 +13,7 @@ from torch import nn
 import fpipe
 from fpipe.step import scatter
 from fpipe.tree import same_bits
+from fpipe.variant import TRAINING
 from schedules import chimera, dualpipe_v, gpipe, one_f_one_b, overlap, recompute, split_backward
 
 SEED = 5
@@ -93,7 +94,7 @@ def test_the_first_forward_keeps_nothing():
     layers = [nn.Linear(WIDTH, WIDTH), watched, nn.Linear(WIDTH, WIDTH), watched, nn.Linear(WIDTH, WIDTH)]
     one = one_f_one_b(ranks=1, microbatches=1)
     pipe = fpipe.pipeline(layers, example=(x,), targets=y, loss=mse, schedule=one, capture="modules")
-    inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch((x,), y), None)
+    inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch(TRAINING, (x,), y), None)
     stage, given = pipe.stages[0], (inputs.params[0][0], inputs.buffers[0], inputs.batch(0, 0), inputs.keys[0])
     made.clear()
     outputs, buffers, residuals = stage.forward(*given)

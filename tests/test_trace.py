@@ -644,7 +644,7 @@ def test_a_branch_may_return_what_it_got(sign):
 
 
 def test_either_branch_gets_its_gradients():
-    """Whichever was assumed at capture; a weight that no microbatch has used gets zeros."""
+    """Whichever was assumed at capture; a weight that no microbatch has used gets none."""
     inputs, targets = (torch.cat([torch.ones(2, WIDTH), -torch.ones(4, WIDTH)]),), torch.randn(6, WIDTH)
     model = nn.Sequential(Either(), nn.Linear(WIDTH, WIDTH), Either())
     how = one_f_one_b(ranks=3, microbatches=3)
@@ -653,8 +653,7 @@ def test_either_branch_gets_its_gradients():
     )
     got, want = run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3)
     assert want.buffers["0.count"] == 1
-    zeros = {name: torch.zeros_like(grad) for name, grad in got.grads.items()}
-    assert_same(got, want._replace(grads=zeros | want.grads))
+    assert_same(got, want)
     assert fpipe.verify(pipe, model, inputs, targets).eager
 
 
@@ -681,9 +680,7 @@ def test_experts_may_see_any_rows():
     pipe = fpipe.pipeline(
         model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1", "2"], unsplittable=Experts
     )
-    got, want = run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3)
-    zeros = {name: torch.zeros_like(grad) for name, grad in got.grads.items()}
-    assert_same(got, want._replace(grads=zeros | want.grads))
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
 
 
 def checking(module, x):

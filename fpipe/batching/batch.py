@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fpipe.batching.leaf import Leaf
+from fpipe.batching.memory import Memory
 from fpipe.batching.weights import Weight, scales
 from fpipe.capture.questions import Answer
 from fpipe.errors import InputError
@@ -172,7 +173,11 @@ class Batching:
         signature = Signature(tuple(specs), _program(both), both)
         if signature.leaves != self.example.leaves:
             self._require_pieces(signature)
-        return Batch(self, signature, tuple(cut))
+        memories = [
+            Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, self.microbatches))
+            for leaf, tensor, parts in zip(self.leaves, given, cut, strict=True)
+        ]
+        return Batch(self, signature, tuple(cut), tuple(memories))
 
     def difference(self, signature: Signature) -> str:
         """What is not as in the example."""
@@ -203,11 +208,12 @@ class Batching:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch that was cut: its signature, and what this process was given of each leaf."""
+    """A batch that was cut: its signature, what this process was given of each leaf, and where that lies."""
 
     batching: Batching
     signature: Signature
     known: tuple[tuple[Tensor, ...] | None, ...]
+    memories: tuple[Memory, ...]
 
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
         """The microbatches of the `needed` leaves, of all by default, the scale among them.

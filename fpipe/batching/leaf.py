@@ -73,6 +73,12 @@ class Leaf:
             )
         return found
 
+    def memory(self, tensor: Tensor, known: tuple[Tensor, ...], microbatches: int) -> tuple[Tensor, ...]:
+        """Where the microbatches of `tensor` lie on one device, given what is known of it."""
+        if callable(self.dim):
+            return known if tensor.stride() == self.spec.sized(tuple(tensor.shape)).stride else (*known, tensor)
+        return (tensor,) * (microbatches if self.dim is None else 1)
+
     def specs(self, known: Sequence[Tensor]) -> tuple[Spec, ...]:
         """The specs of what is known of a leaf."""
         device = self.spec.device

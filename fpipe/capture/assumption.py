@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from fpipe.capture.disguise import disguised, tolist
@@ -90,28 +91,46 @@ READING = frozenset(
 
 
 class Attached(torch.autograd.Function):
-    """The first tensor as it is, which wants a gradient since others do: they may have been used, and were not."""
+    """Connect a fake output of a module that branches on data to everything it may depend on.
+
+    Nodes of this class mark where gradients may or may not pass; see `surely_reached`.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        """A copy, so that it may be changed in place."""
+        """Return a tensor in the same layout, in memory of its own, so that it may be changed in place."""
         ctx.save_for_backward(*others)
-        return tensor.clone()
+        return tensor.new_empty_strided(tensor.shape, tensor.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Zeros for the others."""
-        return None, *[torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
+        """Return the tensor's own gradient, and zeros for the others."""
+        return *grads, *[torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
 
 
 def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """What a module that branches on data made, wanting gradients whichever way it went."""
-    wanting = [tensor for tensor in others if tensor.requires_grad]
-    if not wanting or not torch.is_grad_enabled():
+    """Return the fake outputs of a module that branches on data, connected to all of `others` that want a gradient.
+
+    On real tensors the branch that was taken decides, as it does on one device.
+    """
+    others = tuple(others)
+    if not torch.is_grad_enabled() or not any(isinstance(tensor, FakeTensor) for tensor in (*made, *others)):
         return made
-    missing = [tensor.is_floating_point() and not tensor.requires_grad for tensor in made]
+    wanting = [tensor for tensor in others if tensor.requires_grad]
     apply: Any = Attached.apply
-    return tuple([apply(t, *wanting) if lacks else t for t, lacks in zip(made, missing, strict=True)])
+    return tuple([apply(t, *wanting) if wanting and (t.is_floating_point() or t.is_complex()) else t for t in made])
+
+
+def surely_reached(roots: Iterable[Tensor]) -> frozenset[int]:
+    """Return the identities of the leaves that gradients reach from `roots` whichever way modules branch."""
+    queue = [get_gradient_edge(root).node for root in roots]
+    seen = dict.fromkeys(queue)
+    for node in queue:
+        if node.name() != f"{Attached.__name__}Backward":
+            after = [one for one, _ in node.next_functions if one is not None and one not in seen]
+            seen.update(dict.fromkeys(after))
+            queue += dict.fromkeys(after)
+    return frozenset(id(node.variable) for node in seen if hasattr(node, "variable"))
 
 
 check: Any = torch._check_tensor_all_with

@@ -196,7 +196,7 @@ class Captured:
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
     - `calls`: the calls of modules, each before those inside it.
     - `observed`: what the units were seen to do, if the front end knows.
-    - `dynamic`: names of the parameters that may be used or not, depending on data.
+    - `dynamic`: names of the parameters that may be used or not, depending on data; none if nothing branches on data.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, since kernels are chosen by that too.

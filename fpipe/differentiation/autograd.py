@@ -22,16 +22,19 @@ from fpipe.capture.contract import Function, Tensors
 from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.splitting import Graph, Half, Splitter, made_so_far
 from fpipe.differentiation.sums import Gradients, added, alone, copied, summed
+from fpipe.errors import InputError
+from fpipe.spec import OptionalSpec, Spec
 
 
 class Residuals(NamedTuple):
     """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out.
 
+    A root is `None` if no gradient can enter there: the branch that was taken on data made a value without one.
     `start` is the number of the graph's first node; `foreign` is whether it may have leaves that are the user's.
     """
 
     start: int
-    roots: tuple[Tensor | GradientEdge, ...]
+    roots: tuple[Tensor | GradientEdge | None, ...]
     leaves: Tensors
     foreign: bool
     arguments: Tensors
@@ -92,8 +95,11 @@ class Autograd:
             arguments[k] = arguments[k].view_as(arguments[k])
         for k in wiring.modified:
             arguments[k] = arguments[k].clone()
+        before = [tensor._version for tensor in arguments] if self.varying else []
         with torch.set_grad_enabled(bool(wiring.leaves)):
             made = self.function(key, *arguments)
+        if before:
+            self._require_unwritten(arguments, before)
         values = (*made, *[arguments[k] for k in wiring.passed])
         first = len(params)
         new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
@@ -112,31 +118,52 @@ class Autograd:
 
     def _residuals(self, start: int, values: Tensors, given: Tensors, foreign: bool) -> Residuals:
         wiring = self.wiring
-        roots: list[Tensor | GradientEdge] = [_edge(values[k]) for k in wiring.roots]
+        roots = [_edge(values[k]) for k in wiring.roots]
         if wiring.loss is not None:
-            roots.insert(0, values[wiring.loss])
+            loss = values[wiring.loss]
+            roots.insert(0, loss if loss.requires_grad else None)
         scoped = given if self.function.scope is not None else ()
         return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), foreign, scoped)
 
+    def _require_unwritten(self, arguments: Sequence[Tensor], before: Sequence[int]) -> None:
+        """Raise `InputError` if a branch changed in place what no branch changed at capture: others may read it."""
+        modified = self.wiring.modified
+        for k, (tensor, version) in enumerate(zip(arguments, before, strict=True)):
+            if tensor._version != version and k not in modified:
+                raise InputError(
+                    f"a module that branches on data: got an in-place change of {Spec.of(tensor)} that came from "
+                    "outside, expected none, since the branch taken at capture made none. Compute a new tensor instead."
+                )
+
+    def _entering(self, residuals: Residuals, cotangents: Gradients) -> tuple[Residuals, Tensors]:
+        """Return the roots at which a cotangent enters, and these cotangents; that of the loss is one."""
+        roots = residuals.roots
+        if self.wiring.loss is not None:
+            start: Any = roots[0]
+            cotangents = (None if start is None else torch.ones_like(start), *cotangents)
+        pairs = [(r, c) for r, c in zip(roots, cotangents, strict=True) if r is not None and c is not None]
+        return residuals._replace(roots=tuple([root for root, _ in pairs])), tuple([given for _, given in pairs])
+
     def backward(
-        self, residuals: Residuals | None, cotangents: Tensors, onto: Gradients = ()
-    ) -> tuple[Tensors, Gradients]:
+        self, residuals: Residuals | None, cotangents: Gradients, onto: Gradients = ()
+    ) -> tuple[Gradients, Gradients]:
         """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
         if residuals is None:
             return (), ()
+        residuals, cotangents = self._entering(residuals, cotangents)
         if onto and self._laid_out(residuals.leaves):
             return self._added(residuals, cotangents, onto)
         found = self._grad(residuals, residuals.leaves, cotangents)
         split = len(self.wiring.cotangents)
         grads = summed(onto, found[split:], 1) if onto else found[split:]
-        return self._outgoing(found[:split], residuals), grads
+        return self._outgoing(found[:split]), grads
 
     def _laid_out(self, leaves: Tensors) -> bool:
         """Whether cotangents are laid out as their values are: into another layout autograd would copy them."""
         pairs = zip(self.wiring.cotangents, leaves, strict=False)
         return all(spec.stride == leaf.stride() for spec, leaf in pairs)
 
-    def _added(self, residuals: Residuals, cotangents: Tensors, onto: Gradients) -> tuple[Tensors, Gradients]:
+    def _added(self, residuals: Residuals, cotangents: Gradients, onto: Gradients) -> tuple[Gradients, Gradients]:
         """Autograd adds each gradient as soon as it is there, while it is in the processor's caches.
 
         It is not told where to, unless it could reach others, since it looks that up at every node. The sums stay with
@@ -150,20 +177,22 @@ class Autograd:
             self._walk(residuals, residuals.leaves if residuals.foreign else (), cotangents, into_leaves=True)
         made = [weight.grad for weight in weights]  # a dense gradient is not added to a sparse sum, but makes a new one
         totals = [total if one is total else copied(one) for total, one in zip(onto, made, strict=True)]
-        outgoing = self._outgoing([leaf.grad for leaf in inputs], residuals)
+        outgoing = self._outgoing([leaf.grad for leaf in inputs])
         for leaf in inputs:  # one may be a parameter, which is a leaf of the whole step
             leaf.grad = None
         return outgoing, tuple(totals)
 
-    def backward_input(self, residuals: Residuals | None, cotangents: Tensors) -> tuple[Tensors, Deferred | None]:
+    def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Deferred | None]:
         """The cotangents for earlier stages, and what is needed for the rest."""
         if residuals is None:
             return (), None
+        residuals, cotangents = self._entering(residuals, cotangents)
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
-        edges, half = self.splitter.half(Graph(residuals.roots, residuals.start), weights)
+        roots: Any = residuals.roots
+        edges, half = self.splitter.half(Graph(roots, residuals.start), weights)
         found = self._grad(residuals, (*inputs, *[weights[k] for k in half.split.now], *edges), cotangents)
-        return self._outgoing(found[:split], residuals), Deferred(weights, half, found[split:])
+        return self._outgoing(found[:split]), Deferred(weights, half, found[split:])
 
     def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
         """The gradients of this stage's parameters."""
@@ -174,14 +203,12 @@ class Autograd:
             return half.grads(found, weights, [*onto], added)
         return half.grads(found, weights, [None] * len(weights), alone)
 
-    def _outgoing(self, found: Sequence[Tensor | None], residuals: Residuals) -> Tensors:
-        """Cotangents as they are sent, zeros where there is none; autograd has seen to their shapes and dtypes."""
-        triples = zip(self.wiring.cotangents, found, residuals.leaves, strict=False)
-        cotangents = [(spec, torch.zeros_like(leaf) if one is None else one) for spec, one, leaf in triples]
-        return tuple([one if one.stride() == spec.stride else spec.like(one) for spec, one in cotangents])
+    def _outgoing(self, found: Sequence[Tensor | None]) -> Gradients:
+        """Cotangents as they are sent; autograd has seen to their shapes and dtypes."""
+        return tuple([_laid_out(spec, one) for spec, one in zip(self.wiring.cotangents, found, strict=True)])
 
     def _grad(
-        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Tensors
+        self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Gradients
     ) -> tuple[Tensor | None, ...]:
         """The gradients at `leaves`, if there are any; the graph is freed."""
         if not leaves or not residuals.roots:
@@ -189,16 +216,12 @@ class Autograd:
         return self._walk(residuals, leaves, cotangents, into_leaves=False)
 
     def _walk(
-        self, residuals: Residuals, ends: tuple[Tensor | GradientEdge, ...], cotangents: Tensors, into_leaves: bool
+        self, residuals: Residuals, ends: tuple[Tensor | GradientEdge, ...], cotangents: Gradients, into_leaves: bool
     ) -> tuple[Any, ...]:
-        """What `torch.autograd.grad` or, into leaves, `backward` do; what they look at before takes as long as a layer.
-
-        Where the loss is a root, its cotangent is one.
-        """
+        """What `torch.autograd.grad` or, into leaves, `backward` do; what they check first costs as much as a layer."""
         roots: tuple[Any, ...] = residuals.roots
-        given = cotangents if self.wiring.loss is None else (torch.ones_like(roots[0]), *cotangents)
         with self._placed(residuals.arguments):
-            return graph._engine_run_backward(roots, given, False, False, ends, True, accumulate_grad=into_leaves)
+            return graph._engine_run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
 
     def _placed(self, given: Tensors) -> AbstractContextManager[None]:
         """The context for a backward in which a part may be run again: what that modifies is cloned, and dropped."""
@@ -216,6 +239,20 @@ def _never(saved: object) -> Tensor:
     raise AssertionError("nobody asks for what was dropped")
 
 
-def _edge(tensor: Tensor) -> Tensor | GradientEdge:
-    """Where a cotangent enters, without keeping the tensor's data: a leaf stands for itself."""
+def _edge(tensor: Tensor) -> Tensor | GradientEdge | None:
+    """Where a cotangent enters, if one can, without keeping the tensor's data: a leaf stands for itself."""
+    if not tensor.requires_grad:
+        return None
     return tensor if tensor.is_leaf else get_gradient_edge(tensor)
+
+
+def _laid_out(spec: Spec, cotangent: Tensor | None) -> Tensor | None:
+    """Return a cotangent in its layout; raise `InputError` for one that is absent and may not be."""
+    if cotangent is not None:
+        return cotangent if cotangent.stride() == spec.stride else spec.like(cotangent)
+    if isinstance(spec, OptionalSpec):
+        return None
+    raise InputError(
+        f"a stage's backward: got no gradient for {spec} that it received, expected one as at capture. Return zeros "
+        "instead of None from a custom autograd function whose backward depends on data."
+    )

@@ -74,10 +74,10 @@ class Functions(Protocol):
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
 
-    def backward(self, residuals: Any, cotangents: Tensors, onto: Gradients = ()) -> tuple[Tensors, Gradients]:
+    def backward(self, residuals: Any, cotangents: Gradients, onto: Gradients = ()) -> tuple[Gradients, Gradients]:
         """Cotangents for earlier stages, and gradients; or the sum `onto`, to which they were added in place."""
 
-    def backward_input(self, residuals: Any, cotangents: Tensors) -> tuple[Tensors, Any]:
+    def backward_input(self, residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
         """Cotangents for earlier stages, and what is needed for the rest."""
 
     def backward_weight(self, deferred: Any, onto: Gradients = ()) -> Gradients:

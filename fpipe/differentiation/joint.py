@@ -114,7 +114,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     reached: dict[str, Any] = {}
     draws = _Draws()
 
-    def joint(*tensors: Tensor) -> tuple[Tensors, Tensors, Tensors, Gradients]:
+    def joint(*tensors: Tensor) -> tuple[Tensors, Tensors, Gradients, Gradients]:
         params, buffers, constants, inputs, cotangents = (tensors[a:b] for a, b in stops)
         functions = replace(eager, constants=constants)
         with draws, _Assignments(), _casting_once():

@@ -11,13 +11,11 @@ is. So the first are copied, unless nobody else can have their memory: new memor
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-
-from fpipe.spec import Spec
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 Put: TypeAlias = Callable[[Tensor | None, Tensor | None], Tensor | None]
@@ -88,8 +86,3 @@ def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 def alone(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """The gradient itself, where there is no sum yet."""
     return grad
-
-
-def whole(total: Gradients, specs: Sequence[Spec]) -> tuple[Tensor, ...]:
-    """The finished sum, with zeros for what no microbatch has made a gradient of."""
-    return tuple([spec.strided().zero_() if one is None else one for one, spec in zip(total, specs, strict=True)])

@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import test_absent_gradients as gates
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -196,6 +197,22 @@ def gradients_summed_over_stages(rank, size):
         if how.ranks == size:
             require_exact("chained", how, rank, size, tied="sum")
             require_exact("one_weight", how, rank, size, capture="modules", tied="sum")
+
+
+@case
+def gradients_that_data_decide_about(rank, size):
+    """What no rank has used is absent on every rank, tied parameters and cotangents that cross among it."""
+    how, replicas = one_f_one_b(ranks=size, microbatches=3), chimera(ranks=size, microbatches=4)
+    for kinds, ties in ((["other", "detached", "constant"], [(0, 2)]), (["dead", "other", "negative"], [(0, 1)])):
+        model = gates.Gates(kinds, ties, False, counting=False)
+        pipes = [gates.piped(model, one, *gates.batch([[1] * 3] * one.microbatches)) for one in (how, replicas)]
+        for answers in ([[0, 1, 1], [0, 0, 1], [0, 1, 0], [0, 1, 1]], [[0, 0, 0]] * 4, [[1, 1, 0], [0, 0, 1]] * 2):
+            for pipe in pipes:
+                inputs, targets = gates.batch(answers[: pipe.schedule.microbatches])
+                _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+                want = gates.as_stated(pipe, model, inputs, targets)
+                assert grads.keys() == want.keys() & pipe.init(model)[0].keys()
+                assert all(same_bits(grad, want[name]) for name, grad in grads.items())
 
 
 @case

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that leaves of a batch share, where the model changes it in place.
+
+Problem. A stage copies what it is to change, so that nothing that is passed in is modified. On one device, whoever
+shares the memory would see the change: a target that is the input itself, the next of two overlapping windows.
+
+Idea. Sharing memory is fine as long as nobody writes to it. So leaves are only looked at if the model does, and then
+byte by byte: columns of one matrix lie between each other, and share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+
+
+class Memory(NamedTuple):
+    """Where the microbatches of a leaf lie on one device; empty if this process was not given the leaf."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+
+
+def require_apart(memories: Sequence[Memory], written: Collection[int]) -> None:
+    """Raise `InputError` if a leaf that the model changes in place, by number, shares memory with what others see."""
+    for name, tensors in (memories[k] for k in sorted(written) if k < len(memories)):
+        if any(map(_overlaps_itself, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2)):
+            raise InputError(
+                f"{name}: got microbatches that share memory, which the model changes in place, expected memory of its "
+                "own for each: on one device, one would see the changes of another. Clone the leaf, or cut it by a "
+                "function in batch_dims that clones: lambda x, m: [x.clone() for _ in range(m)]."
+            )
+        for other, theirs in memories:
+            if other != name and any(overlap(a, b) for a in tensors for b in theirs):
+                raise InputError(
+                    f"{name}: got memory that it shares with {other} and that the model changes in place, expected "
+                    f"memory of its own: on one device, {other} would change with it. Pass a clone of one of them."
+                )
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have a byte in common.
+
+    >>> rows = torch.zeros(4, 6)
+    >>> overlap(rows[:, :3], rows[:, 3:]), overlap(rows[:, :4], rows[:, 3:])
+    (False, True)
+    """
+    (first, stop), (start, end) = _range(a), _range(b)
+    if a.device != b.device or max(first, start) >= min(stop, end):
+        return False
+    low, high = min(first, start), max(stop, end)
+    return bool((_bytes(a, low, high) & _bytes(b, low, high)).any())
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two elements lie in the same place."""
+    if tensor.is_contiguous():
+        return False
+    return int(_bytes(tensor, *_range(tensor)).sum()) < tensor.numel() * tensor.element_size()
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """The address of the first byte, and that behind the last."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+
+def _bytes(tensor: Tensor, low: int, high: int) -> Tensor:
+    """Which of the bytes from one address to another are the tensor's."""
+    width, found = tensor.element_size(), torch.zeros(high - low, dtype=torch.bool)
+    shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    steps = [stride * width for stride in tensor.stride()]
+    found.as_strided((*shape, width), (*steps, 1), tensor.data_ptr() - low).fill_(True)
+    return found
