@@ -15,6 +15,8 @@ from fpipe.capture.observation import observe
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.contract import Functions, Wiring
 from fpipe.differentiation.joint import Examples
+from fpipe.differentiation.recorded import Recorded
+from fpipe.differentiation.skipping import skipping
 from fpipe.differentiation.ways import Way
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
@@ -76,7 +78,9 @@ def differentiated(assembly: Assembly, way: Way, held: Collection[int]) -> Assem
 
 def _made(way: Way, captured: Captured, layout: Layout, stage: Stage) -> Functions:
     eager, fakes = cast("Autograd", stage.functions), captured.fakes
-    if any(isinstance(spec, OptionalSpec) for port in stage.pulled_by for spec in port.specs):
+    pulled = [spec for port in stage.pulled_by for spec in port.specs]
+    optional = any(isinstance(spec, OptionalSpec) for spec in pulled)
+    if optional and len(pulled) + (stage.wiring.loss is not None) > 1:
         return replace(eager, remark="by autograd: data decide which cotangents it receives")
     with captured.mode:
         arriving = tuple([spec.strided() for port in stage.gets for spec in port.specs])
@@ -86,7 +90,8 @@ def _made(way: Way, captured: Captured, layout: Layout, stage: Stage) -> Functio
         for values in (layout.parameters, layout.buffers, layout.constants, layout.batch)
     )
     examples = Examples(params, buffers, constants, (*batch, *arriving), cotangents, captured.mode)
-    return way(eager, examples)
+    found = way(eager, examples)
+    return skipping(found, stage.wiring) if optional and isinstance(found, Recorded) else found
 
 
 def assemble(
