@@ -22,6 +22,7 @@ from fpipe.batching.weights import Weight
 from fpipe.capture.contract import FrontEnd
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.front_ends import front_end
+from fpipe.capture.gradient_hooks import gradient_hooks, require_exact
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
 from fpipe.capture.skeleton import skeleton
@@ -299,8 +300,9 @@ def _bound(
 ) -> Pipeline:
     """The pipeline of these arguments, without a tensor of the user's; nothing is planned yet."""
     device, mode = batchings[True].home, fake_mode()
-    model = skeleton(module, lambda tensor: fake(mode, tensor, device))
-    captures = Captures(model, loss, batchings, seen_by, cuts, schedule.backward)
+    model, hooks = skeleton(module, lambda tensor: fake(mode, tensor, device)), gradient_hooks(module)
+    require_exact(hooks, sums)
+    captures = Captures(model, loss, batchings, seen_by, cuts, schedule.backward, hooks)
     return Pipeline(
         schedule=schedule,
         captures=captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered()),

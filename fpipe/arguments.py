@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from fpipe.capture.guards import refuse_gradient_hooks
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.skeleton import require_plain_tensors, require_registered
 from fpipe.errors import InputError
@@ -41,7 +40,6 @@ def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any)
     without_parameters(loss)
     require_plain_tensors(model)
     require_registered(model)
-    refuse_gradient_hooks(model)
     _require_runnable(schedule)
 
 

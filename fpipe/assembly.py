@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from fpipe.capture.contract import Batch, Buffer, Captured, Constant, Function, Parameter, Value
+from fpipe.capture.gradient_hooks import Hook
 from fpipe.capture.observation import observe
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.contract import Functions, Wiring
@@ -175,8 +176,14 @@ class _Builder:
         sources = [self.captured.sources[value] for value in layout.constants]
         constants = tuple([source.tensor for source in sources if isinstance(source, Constant)])
         undeferred = {k: why for k, v in enumerate(metadata.grads[s]) if (why := metadata.undeferred[s].get(v))}
-        unrecordable = metadata.unrecordable[s]
-        return Autograd(function, wiring, constants, undeferred, s in metadata.varying, unrecordable)
+        return Autograd(function, wiring, constants, undeferred, s in metadata.varying, *self._hooks(s))
+
+    def _hooks(self, s: int) -> tuple[str, Mapping[int, tuple[Hook, ...]]]:
+        """Why a stage is not recorded, and the hooks on gradients of the parameters that it owns."""
+        layout, owned = self.found[s], self.metadata.grads[s]
+        names = {k: self.captured.sources[v].name for k, v in enumerate(layout.parameters) if v in owned}  # type: ignore[union-attr]
+        hooks = {k: self.captured.hooks[name] for k, name in names.items() if name in self.captured.hooks}
+        return self.metadata.unrecordable[s] or ("gradients have hooks" if hooks else ""), hooks
 
     def _wiring(self, s: int, pulls: Routes, pulled_by: Routes) -> Wiring:
         layout, metadata = self.found[s], self.metadata

@@ -18,6 +18,7 @@ from torch import nn
 from fpipe.batching.batch import Batch, Batching, Microbatch
 from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.fake import fake_mode
+from fpipe.capture.gradient_hooks import Hooks
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.skeleton import evaluation
@@ -36,7 +37,7 @@ class Captures:
 
     - `model`: its skeleton.
     - `batchings`: how batches are cut, with the loss and without.
-    - `backward`: whether gradients are ever computed.
+    - `backward`: whether gradients are ever computed. `hooks`: those on gradients of parameters.
     - `asked`: what the model asks next about a microbatch whose answers so far are known.
     """
 
@@ -46,6 +47,7 @@ class Captures:
     front_end: FrontEnd
     cuts: partition.Cuts
     backward: bool
+    hooks: Hooks
     made: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
     cut: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
     asked: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class Captures:
         with nullcontext() if variant.training else evaluation(self.model):
             captured = self.front_end(self.model, objective, leaves)
         require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
-        return captured if variant.training and self.backward else replace(captured, backward=False)
+        return replace(captured, backward=variant.training and self.backward, hooks=self.hooks)
 
     def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
         """Where to cut: at the same modules as for the example's first microbatch in training."""

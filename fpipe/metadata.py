@@ -204,6 +204,7 @@ def _undeferred(run: _Run, roots: Sequence[Tensor], wanted: Sequence[Value], cap
     if run.watch.hooked:
         return dict.fromkeys(wanted, "tensors have hooks")
     refused = {k: "data decide how it is used" for k, value in enumerate(wanted) if _unsure(captured, value)}
+    refused |= {k: "its gradient has a hook" for k, value in enumerate(wanted) if _is_hooked(captured, value)}
     leaves = [run.leaves[value] for value in wanted]
     return {wanted[k]: why for k, why in search(Graph(roots, 0), leaves, refused).reasons.items()}
 
@@ -232,6 +233,11 @@ def _grads(
 def _unsure(captured: Captured, value: Value) -> bool:
     source = captured.sources.get(value)
     return isinstance(source, Parameter) and source.name in captured.dynamic
+
+
+def _is_hooked(captured: Captured, value: Value) -> bool:
+    source = captured.sources.get(value)
+    return isinstance(source, Parameter) and source.name in captured.hooks
 
 
 def _roots(

@@ -44,16 +44,16 @@ def opened(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
 
 
 def _opened(leaf: Any, inside: tuple[Any, ...]) -> Any:
-    held = _held(leaf)
-    if not held or any(leaf is function for function in inside):
+    inner = held(leaf)
+    if not inner or any(leaf is function for function in inside):
         return leaf
-    children = tuple(opened(child, (*inside, leaf)) for child in held)
+    children = tuple(opened(child, (*inside, leaf)) for child in inner)
     leaves = taken_apart(children)[0]
     tensors, again = any(isinstance(one, Tensor) for one in leaves), any(one is leaf for one in leaves)
     return Closure(leaf, children) if tensors and not again else leaf  # one that calls itself stays as it is
 
 
-def _held(leaf: Any) -> tuple[Any, ...]:
+def held(leaf: Any) -> tuple[Any, ...]:
     """What a function holds; nothing if that cannot be told."""
     if isinstance(leaf, partial):
         return leaf.func, leaf.args, leaf.keywords

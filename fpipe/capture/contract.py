@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import random
+from fpipe.capture.gradient_hooks import Hooks
 from fpipe.capture.losses import Objective
 from fpipe.tree import Structure
 
@@ -198,6 +199,7 @@ class Captured:
     - `observed`: what the units were seen to do, if the front end knows.
     - `dynamic`: names of the parameters that may be used or not, depending on data; none if nothing branches on data.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
+    - `hooks`: hooks on the gradients of parameters, by name.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, since kernels are chosen by that too.
     """
@@ -215,6 +217,7 @@ class Captured:
     dynamic: frozenset[str] = frozenset()
     fuse: Fuse = field(default=interpret)
     backward: bool = True
+    hooks: Hooks = field(default_factory=dict)
 
 
 class FrontEnd(Protocol):

@@ -53,16 +53,6 @@ def refuse_hooks(model: nn.Module) -> None:
                 refuse(f"a hook {_name(hook)} in {table}", _where(name, module), "hooks are not part of the graph")
 
 
-def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Raise `CaptureError` for hooks on parameters: the stages' leaves are other tensors, so they would never run."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(
-                f"parameter {name}: got a gradient hook, expected none: it would never run. Remove it, and apply what "
-                "it does to the gradients that the step returns."
-            )
-
-
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
     """Refuse, inside, what the graph would lose of what `model` does."""

@@ -28,8 +28,11 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     for tensor in [*model.parameters(), *model.buffers()]:
         new = replace(tensor)
         memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    tables = [value for module in model.modules() for value in vars(module).values()]  # most are for hooks, and empty
-    memo.update((id(one), type(one)()) for one in tables if type(one) in (dict, OrderedDict, set) and not one)
+    held = [value for module in model.modules() for value in vars(module).values()]
+    empty = [one for one in held if type(one) in (dict, OrderedDict, set) and not one]  # most are for hooks
+    memo.update((id(one), type(one)()) for one in empty)
+    computed = [one for one in held if isinstance(one, Tensor) and one.grad_fn is not None]  # anew before each forward
+    memo.update((id(one), on_meta(one)) for one in computed)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

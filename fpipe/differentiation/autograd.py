@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from fpipe.capture.contract import Function, Tensors
+from fpipe.capture.gradient_hooks import Hook
 from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.splitting import Graph, Half, Splitter, made_so_far
 from fpipe.differentiation.sums import Gradients, added, alone, copied, summed
@@ -55,6 +57,7 @@ class Autograd:
     - `undeferred`: the gradients that the input half computes, and why.
     - `varying`: whether what the stage does may depend on the values of tensors.
     - `unrecordable`: why no graph can do the same; empty if one may.
+    - `hooks`: by parameter, those that are called with the gradient of each microbatch.
     - `remark`: why it is autograd that does it, where something else was asked for.
     """
 
@@ -64,6 +67,7 @@ class Autograd:
     undeferred: Mapping[int, str]
     varying: bool
     unrecordable: str = ""
+    hooks: Mapping[int, tuple[Hook, ...]] = field(default_factory=dict)
     remark: str = ""
 
     @property
@@ -79,7 +83,11 @@ class Autograd:
     def leaves(self, params: Tensors) -> Tensors:
         """Leaves of this step's own; those that want a gradient require it."""
         wanted = self.wiring.trained
-        return tuple([tensor.detach().requires_grad_(k in wanted) for k, tensor in enumerate(params)])
+        leaves = tuple([tensor.detach().requires_grad_(k in wanted) for k, tensor in enumerate(params)])
+        for k, hooks in self.hooks.items():
+            for hook in hooks if not isinstance(leaves[k], FakeTensor) else ():
+                leaves[k].register_hook(hook)  # type: ignore[no-untyped-call]
+        return leaves
 
     def forward(
         self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
