@@ -21,7 +21,7 @@ from fpipe.differentiation.skipping import skipping
 from fpipe.differentiation.ways import Way
 from fpipe.executor import Port
 from fpipe.graph import Layout, Routes, layouts
-from fpipe.metadata import Metadata, infer, made_by
+from fpipe.metadata import Metadata, infer, is_asking, made_by
 from fpipe.spec import OptionalSpec, Spec
 from fpipe.stage import Stage
 from fpipe.ties import sends
@@ -198,12 +198,13 @@ class _Builder:
         loss = self.captured.loss
         differentiated = tuple(argument[v] for v in received if v in metadata.differentiable)
         casts = s in metadata.casting or s in metadata.varying  # a branch that was not taken may
+        inner = casts or is_asking(self.captured)
         return Wiring(
             parameters=len(layout.parameters),
             buffers=len(layout.buffers),
             trained=frozenset(argument[v] for v in layout.parameters if v in metadata.differentiable),
             differentiated=differentiated,
-            inner=differentiated if casts else (),
+            inner=differentiated if inner else (),
             modified=tuple(argument[v] for v in layout.inputs if v in layout.modified),
             passed=tuple(argument[v] for v in passed),
             outputs=tuple((value[v], metadata.specs[v]) for v in layout.leaving),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -103,6 +103,11 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
     return metadata
 
 
+def is_asking(captured: Captured) -> bool:
+    """Whether the model asks tensors if they were computed; what a stage receives was, then, to whoever asks."""
+    return captured.observed is not None and captured.observed.asking
+
+
 def made_by(layout: Layout) -> tuple[Value, ...]:
     """The values that leave a stage and were made there, each once."""
     return tuple(dict.fromkeys(value for value in layout.leaving if value not in layout.inputs))
@@ -112,7 +117,13 @@ def _forward(
     captured: Captured, layout: Layout, function: Function, values: dict[Value, Tensor], metadata: Metadata
 ) -> _Run:
     leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in layout.inputs}
-    arguments = [leaf.clone() if value in layout.modified else leaf for value, leaf in leaves.items()]
+    leaves |= {v: nn.Parameter(leaves[v], leaves[v].requires_grad) for v in layout.parameters}
+    received = {v for values in layout.gets.values() for v in values} & metadata.differentiable
+    inner = received if is_asking(captured) else set[Value]()
+    arguments = [
+        leaf.clone() if value in layout.modified else leaf.view_as(leaf) if value in inner else leaf
+        for value, leaf in leaves.items()
+    ]
     try:
         with assuming(captured.mode) as answers, _Watch() as watch:
             made = dict(zip(made_by(layout), function(0, *arguments), strict=True))

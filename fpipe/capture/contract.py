@@ -180,12 +180,14 @@ class Observed:
     - `written`: per unit, the memory that it modifies in place.
     - `random`: the units that draw random numbers, and how they are keyed.
     - `views`: the values that are views of others.
+    - `asking`: whether tensors are asked for their node in autograd's graph, or whether they are leaves of it.
     """
 
     storage: Mapping[Value, int]
     written: Mapping[Unit, frozenset[int]]
     random: Mapping[Unit, Labels]
     views: frozenset[Value]
+    asking: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked, computed
-from fpipe.capture.contract import Constant, Labels, Source, Unit, Value
+from fpipe.capture.contract import Constant, Labels, Observed, Source, Unit, Value
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import asking_line
@@ -30,6 +30,7 @@ from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects
 from fpipe.capture.origins import History, Origin, for_real
 from fpipe.capture.questions import Ask, Told, refuse_questions
+from fpipe.capture.replaced import ASKING, is_of_capture, require_answerable
 from fpipe.capture.selection import counts, deciding, given
 from fpipe.capture.spans import Spans
 from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick, tensors_at
@@ -58,8 +59,9 @@ class Recorder(TorchFunctionMode):
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
       `random`: what is known of each.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
-      function was called. `hooked`: before which units tensors began to be saved through hooks.
-    - `ask`: answers questions about the batch.
+from fpipe.capture.questions import Ask, Told, refuse_questions
+from fpipe.capture.replaced import ASKING, is_of_capture, require_answerable
+from fpipe.capture.selection import counts, deciding, given
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
       got.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
@@ -88,12 +90,19 @@ class Recorder(TorchFunctionMode):
         self.calls = defaultdict[Any, list[int]](list)
         self.ordinals = defaultdict[str, int](int)
         self.hooked: list[int] = []
+        self.raised: list[str] = []
         self.used: dict[Value, None] = {}
         self.tick = self.depth = self.regions = 0
         self.inside = False
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        return self.call(func, args, kwargs or {})
+        require_answerable(func, args, self.values.parameter, self.spans.here)
+        try:
+            return self.call(func, args, kwargs or {})
+        except Exception as error:
+            if not self.inside and is_of_capture(func, error):
+                self.raised.append(f"{self.spans.here()}: got {type(error).__name__}: {error}")
+            raise
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a torch call, and record it unless it runs inside another."""
@@ -266,6 +275,11 @@ class Recorder(TorchFunctionMode):
         self.ended(self.spans.stack.pop(), None)
 
     # --------------------------------------------------------------------------------------------------------- results
+
+    def observed(self) -> Observed:
+        """What the units were seen to do."""
+        values, asking = self.values, any(self.calls[function] for function in ASKING)
+        return Observed(values.storage, self.written, self.random, values.views(), asking)
 
     def constants(self) -> Constants:
         """What depends on neither parameters, buffers nor the batch, and is not random."""

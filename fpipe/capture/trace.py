@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.contract import Batch, Buffer, Call, Captured, Observed, Parameter, Source, Value
+from fpipe.capture.contract import Batch, Buffer, Call, Captured, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.generators import Drawing, Generators, refusal
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
@@ -31,6 +31,7 @@ from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import require_own_parameters
+from fpipe.capture.replaced import require_propagated
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, settle
 from fpipe.capture.skeleton import on_meta, skeleton
@@ -86,7 +87,8 @@ class _Tracer:
         made: list[tuple[Source, Tensor]] = []
         for source, tensor in self.state:
             new = fake(self.mode, tensor, self.device)
-            made.append((source, new.requires_grad_(source[0] in self.trainable) if tensor.requires_grad else new))
+            trained = tensor.requires_grad and source[0] in self.trainable
+            made.append((source, nn.Parameter(new, trained) if isinstance(source, Parameter) else new))
         made += [(Batch(k), fake(self.mode, leaf, self.device)) for k, leaf in enumerate(self.leaves)]
         return dict(enumerate(made))
 
@@ -110,7 +112,7 @@ class _Tracer:
             mode=self.mode,
             trainable=self.trainable,
             calls=tuple(_calls(tape.spans)),
-            observed=Observed(values.storage, recorder.written, recorder.random, values.views()),
+            observed=recorder.observed(),
             dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
             fuse=playback.fuse,
         )
@@ -168,6 +170,7 @@ class _Tracer:
                 intercepted(recorder, self.skeleton, self.whole),
             ):
                 made = objective(called, leaves)
+                require_propagated(recorder.raised)
                 for value, where in self._seats_by_value().items():
                     require_seated(recorder.values.sources[value], where, fakes[value], recorder.values.storage[value])
                 return made

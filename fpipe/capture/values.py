@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.capture.contract import Constant, Source, Value
+from fpipe.capture.contract import Constant, Parameter, Source, Value
 from fpipe.capture.observation import memory
 from fpipe.capture.tape import tensors_at
 from fpipe.errors import CaptureError
@@ -69,6 +69,11 @@ class Values:
                 "attribute or a cache), expected a forward without state of its own but buffers. Make it a buffer, or "
                 "fill the cache before the pipeline is built, by calling the model once."
             )
+
+    def parameter(self, tensor: Any) -> str:
+        """The name of the parameter that a tensor stands for; empty if it stands for none."""
+        source = self.sources.get(self.known.get(id(tensor), -1))
+        return source.name if isinstance(source, Parameter) else ""
 
     def views(self) -> frozenset[Value]:
         """The values that are views of others."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -81,9 +81,9 @@ class Autograd:
         return Splitter(self.undeferred, not self.varying)
 
     def leaves(self, params: Tensors) -> Tensors:
-        """Leaves of this step's own; those that want a gradient require it."""
+        """Leaves of this step's own, which are parameters to whoever asks; those that want a gradient require it."""
         wanted = self.wiring.trained
-        leaves = tuple([tensor.detach().requires_grad_(k in wanted) for k, tensor in enumerate(params)])
+        leaves = tuple([nn.Parameter(tensor.detach(), k in wanted) for k, tensor in enumerate(params)])
         for k, hooks in self.hooks.items():
             for hook in hooks if not isinstance(leaves[k], FakeTensor) else ():
                 leaves[k].register_hook(hook)  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -56,7 +56,7 @@ class Examples(NamedTuple):
 
     def leaves(self, wiring: Wiring) -> Tensors:
         """The parameters, those that are trained as leaves."""
-        return tuple([tensor.detach().requires_grad_(k in wiring.trained) for k, tensor in enumerate(self.params)])
+        return tuple([nn.Parameter(tensor.detach(), k in wiring.trained) for k, tensor in enumerate(self.params)])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about what a capture puts in the place of the model's own tensors.
+
+In a step the tensors in a module are the step's: parameters, but not those that an optimizer holds. So they are
+instances of `nn.Parameter` and leaves, and what a stage receives is neither; but nobody can say what `.grad` holds,
+which is the sum of earlier microbatches on one device. And on fake tensors calls raise that would not on real ones: a
+forward that catches that goes another way in the capture than in a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import dropwhile
+from traceback import walk_stack
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.capture.assumption import UNKNOWN
+from fpipe.errors import CaptureError, PipelineError
+
+GRAD: Any = vars(torch._C.TensorBase)["grad"]
+UNANSWERABLE: Mapping[Any, str] = MappingProxyType({GRAD.__get__: "is asked for", GRAD.__set__: "is assigned to"})
+"""What torch calls when a tensor's gradient is used."""
+ASKING: tuple[Any, ...] = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "is_leaf"))
+"""What torch calls when a tensor is asked whether it was computed."""
+ELSEWHERE = (Tensor.numpy, Tensor.__array__)
+"""Calls that fake tensors refuse with errors of any kind."""
+
+
+def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any], str], here: Callable[[], str]) -> None:
+    """Raise `CaptureError` if a forward asks for an address, or uses the gradient of one of the model's parameters.
+
+    `name` is that of the parameter that a tensor is; `here` says where the forward is. torch's modules may ask, in
+    `nn.Module.to` say, since they only move it.
+    """
+    if function is Tensor.data_ptr and not _is_torchs():
+        raise CaptureError(
+            f"{here()}: got a forward that asks for the address of a tensor, expected one that works wherever tensors "
+            "are: in a step they are elsewhere, and others. Compare tensors by `is`, or drop it."
+        )
+    if function not in UNANSWERABLE or not name(args[0]) or _is_torchs():
+        return
+    raise CaptureError(
+        f"{here()}: got a forward in which the .grad of parameter {name(args[0])} {UNANSWERABLE[function]}, expected "
+        "one that leaves gradients alone: a step returns them, and keeps none. Use those that the step returns."
+    )
+
+
+def _is_torchs() -> bool:
+    """Whether the innermost caller outside of fpipe is torch."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe(1)))
+    caller = next(dropwhile("fpipe".__eq__, (module.partition(".")[0] for module in modules)))
+    return bool(caller == "torch")
+
+
+def is_of_capture(function: Any, error: Exception) -> bool:
+    """Whether a torch call raised since tensors are fake."""
+    if isinstance(error, (PipelineError, *UNKNOWN)) or function in ELSEWHERE:
+        return True
+    return type(error).__module__.startswith("torch._subclasses.")
+
+
+def require_propagated(raised: Sequence[str]) -> None:
+    """Raise `CaptureError` if a run returned although a call in it `raised` what no eager run would have raised."""
+    for error in raised[:1]:
+        raise CaptureError(
+            f"{error}, which the forward caught, expected one that needs no values: in a step it would go another way. "
+            "Take the call out of its try, or, if shapes do not depend on it, name the module in unsplittable."
+        )

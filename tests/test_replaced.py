@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward that asks about its tensors is answered as on one device, or is refused by name."""
+
+import pytest
+import torch
+from models import loop, mse
+from torch import nn
+
+import fpipe
+from fpipe.capture import replaced
+from fpipe.tree import same_bits
+from schedules import one_f_one_b
+
+HOW = one_f_one_b(ranks=2, microbatches=3)
+
+
+class Asking(nn.Module):
+    """Goes one way if what it asks is so, another if not."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+        self.so, self.otherwise = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.so(x) if self.question(self, x) else self.otherwise(x)
+
+
+def caught(module, x):
+    try:
+        return bool(x.sum() > 0)
+    except Exception:
+        return False
+
+
+def as_array(module, x):
+    try:
+        return x.detach().numpy().sum() < 100
+    except RuntimeError:
+        return False
+
+
+ANSWERED = {
+    "a parameter": lambda m, x: isinstance(m.so.weight, nn.Parameter),
+    "all parameters": lambda m, x: all(isinstance(p, nn.Parameter) for p in m.parameters()),
+    "no parameter": lambda m, x: not isinstance(x, nn.Parameter),
+    "a leaf": lambda m, x: m.so.weight.is_leaf and m.so.weight.grad_fn is None,
+    "no leaf": lambda m, x: not x.is_leaf,
+    "a node": lambda m, x: x.grad_fn is not None,
+    "no view": lambda m, x: not x._is_view(),
+    "a gradient of a value": lambda m, x: x.detach().grad is None,
+    "moved": lambda m, x: m.to(x.device) is m,
+}
+REFUSED = {
+    "a gradient": (lambda m, x: m.so.weight.grad is None, r"the \.grad of parameter 1\.so\.weight is asked for"),
+    "no gradient": (lambda m, x: setattr(m.so.weight, "grad", None), r"the \.grad of parameter .* is assigned to"),
+    "an address": (lambda m, x: x.data_ptr() != 0, "asks for the address"),
+    "a value, caught": (caught, "DataDependentOutputException.*which the forward caught"),
+    "an array, caught": (as_array, "which the forward caught"),
+}
+
+
+def built(question, cut, backward):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Asking(question), nn.Linear(4, 4))
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=[cut], backward=backward)
+    return pipe, model, x, y
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("cut", ["1", "2"])
+@pytest.mark.parametrize("name", ANSWERED)
+def test_the_answer_is_that_of_one_device(name, cut, backward):
+    pipe, model, x, y = built(ANSWERED[name], cut, backward)
+    got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    want = loop(model, mse, (x,), y, 3)
+    assert same_bits(got.loss, want.loss)
+    assert grads.keys() == want.grads.keys()
+    assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nobody_can_answer_is_refused(name, backward):
+    question, why = REFUSED[name]
+    with pytest.raises(fpipe.CaptureError, match=rf"module 1 \(Asking\).*{why}"):
+        built(question, "2", backward)
+
+
+def test_an_exception_that_one_device_raises_too_may_be_caught():
+    def mismatched(module, x):
+        try:
+            return x @ torch.ones(3, 3)
+        except RuntimeError:
+            return True
+
+    built(mismatched, "2", "autograd")
+
+
+def test_what_torch_calls():
+    """The recorder knows these calls by the attributes of torch's class."""
+    seen = []
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Seeing():
+        (x.grad, x.grad_fn, x.is_leaf, x.data_ptr())
+        x.grad = None
+    assert seen == [replaced.GRAD.__get__, *replaced.ASKING, torch.Tensor.data_ptr, replaced.GRAD.__set__]
