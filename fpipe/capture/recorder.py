@@ -30,12 +30,12 @@ from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects
 from fpipe.capture.origins import History, Origin, for_real
 from fpipe.capture.questions import Ask, Told, refuse_questions
-from fpipe.capture.replaced import ASKING, is_of_capture, require_answerable
+from fpipe.capture.replaced import ASKING, refusal, require_answerable
 from fpipe.capture.selection import counts, deciding, given
 from fpipe.capture.spans import Spans
 from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick, tensors_at
 from fpipe.capture.values import Values
-from fpipe.errors import CaptureError
+from fpipe.errors import CaptureError, PipelineError
 from fpipe.random import label
 from fpipe.tree import flatten
 
@@ -59,9 +59,9 @@ class Recorder(TorchFunctionMode):
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
       `random`: what is known of each.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
-from fpipe.capture.questions import Ask, Told, refuse_questions
-from fpipe.capture.replaced import ASKING, is_of_capture, require_answerable
-from fpipe.capture.selection import counts, deciding, given
+      function was called. `hooked`: before which units tensors began to be saved through hooks.
+    - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
+    - `ask`: answers questions about the batch.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
       got.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
@@ -90,7 +90,7 @@ from fpipe.capture.selection import counts, deciding, given
         self.calls = defaultdict[Any, list[int]](list)
         self.ordinals = defaultdict[str, int](int)
         self.hooked: list[int] = []
-        self.raised: list[str] = []
+        self.raised: list[PipelineError | None] = []
         self.used: dict[Value, None] = {}
         self.tick = self.depth = self.regions = 0
         self.inside = False
@@ -100,8 +100,7 @@ from fpipe.capture.selection import counts, deciding, given
         try:
             return self.call(func, args, kwargs or {})
         except Exception as error:
-            if not self.inside and is_of_capture(func, error):
-                self.raised.append(f"{self.spans.here()}: got {type(error).__name__}: {error}")
+            self.raised += [] if self.inside else [refusal(func, error, self.spans.here)]
             raise
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:

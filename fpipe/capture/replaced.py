@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 
 from fpipe.capture.assumption import UNKNOWN
 from fpipe.errors import CaptureError, PipelineError
@@ -57,17 +58,14 @@ def _is_torchs() -> bool:
     return bool(caller == "torch")
 
 
-def is_of_capture(function: Any, error: Exception) -> bool:
-    """Whether a torch call raised since tensors are fake."""
-    if isinstance(error, (PipelineError, *UNKNOWN)) or function in ELSEWHERE:
-        return True
-    return type(error).__module__.startswith("torch._subclasses.")
-
-
-def require_propagated(raised: Sequence[str]) -> None:
-    """Raise `CaptureError` if a run returned although a call in it `raised` what no eager run would have raised."""
-    for error in raised[:1]:
-        raise CaptureError(
-            f"{error}, which the forward caught, expected one that needs no values: in a step it would go another way. "
-            "Take the call out of its try, or, if shapes do not depend on it, name the module in unsplittable."
-        )
+def refusal(function: Any, error: Exception, here: Callable[[], str]) -> PipelineError | None:
+    """Return the error to raise if the forward catches one that a torch call raised since tensors are fake."""
+    if isinstance(error, PipelineError):
+        return error
+    if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == fake_tensor.__name__):
+        return None
+    return CaptureError(
+        f"{here()}: got {type(error).__name__}: {error}, which the forward caught, expected one that needs no values: "
+        "in a step it would go another way. Take the call out of its try, or, if shapes do not depend on it, name the "
+        "module in unsplittable."
+    )

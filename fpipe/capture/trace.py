@@ -31,7 +31,6 @@ from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import require_own_parameters
-from fpipe.capture.replaced import require_propagated
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, settle
 from fpipe.capture.skeleton import on_meta, skeleton
@@ -170,7 +169,8 @@ class _Tracer:
                 intercepted(recorder, self.skeleton, self.whole),
             ):
                 made = objective(called, leaves)
-                require_propagated(recorder.raised)
+                for error in filter(None, recorder.raised):
+                    raise error  # the forward caught it
                 for value, where in self._seats_by_value().items():
                     require_seated(recorder.values.sources[value], where, fakes[value], recorder.values.storage[value])
                 return made
