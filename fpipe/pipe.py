@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe import random
-from fpipe.agreement import require_alike
+from fpipe.agreement import require_alike, widened
 from fpipe.answers import Answering, Tell, alone
 from fpipe.assembly import Assembly, assemble, differentiated
 from fpipe.batching.batch import Batch, Microbatch, Signature
@@ -61,6 +61,7 @@ class Pipeline:
     summed: frozenset[str] = frozenset()
     way: Way | None = None
     plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
+    assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
     connections: dict[tuple[Variant, Signature], int] = field(default_factory=dict)
     compared: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
     silent: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
@@ -158,8 +159,8 @@ class Pipeline:
 
     def _plan(self, variant: Variant, signature: Signature) -> Plan:
         microbatches = self.captures.batchings[variant.loss].split(signature)
-        made = {one: self._assembly(variant, one) for one in dict.fromkeys(microbatches)}
-        assemblies = tuple(made[one] for one in microbatches)
+        made = {one: self._assembled(variant, one) for one in dict.fromkeys(microbatches)}
+        assemblies = widened([made[one] for one in microbatches])
         require_alike(assemblies)
         schedule, graph = self.schedule, assemblies[0].graph
         if variant.training:
@@ -170,6 +171,12 @@ class Pipeline:
             _require_one_state(stage, schedule.placement.replicas(stage.index))
         joining = _joining(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
         return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining)
+
+    def _assembled(self, variant: Variant, microbatch: Microbatch) -> Assembly:
+        """Return the stages for a microbatch, made at their first use: batches mix microbatches in many ways."""
+        if (variant, microbatch) not in self.assemblies:
+            self.assemblies[variant, microbatch] = self._assembly(variant, microbatch)
+        return self.assemblies[variant, microbatch]
 
     def _assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         placement = self.schedule.placement

@@ -69,6 +69,37 @@ def test_batches_that_answer_differently_take_turns_through_one_pipeline(backwar
     assert len(pipe.captures.made) == 2
 
 
+class Skipping(nn.Module):
+    """The mask goes from the first part to the third, if it is not full."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, mask):
+        hidden = self.first(x)
+        weight = hidden.sigmoid()[..., :1] if not mask.all() else None
+        hidden = self.second(hidden)
+        return self.third(hidden if weight is None else hidden * weight)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_microbatches_of_one_batch_may_send_along_other_edges(backward):
+    torch.manual_seed(0)
+    model = Skipping()
+    pipe = fpipe.pipeline(
+        model,
+        example=batch(FULL, FULL),
+        loss=torch.sum,
+        schedule=one_f_one_b(ranks=3, microbatches=2),
+        cuts=["second", "third"],
+        backward=backward,
+    )
+    for masks in [(FULL, PADDED), (PADDED, FULL), (FULL, FULL), (PADDED, PADDED)]:
+        require_same(model, pipe, batch(*masks))
+    assert len(pipe.assemblies) == 2 * 2  # with outputs and without
+
+
 def test_what_an_eager_run_skips_is_not_in_a_stage():
     _, pipe = built(dropped)
     assert not any("masked_fill" in unit.does for unit in pipe.training.assembly.captured.units)

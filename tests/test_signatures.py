@@ -459,7 +459,7 @@ def test_a_model_that_takes_another_path_for_another_shape(what):
         require_exact(pipe, model, (x,), y, mse)
     else:
         words = (
-            r"inputs\[0\]: got float32\[7, 4\], where the example has float32\[6, 4\].*microbatch 2, which has other"
+            r"inputs\[0\]: got float32\[7, 4\], where the example has float32\[6, 4\].*microbatch 2, which is not like"
         )
         with pytest.raises(fpipe.InputError, match=words):
             run(pipe, model, (x,), y)
