@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WIDTH, Result, assert_same, few, gradients_of, loop, mse
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fpipe
+from fpipe.capture.assumption import attached, surely_reached
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.recorded import Recorded
 from fpipe.spec import OptionalSpec, Spec
@@ -270,3 +272,43 @@ def test_a_branch_that_changes_its_input_is_refused():
     pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"], unsplittable=Writing)
     with pytest.raises(fpipe.InputError, match=r"an in-place change of float32\[1, 4\] that came from outside"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
+
+
+def test_a_branch_may_ignore_an_argument():
+    """Whatever stands for it is a fake tensor, in real steps as well."""
+    model = nn.ModuleDict({"gate": Ignoring(), "last": nn.Linear(WIDTH, WIDTH)})
+    whole = Sequence(model)
+    torch.manual_seed(0)
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        whole, example=(x,), targets=y, loss=mse, schedule=how, cuts=["parts.last"], unsplittable=Ignoring
+    )
+    assert fpipe.verify(pipe, whole, (x,), y).eager
+
+
+class Ignoring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, unused):
+        return self.linear(x) if x.sum() > -9 else x
+
+
+class Sequence(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x):
+        return self.parts["last"](self.parts["gate"](x, x + 1))
+
+
+def test_outputs_are_connected_only_while_shapes_are_inferred():
+    linear, x = nn.Linear(2, 2), torch.ones(2)
+    assert attached((x,), linear.parameters())[0] is x
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        (made,) = attached((torch.ones(2),), linear.parameters())
+        assert surely_reached([made]) == frozenset()
+        assert surely_reached([linear(made)]) == {id(p) for p in linear.parameters()}

@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -109,12 +110,11 @@ class Attached(torch.autograd.Function):
 
 
 def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the fake outputs of a module that branches on data, connected to all of `others` that want a gradient.
+    """Return the outputs of a module that branches on data, connected to all of `others` that want a gradient.
 
-    On real tensors the branch that was taken decides, as it does on one device.
+    But only while shapes are inferred: in a step the branch that was taken decides, as it does on one device.
     """
-    others = tuple(others)
-    if not torch.is_grad_enabled() or not any(isinstance(tensor, FakeTensor) for tensor in (*made, *others)):
+    if active_fake_mode() is None or not torch.is_grad_enabled():
         return made
     wanting = [tensor for tensor in others if tensor.requires_grad]
     apply: Any = Attached.apply
