@@ -7,12 +7,14 @@ The only room that knows all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import nn
 
 from fpipe import random
+from fpipe.ambient import lifted
 from fpipe.answers import Answering
 from fpipe.arguments import require_arguments, require_backward
 from fpipe.batching.batch import Batch, Batching
@@ -39,7 +41,7 @@ from fpipe.step import State, Step, gather, gradients, joined, keys
 from fpipe.ties import Tied, summed
 from fpipe.transport.contract import Ranks
 from fpipe.turns import turn
-from fpipe.variant import TRAINING, Variant
+from fpipe.variant import EVALUATION, TRAINING, Variant
 from fpipe.verification import Computed, eagerly, require_equal
 from schedules import Schedule
 
@@ -134,7 +136,7 @@ def pipeline(
     }
     whole = batchings[True].cut(example, targets)
     ranks = launched(schedule.ranks, group, batchings[True].home)
-    with ranks.guarded("pipeline"):
+    with lifted(TRAINING), ranks.guarded("pipeline"):
         meet(ranks, schedule, batchings[True])
         pipe = _bound(module, batchings, whole, output_dims, loss, schedule, where, seen_by, sums, way(backward), ranks)
         connect(pipe, TRAINING)
@@ -163,17 +165,17 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     """
     require_backward(pipe.schedule)
     variant = Variant(training=True, loss=True, outputs=outputs)
-    with pipe.ranks.guarded("value_and_grad"):
+    with lifted(variant), pipe.ranks.guarded("value_and_grad"):
         connect(pipe, variant)
 
     def step(
         params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> tuple[Step, State]:
-        with pipe.ranks.guarded("a step"):
+        with lifted(variant) as what, pipe.ranks.guarded("a step"):
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
-            batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
-            plan, given = enter(pipe, variant, params, buffers, batch, seed)
+            batch = pipe.batch(what, inputs, targets, pipe.ranks.tell)
+            plan, given = enter(pipe, what, params, buffers, batch, seed)
             outcomes = pipe.run(plan, given, record)
             grads = gradients(plan, outcomes)
             return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
@@ -191,11 +193,11 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     """
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
-        with pipe.ranks.guarded("an evaluation"):
+        with lifted(EVALUATION) as what, pipe.ranks.guarded("an evaluation"):
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
-            variant = Variant(training=False, loss=loss, outputs=True)
+            variant = replace(what, loss=loss)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
             plan, given = enter(pipe, variant, params, buffers, batch, seed)
             outcomes = pipe.run(plan, given, record)
@@ -221,12 +223,13 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     ) -> tuple[Step, State]:
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
-        batch = pipe.batch(variant, inputs, targets)
-        plan = pipe.plan(variant, batch.signature)
-        require_apart(batch.memories, plan.written)
-        parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
-        with turn(), random.preserved(plan.devices):
-            results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
+        with lifted(variant) as what:
+            batch = pipe.batch(what, inputs, targets)
+            plan = pipe.plan(what, batch.signature)
+            require_apart(batch.memories, plan.written)
+            parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
+            with turn(), random.preserved(plan.devices):
+                results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         return Step(*joined(plan, results), new), {name: grads[name] for name in params if name in grads}
 
@@ -271,16 +274,17 @@ def verify(
     step, grads = reference(pipe, outputs)(*whole, inputs, targets, seed=seed)
     wanted = Computed(step.loss, step.outputs, grads, step.buffers).held(params)
     compared = require_equal(got, wanted, "the reference", tolerance)
-    variant = Variant(training=True, loss=True, outputs=outputs)
-    batch = pipe.batch(variant, inputs, targets)
-    plan = pipe.plan(variant, batch.signature)
+    with lifted(Variant(training=True, loss=True, outputs=outputs)) as variant:
+        batch = pipe.batch(variant, inputs, targets)
+        plan = pipe.plan(variant, batch.signature)
     if plan.devices:
         return Verification(compared, 0)
     stated = orders(plan)
     kept = [name for name in params if len(stated.get(name, ())) < 2]
     alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
-    objective = pipe.captures.objective(TRAINING, batch.batching.split(batch.signature)[0])
-    eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
+    objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
+    with lifted(variant):
+        eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
     return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly", tolerance))
 
 

@@ -96,7 +96,7 @@ class Captures:
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """What is computed for such a microbatch."""
         loss = self.loss if variant.loss else None
-        return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches)
+        return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches, casts=variant.casts)
 
     def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Captured:
         with fake_mode():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fpipe import random
 from fpipe.agreement import require_alike, widened
+from fpipe.ambient import lifted
 from fpipe.answers import Answering, Tell, alone
 from fpipe.assembly import Assembly, assemble, differentiated
 from fpipe.batching.batch import Batch, Microbatch, Signature
@@ -146,7 +147,7 @@ class Pipeline:
         what = variant, batching.example if signature is None else signature
         if what not in self.plans:
             try:
-                with turn(), random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                with lifted(variant), turn(), random.preserved([torch.device("cpu")]):  # a model may seed by itself
                     self.plans[what] = self._plan(*what)
             except PipelineError as error:
                 if what[1] == batching.example:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from sizes import FRAMES, LENGTH, ROWS, SAMPLES, SIDE, WIDTH
+from sizes import FRAMES, LENGTH, PATCH, ROWS, SAMPLES, SIDE, WIDTH
 from torch import Tensor, nn
 
 Batch = dict[str, Any]
@@ -62,7 +62,14 @@ def video(config: Any) -> Tensor:
 def features(config: Any) -> Tensor:
     """Mel bins by time or, where positions are counted, as whisper wants them."""
     bins = config_of(
-        config, "num_mel_bins", "input_feat_per_channel", "mel_dim", "feature_size", "input_dim", default=16
+        config,
+        "feature_projection_input_dim",
+        "num_mel_bins",
+        "input_feat_per_channel",
+        "mel_dim",
+        "feature_size",
+        "input_dim",
+        default=16,
     )
     positions = config_of(config, "max_source_positions", default=0)
     if positions:
@@ -90,6 +97,10 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "pixel_values": pixels,
     "pixel_values_videos": video,
     "input_features": features,
+    "prompt_pixel_values": pixels,
+    "prompt_masks": pixels,
+    "prompt_depth": lambda config: pixels(config)[:, :1],
+    "spatial_shapes": lambda config: torch.full((ROWS, 2), 4),
     "input_values": lambda config: torch.randn(ROWS, SAMPLES),
     "bbox": lambda config: torch.tensor([1, 2, 3, 4]).repeat(ROWS, LENGTH, 1),
     "qformer_input_ids": ids,
@@ -132,6 +143,12 @@ def candidates(model: nn.Module) -> Iterator[Batch]:
     if "attention_mask" in plain and "input_ids" not in plain:
         heard = plain.get("input_values", plain.get("input_features"))
         plain["attention_mask"] = mask() if heard is None else mask(max(heard.shape[1:3]), SAMPLES // 8)
+    if "spatial_shapes" in plain:  # images come as rows of patches
+        plain["pixel_values"] = pixels(config).unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)[:, :, :4, :4]
+        plain["pixel_values"] = plain["pixel_values"].permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2).contiguous()
+        plain["pixel_attention_mask"] = torch.ones(ROWS, 16, dtype=torch.long)
+    if "inputs_embeds" in names and not plain.keys() - {"attention_mask"}:
+        plain["inputs_embeds"] = torch.randn(ROWS, LENGTH, config_of(config, "hidden_size", default=WIDTH))
     fixed = {"use_cache": False} if "use_cache" in names else {}
     fixed |= {"return_dict": True} if "return_dict" in names else {}
     if "pixel_values" in plain and "input_ids" in plain:
@@ -158,6 +175,8 @@ def _subsets(plain: Batch, model: nn.Module) -> Iterator[Batch]:
 
 
 LEFT_OUT = (
+    ("input_features",),
+    ("input_values",),
     ("pixel_values_videos",),
     ("pixel_values_videos", "attention_mask"),
     ("pixel_values_videos", "attention_mask", "decoder_input_ids"),

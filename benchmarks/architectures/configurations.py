@@ -78,6 +78,8 @@ class Tokens:
 
 
 INPUTS = r"image_size|img_size|resolution|crop_size|patch_size|window|mel_bins"
+STAGES = r"channels|_sizes$|filters|embed_dims|hidden_dim$|_dims$|stem|backbone"
+NOTHING = r"^$"
 SHAPES = r"layers$|^n_layer$|^depth$|vocab_size|position|experts|lora_rank|num_blocks$"
 
 
@@ -97,7 +99,14 @@ class Way(NamedTuple):
 
 
 # The smallest first; some architectures are built so that widths or the size of images cannot be chosen freely.
-WAYS = (Way(), Way(grouped=False), Way(never=INPUTS, grouped=False), Way(only=SHAPES, grouped=False))
+WAYS = (
+    Way(),
+    Way(grouped=False),
+    Way(never=INPUTS, grouped=False),
+    Way(never=f"{INPUTS}|{STAGES}", grouped=False),
+    Way(only=SHAPES, grouped=False),
+    Way(only=NOTHING, grouped=False),
+)
 
 
 def tiny(kind: type, dropout: float = 0.0, way: Way = WAYS[0]) -> Any:

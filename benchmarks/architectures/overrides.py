@@ -33,6 +33,7 @@ SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 4, HEAD // 8, H
 HALF = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 8, HEAD // 16, HEAD // 16], "partial_rotary_factor": 0.5}}
 
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "align": {"text_config": {"hidden_size": 320}, "projection_dim": 320},
     "align_vision_model": EFFICIENT,
     "audio-spectrogram-transformer": {"max_length": 64},
     "autoformer": SERIES | {"label_length": 2, "moving_average": 3},
@@ -55,7 +56,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "encodec": {"codebook_dim": WIDTH},
     "ernie4_5_vl_moe_text": SECTIONS | {"moe_num_experts": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
-    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
     "gemma3n_text": {"num_hidden_layers": 15, "num_kv_shared_layers": 5},
     "glm4v_moe_text": HALF,
     "glm4v_text": HALF,
@@ -71,7 +72,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "kosmos-2": {"latent_query_num": 4},
     "layoutlmv3": {"input_size": 32, "coordinate_size": 22, "shape_size": 20},
     "lilt": {"hidden_size": 192, "num_attention_heads": 6},
-    "longcat_flash": {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8},
+    "longcat_flash": {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16},
     "mamba2": {"num_heads": 8, "head_dim": HEAD, "n_groups": 2},
     "mimi": {"upsample_groups": 16},
     "minicpm3": {"num_key_value_heads": 4},
@@ -87,6 +88,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_omni_moe_text": SECTIONS,
     "qwen3_vl_moe_text": SECTIONS,
     "qwen3_vl_text": SECTIONS,
+    "reformer": {
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [32, WIDTH - 32],
+        "attn_layers": ["local", "lsh", "local", "lsh"],
+        "attention_head_size": HEAD,
+    },
     "table-transformer": ALL,
     "time_series_transformer": SERIES,
     "xlstm": {"num_heads": 2},

@@ -59,7 +59,10 @@ class Subject(NamedTuple):
 
 def _number(config: Any, field: str) -> int | None:
     """A field, if it is there and a single number."""
-    found = getattr(config, field, None)
+    try:
+        found = getattr(config, field, None)
+    except Exception:  # it varies across layers
+        return None
     return found if isinstance(found, int) else None
 
 

@@ -24,6 +24,7 @@ from fpipe.differentiation.ways import Backward
 from schedules import Schedule, interleaved_1f1b, one_f_one_b, v_1f1b
 
 MICROBATCHES, DROPOUT = 2, 0.1
+READS = r"module (\S+) \((\w+)\)(?: in .*)?: got (?:a question about values|DataDependent|DynamicOutputShape)"
 MODELS = f"transformers{os.sep}"
 
 
@@ -159,7 +160,7 @@ def _built(plain: Subject, variant: Variant, capture: str, found: Trial) -> fpip
                 backward=variant.backward,
             )
         except fpipe.CaptureError as error:
-            blamed = re.match(r"module (\S+) \((\w+)\): got D(?:ataDependent|ynamicOutputShape)", str(error))
+            blamed = re.match(READS, str(error))
             if blamed is None or blamed[1] == "(root)" or blamed[2] in found.whole:
                 raise
             found.whole.append(blamed[2])

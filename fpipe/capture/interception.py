@@ -176,7 +176,10 @@ class _Watching:
         if not self.idle:
             self.recorder.regions += not self.recorder.depth
             self.recorder.depth += 1
-        return self.torch.entered(context)
+        entered = self.torch.entered(context)
+        if self.active:
+            torch.set_autocast_cache_enabled(False)  # so that every use is seen to cast; leaving puts it back
+        return entered
 
     def _left(self, context: Any, *error: Any) -> Any:
         self.recorder.depth -= not self.idle

@@ -9,14 +9,17 @@ stage is special to the executor. The share is one more leaf of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from fpipe.capture.questions import Ask, refuse_questions
 from fpipe.errors import CaptureError, InputError
 from fpipe.tree import Structure
+from fpipe.variant import Casts
 
 Loss: TypeAlias = Callable[..., Tensor]
 
@@ -61,12 +64,14 @@ class Objective:
 
     `batch` is the tree of (inputs, targets, scale); the loss is multiplied by the scale, or divided by the number of
     microbatches if that is `None`. `ask` answers what the model asks about values of the microbatch during a capture.
+    Model and loss run under the autocast `casts`.
     """
 
     loss: Loss | None
     batch: Structure
     microbatches: int
     ask: Ask = field(default=refuse_questions, compare=False)
+    casts: Casts = ()
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
         """`(scaled loss, outputs)` of the tensor leaves of `batch`; without a loss, `None` in its place."""
@@ -75,7 +80,10 @@ class Objective:
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
         """The same of the tree (inputs, targets, scale)."""
         inputs, targets, scale = batch
-        outputs = call_model(model, inputs)
-        if self.loss is None:
-            return None, outputs
-        return scaled_loss(self.loss, outputs, targets, scale, self.microbatches), outputs
+        with ExitStack() as stack:
+            for kind, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            outputs = call_model(model, inputs)
+            if self.loss is None:
+                return None, outputs
+            return scaled_loss(self.loss, outputs, targets, scale, self.microbatches), outputs

@@ -77,10 +77,11 @@ def memory(tensor: Tensor) -> int:
 
 
 class Effects:
-    """What operations write and where they draw, noted as they are called."""
+    """What operations write, what they cast and where they draw, noted as they are called."""
 
     def __init__(self) -> None:
         self.written: set[int] = set()
+        self.cast: set[int] = set()
         self.drawn: dict[torch.device, None] = {}
         self.foreign = False
         self.unregistered = False
@@ -89,6 +90,8 @@ class Effects:
         """An operation is called."""
         for argument in written(func, args, kwargs):
             self._write(argument)
+        if func is torch.ops.aten._to_copy.default:
+            self.cast.add(memory(args[0]))
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
 
     def returned(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:

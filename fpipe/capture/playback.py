@@ -237,7 +237,7 @@ class Playback:
         """Raise `CutError` if a weight is used here and elsewhere under one autocast, which would cast it once."""
         regions: dict[tuple[Value, int], set[bool]] = {}
         for k, unit in enumerate(self.tape.units):
-            for value in unit.reads if self.tape.modes[unit].region else ():
+            for value in self.tape.casts[unit] if self.tape.modes[unit].region else ():
                 regions.setdefault((value, self.tape.modes[unit].region), set()).add(start <= k < stop)
         for value, _ in (where for where, inside in regions.items() if len(inside) > 1):
             if value in self.seats and self.tape.fakes[value].requires_grad:

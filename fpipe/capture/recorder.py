@@ -57,7 +57,7 @@ class Recorder(TorchFunctionMode):
     """Records while it is entered, inside a fake mode.
 
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
-      `random`: what is known of each.
+      `casts`, `random`: what is known of each.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
       function was called. `hooked`: before which units tensors began to be saved through hooks.
     - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
@@ -84,6 +84,7 @@ class Recorder(TorchFunctionMode):
         self.modes: dict[Unit, Modes] = {}
         self.ticks: dict[Unit, tuple[int, int]] = {}
         self.written: dict[Unit, frozenset[int]] = {}
+        self.casts: dict[Unit, frozenset[Value]] = {}
         self.random: dict[Unit, Labels] = {}
         self.draws: list[Draw] = []
         self.told: list[Told] = []
@@ -114,6 +115,7 @@ class Recorder(TorchFunctionMode):
             self.spans.seal(SEALING[function])
         invocation = Invocation(function, args, kwargs, self.values.read)
         self.effects.written.clear()
+        self.effects.cast.clear()
         self.used.clear()
         self.inside = True
         try:
@@ -191,6 +193,7 @@ class Recorder(TorchFunctionMode):
         unit = self._unit(function, invocation, used, makes, tuple(picks))
         self.units.append(unit)
         self.modes[unit], self.ticks[unit], self.written[unit] = self.now(), (tick, self.tick), written
+        self.casts[unit] = frozenset(v for v in unit.reads if self.values.storage[v] in self.effects.cast)
         if drawn:
             self.random[unit] = Labels(drawn[0].label, drawn[0].devices)
 
@@ -312,6 +315,7 @@ class Recorder(TorchFunctionMode):
             tuple(self.units),
             self.modes,
             self.ticks,
+            self.casts,
             tuple(self.spans.outermost),
             tuple(self.draws),
             tuple(self.told),

@@ -161,6 +161,7 @@ class Tape:
     """A recorded run.
 
     - `units`: the torch calls; `modes`, `ticks`: of each, what it depends on, and from when to when it ran.
+    - `casts`: which of the values that it reads each unit casts to another dtype, as autocast does.
     - `spans`: the outermost spans. `draws`: what drew random numbers, in order.
     - `told`: what read values and was answered, in order.
     - `calls`: per function of these, the ticks of all its calls.
@@ -173,6 +174,7 @@ class Tape:
     units: tuple[Unit, ...]
     modes: Mapping[Unit, Modes]
     ticks: Mapping[Unit, tuple[int, int]]
+    casts: Mapping[Unit, frozenset[Value]]
     spans: tuple[Span, ...]
     draws: tuple[Draw, ...]
     told: tuple[Told, ...]
