@@ -8,8 +8,8 @@ Idea. Walk everything that the model's code reaches: the tables of modules, the 
 cells and defaults of functions (of hooks and losses, too), and the globals that those functions use. Note the contents
 of each container, one level deep, so that they can be compared and put back.
 
-Invariant: a container that is reached without going through a function belongs to the model's copy; all others lie
-`outside`, and belong to the user.
+Invariant: a container that the copy of a model reaches without going through a function, and that the model itself does
+not reach, belongs to the copy; all others lie `outside`, and belong to the user.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ class Snapshot:
     held: Mapping[object, Held]
 
     @classmethod
-    def of(cls, *roots: object) -> Snapshot:
-        """Note what the modules among `roots` hold, and what all roots and the functions that they reach do."""
-        own, everything = Walk(), Walk(functions=True)
-        own.follow([root for root in roots if isinstance(root, nn.Module)])
-        everything.follow(roots)
-        found = everything.containers.items()
-        return cls({key: Held(one, contents(one), key not in own.containers) for key, one in found})
+    def of(cls, copied: nn.Module, original: nn.Module, *others: object) -> Snapshot:
+        """Note what the copy of a model, other roots, and the functions that all of them reach hold."""
+        own, theirs, everything = Walk(), Walk(), Walk(functions=True)
+        own.follow([copied])
+        theirs.follow([original])
+        everything.follow([copied, *others])
+        mine = own.containers.keys() - theirs.containers.keys()
+        return cls({key: Held(one, contents(one), key not in mine) for key, one in everything.containers.items()})
 
     def changed(self) -> Iterator[Held]:
         """The containers that have other contents now."""

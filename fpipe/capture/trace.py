@@ -73,7 +73,7 @@ class _Tracer:
         self.objective, self.leaves, self.whole, self.opaque, self.via = objective, leaves, whole, opaque, via
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
-        self.skeleton = skeleton(model, on_meta)
+        self.model, self.skeleton = model, skeleton(model, on_meta)
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         self.state: list[tuple[Source, Tensor]] = [
             *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
@@ -118,7 +118,7 @@ class _Tracer:
 
     def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...]]:
         """The second of two runs, its loss and outputs, and what a run changes; what contexts hold is put back."""
-        roots = self.skeleton, self.objective.loss
+        roots = self.skeleton, self.model, self.objective.loss
         before = Snapshot.of(*roots)
         try:
             asked: list[Answer] = []
