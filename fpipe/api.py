@@ -21,6 +21,7 @@ from fpipe.batching.batch import Batch, Batching
 from fpipe.batching.memory import require_apart
 from fpipe.batching.weights import Weight
 from fpipe.capture.contract import FrontEnd
+from fpipe.capture.copying import require_own_buffers
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.front_ends import front_end
 from fpipe.capture.gradient_hooks import gradient_hooks, require_exact
@@ -140,6 +141,7 @@ def pipeline(
         meet(ranks, schedule, batchings[True])
         pipe = _bound(module, batchings, whole, output_dims, loss, schedule, where, seen_by, sums, way(backward), ranks)
         connect(pipe, TRAINING)
+        require_own_buffers(module, pipe.training.assembly.captured)
     return pipe
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -508,3 +509,103 @@ def test_a_list_that_the_loss_fills_holds_what_steps_computed(backward):
     run(pipe, Stack(), inputs, targets)
     assert not [one for one in history if isinstance(one, FakeTensor)]
     assert len(history) == (2 if backward == "autograd" else 0)
+
+
+# ------------------------------------------------------------------------------------- hooks that hold parts of a model
+
+
+class Closing(Stack):
+    """Hooks that close over the model, over a list of its own, or have a part of it as a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+        self.pooled: dict[str, Tensor] = {}
+        self.register_buffer("seen", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(()))
+        features = self.features
+
+        def keep(module: nn.Module, args: object, out: Tensor) -> None:
+            self.features.append(out)
+            self.seen += 1
+
+        def kept(module: nn.Module, args: object, out: Tensor, pooled: dict[str, Tensor] = self.pooled) -> Tensor:
+            pooled["mean"] = out.mean() * self.scale
+            return out + len(features)
+
+        self.blocks[0].register_forward_hook(keep)
+        self.blocks[2].register_forward_hook(partial(kept))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features.clear()
+        return super().forward(x) + self.features[0] * self.pooled["mean"]
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("cuts", [(), AT, INSIDE], ids=["uncut", "at blocks", "inside"])
+def test_hooks_that_hold_parts_of_the_model_hold_those_of_the_copy(cuts, backward):
+    (inputs, targets), (model, another) = rows_of()(6), (Closing(), Closing())
+    another.load_state_dict(model.state_dict())
+    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=list(cuts), backward=backward
+    )
+    got = run(pipe, model, inputs, targets)
+    assert not model.features
+    assert not model.seen.any()
+    # deepcopy, which the loop uses, leaves hooks with the original: so that one is called, and its tensors are compared
+    another.zero_grad()
+    for x, y in zip(inputs[0].chunk(3), targets.chunk(3), strict=True):
+        (mse(another(x), y) / 3).backward()
+    want = {name: p.grad for name, p in another.named_parameters()}
+    assert_same(got, got._replace(grads=want, buffers=dict(another.named_buffers())))
+
+
+class Counted(Block):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+counted = nn.Sequential(Counted(), Block())
+
+
+def by_name(module: nn.Module, args: object, out: Tensor) -> Tensor:
+    return out * counted[0].calls
+
+
+def test_a_hook_that_uses_the_model_by_the_name_of_a_global_is_refused():
+    handle = counted[1].register_forward_hook(by_name)
+    inputs, targets = rows_of()(4)
+    with pytest.raises(fpipe.CaptureError, match=r"by_name: got the global 'counted', which is a part of the model"):
+        fpipe.pipeline(counted, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2))
+    handle.remove()
+
+
+class Holder:
+    """Holds the model, which does not hold it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def scale(self, out: Tensor) -> Tensor:
+        return out * self.model[0].calls
+
+
+def test_a_hook_that_reads_a_changing_buffer_of_the_original_is_refused():
+    model = nn.Sequential(Counted(), Block())
+    holder = Holder(model)
+
+    def scaled(module: nn.Module, args: object, out: Tensor) -> Tensor:
+        return holder.scale(out)
+
+    model[1].register_forward_hook(scaled)
+    inputs, targets = rows_of()(4)
+    with pytest.raises(fpipe.CaptureError, match=r"buffer 0\.calls: got a use of it from outside the model"):
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2))

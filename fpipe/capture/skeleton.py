@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fpipe.capture.copying import Functions
 from fpipe.errors import CaptureError
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -33,8 +34,12 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     memo.update((id(one), type(one)()) for one in empty)
     computed = [one for one in held if isinstance(one, Tensor) and one.grad_fn is not None]  # anew before each forward
     memo.update((id(one), on_meta(one)) for one in computed)
+    functions = Functions(model)
+    memo.update(functions.made)
     try:
-        return copy.deepcopy(model, memo)
+        made = copy.deepcopy(model, memo)
+        functions.fill(memo)
+        return made
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__}: a copy without its tensors could not be made ({error}), expected a module that "

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of functions that hold parts of a model, for a copy of that model.
+
+Problem. `copy.deepcopy` takes functions as they are. A hook that closes over `self` would read and write the original
+from inside the copy: its buffers would be constants, and what the hook collects would go astray.
+
+Idea. Such a function is copied with empty cells, which are filled, once the model has been copied, with copies of what
+they held, made with the same memo. Functions that hold nothing of the model stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+from collections import deque
+from collections.abc import Collection
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from fpipe.capture.contract import Buffer, Captured, Constant
+from fpipe.capture.observation import observe
+from fpipe.capture.snapshot import Walk, children, codes
+from fpipe.errors import CaptureError
+
+OPENED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
+
+
+class Functions:
+    """The functions around a model that hold parts of it; `made` has a copy of each, by the function's identity."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own, everything = Walk(), Walk(functions=True)
+        own.follow([model])
+        everything.follow([model])
+        tensors = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+        for function in everything.functions:
+            _require_no_globals(function, tensors)
+        self.parts = tensors | {id(one) for one in own.containers.values()}
+        self.cells: dict[int, tuple[CellType, CellType]] = {}
+        self.found = [one for one in everything.functions if self._holds_part(one)]
+        self.made: dict[int, Any] = {id(one): self._copy(one) for one in self.found}
+
+    def fill(self, memo: dict[int, Any]) -> None:
+        """Let the copies hold what their originals hold, copied with the `memo` with which the model was."""
+        for old, new in self.cells.values():
+            new.cell_contents = copy.deepcopy(old.cell_contents, memo)
+        for function in self.found:
+            made = self.made[id(function)]
+            made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
+            made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+
+    def _copy(self, function: FunctionType) -> FunctionType:
+        """The function, without defaults, and with new cells in the place of those that hold a part of the model."""
+        cells = tuple([self._cell(cell) for cell in function.__closure__ or ()])
+        made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        vars(made).update(vars(function))
+        return made
+
+    def _cell(self, cell: CellType) -> CellType:
+        """One for all functions that share it."""
+        return self.cells.setdefault(id(cell), (cell, CellType()))[1] if self._holds_part(cell) else cell
+
+    def _holds_part(self, holder: Any) -> bool:
+        """Whether a part of the model is among what a function or a cell holds, in containers and functions too."""
+        stack, seen = [holder], set[int]()
+        while stack:
+            one = stack.pop()
+            if id(one) in self.parts or id(getattr(one, "__dict__", None)) in self.parts:
+                return True
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, FunctionType):
+                stack += [*(one.__closure__ or ()), one.__defaults__, one.__kwdefaults__]
+            elif isinstance(one, OPENED):
+                stack += children(one)
+        return False
+
+
+def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
+    """Raise `CaptureError` for a function that uses a part of the model by the name of a global."""
+    names = [name for code in codes(function.__code__) for name in code.co_names]
+    for name in [name for name in names if id(function.__globals__.get(name)) in parts]:
+        steps = (step for code in codes(function.__code__) for step in dis.get_instructions(code))
+        if any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in steps):
+            raise CaptureError(
+                f"{function.__qualname__}: got the global {name!r}, which is a part of the model, expected none: "
+                "stages run a copy of the model, and this would use the original. Use the arguments (a hook's first "
+                "is the module), or a method or a function inside one, which are copied with the model."
+            )
+
+
+def require_own_buffers(model: nn.Module, captured: Captured) -> None:
+    """Raise `CaptureError` if the captured copy of `model` reads one of its buffers, which a step changes, itself."""
+    observed, sources = observe(captured), captured.sources
+    written = frozenset().union(*observed.written.values())
+    changed = {s.name for v, s in sources.items() if isinstance(s, Buffer) and observed.storage[v] in written}
+    buffers = {id(buffer): name for name, buffer in model.named_buffers() if name in changed}
+    for source in sources.values():
+        if isinstance(source, Constant) and id(source.tensor) in buffers:
+            raise CaptureError(
+                f"buffer {buffers[id(source.tensor)]}: got a use of it from outside the model, which changes it in "
+                "every step, expected uses through modules: stages run a copy of the model, and this would see the "
+                "original. Pass the module (a hook's first argument), or let the model return what is needed."
+            )
