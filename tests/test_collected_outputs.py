@@ -609,3 +609,56 @@ def test_a_hook_that_reads_a_changing_buffer_of_the_original_is_refused():
     inputs, targets = rows_of()(4)
     with pytest.raises(fpipe.CaptureError, match=r"buffer 0\.calls: got a use of it from outside the model"):
         fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(1, 2))
+
+
+# ----------------------------------------------------------------------------------------------------- what errors say
+
+
+class Ragged(Block):
+    """What it returns has as many rows as data say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unique()
+
+
+class Deciding(Stack):
+    """Asks for a value in the model's own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x if x.sum() > 0 else -x
+
+
+def deciding(outputs: Tensor, targets: Tensor) -> Tensor:
+    value = mse(outputs, targets)
+    return value if value > 1 else value * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words", "never"),
+    [
+        (nn.Sequential(Block(), Deciding()), {}, "name the module in unsplittable", "of its own"),
+        (Deciding(), {}, "put that part into a module of its own, and name this in unsplittable", "name the module"),
+        (nn.Sequential(Block(), Ragged()), {"unsplittable": Ragged}, "shapes that depend on data out of", "name the"),
+        (Stack(), {"loss": deciding}, "out of the loss, which no name in unsplittable keeps", "name the module"),
+    ],
+    ids=["a module", "the model itself", "a module that is named already", "the loss"],
+)
+def test_a_repair_can_be_acted_upon(model, options, words, never):
+    inputs, targets = rows_of()(4)
+    options = {"loss": mse, **options}
+    with pytest.raises(fpipe.CaptureError) as caught:
+        fpipe.pipeline(model, example=inputs, targets=targets, schedule=one_f_one_b(1, 2), **options)
+    assert words in str(caught.value)
+    assert never not in str(caught.value)
+
+
+def test_hooks_of_the_library_are_not_mentioned():
+    """What cannot be run as a whole is named, and the hook if it is the reason."""
+    model = Gathering()
+    model.blocks[1].register_full_backward_hook(lambda module, incoming, outgoing: None)
+    inputs, targets = rows_of()(4)
+    with pytest.raises(fpipe.CutError, match=r"inside 'blocks\.1' \(Block\): the backward hook .*<lambda>"):
+        fpipe.pipeline(
+            model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.1.b"]
+        )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fpipe.capture.advice import on_values
 from fpipe.capture.contract import Batch, Constant, Source, Unit, Value, sequence, single
 from fpipe.capture.modes import Modes, under_modes
 from fpipe.capture.questions import GUESSES, Answer, Question
@@ -103,9 +104,7 @@ class Origin:
         if self.obstacle:
             raise CaptureError(
                 f"{asks}: got a question about values that depend on {self.obstacle}, expected one that constants or "
-                "the batch alone decide: nobody knows these values before the step runs. Take control flow and shapes "
-                "that depend on them out of the model; or, if shapes do not depend on them, name the module in "
-                "unsplittable, and it runs as it is."
+                f"the batch alone decide: nobody knows these values before the step runs. {on_values(where)}"
             )
         computed = self.computed(invocation.reads)
 

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from fpipe.capture.advice import on_values
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.generators import Drawing, Generators, refusal
@@ -177,11 +178,10 @@ class _Tracer:
         except PipelineError:
             raise
         except Exception as error:
+            module = blame(error.__traceback__, self.skeleton)
             raise CaptureError(
-                f"{blame(error.__traceback__, self.skeleton)}: got {type(error).__name__}: {error}"
-                f"{source_of(error.__traceback__)}, expected a forward that runs on fake tensors, which have shapes "
-                "but no values. Take control flow and shapes that depend on data out of the model; or, if shapes do "
-                "not depend on it, name the module in unsplittable, and it runs as it is."
+                f"{module}: got {type(error).__name__}: {error}{source_of(error.__traceback__)}, expected a forward "
+                f"that runs on fake tensors, which have shapes but no values. {on_values(module, self.opaque)}"
             ) from error
 
     def _seats_by_value(self) -> dict[Value, list[Seat]]:
