@@ -76,8 +76,10 @@ def test_a_step_beside_the_reference_and_a_capture():
             assert_same(run_reference(pipe, model, inputs, targets, seed=5), whole)
 
     def captures():
-        another = build(ZOO["dropping"], HOW, 8)
-        assert_same(run(*another, seed=5), want)
+        one = ZOO["dropping"]
+        options = {"example": inputs, "targets": targets, "loss": one.loss, "schedule": HOW, "cuts": one.at(2)}
+        another = fpipe.pipeline(model, **options)  # no new model: its initializers would draw, or seed, beside a step
+        assert_same(run(another, model, inputs, targets, seed=5), want)
 
     at_once(steps, references, captures)
 
