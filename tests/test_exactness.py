@@ -33,7 +33,7 @@ from torch import nn
 
 import fpipe
 from fpipe.tree import same_bits
-from schedules import gpipe, one_f_one_b
+from schedules import B, F, gpipe, one_f_one_b, schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 
@@ -200,3 +200,22 @@ def test_the_comparison_sees_one_bit(leaf):
     tensor.view(-1)[:1].view(torch.int32)[0] ^= 1
     assert len(list(differences(got, other))) == 1
     assert list(differences(got, got._replace(grads=dict(list(got.grads.items())[1:]))))
+
+
+@schedule()
+def last_first(rank, ranks, microbatches):
+    """Microbatches go through in descending order, so the last of the batch is done first."""
+    yield from (F(rank, i) for i in reversed(range(microbatches)))
+    yield from (B(rank, i) for i in range(microbatches))
+
+
+@pytest.mark.parametrize("name", ["mlp", "skips"])
+def test_outputs_and_losses_are_joined_in_the_order_of_microbatches(name):
+    """Not in the order in which they are done."""
+    one = ZOO[name]
+    pipe, model, inputs, targets = build(one, last_first(ranks=2, microbatches=4), 8)
+    assert_same(run(pipe, model, inputs, targets), loop(model, one.loss, inputs, targets, 4))
+    step = fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
+    want = eval_loop(model, one.loss, inputs, targets, 4)
+    assert same_bits(step.loss, want.loss)
+    assert_same(want._replace(outputs=step.outputs), want)

@@ -120,8 +120,8 @@ class Stream:
         return StreamEvent(self)
 
     def clock(self):
-        """The host has waited for the device."""
-        return self.now + self.late
+        """The host's: until it has waited for the device it is ahead of it."""
+        return self.now + self.late * bool(self.waited)
 
 
 class StreamEvent:
@@ -159,6 +159,8 @@ def test_a_step_on_a_device_waits_for_it_once(monkeypatch):
     _, spans = recorded(how)
     assert [span[:2] for span in spans] == [span[:2] for span in want]
     assert (stream.waited, stream.now) == (1, 2 * len(spans) + 1)
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    assert (first, last) == (stream.late + 1, stream.late + 2 * len(spans))
     assert summarize(spans, how).busy == (8.0,) * 4
 
 

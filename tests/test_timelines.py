@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from models import SCHEDULES, ZOO, build
 
 import fpipe
+from fpipe.transport import clocks
 from fpipe.transport.clocks import difference
 from fpipe.transport.local import LocalRanks
 from schedules import KINDS, Action, B, Costs, F, Span, parse, simulate, spans, split_backward, summarize
@@ -112,3 +113,32 @@ def test_clocks_are_told_apart_as_well_as_the_shortest_trip_allows(trips, offset
         assert abs(difference(asked) - offset) <= shortest / 2 + 1e-9
     if offset == 0:
         assert difference(asked) == 0
+
+
+class Queued:
+    """Messages of a device: what is received is there only once the host asks for its value, which takes 5 seconds."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.sent = 0.0, []
+        monkeypatch.setattr(clocks, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(clocks, "dist", self)
+        monkeypatch.setattr(clocks.torch, "zeros", lambda *shape, **options: self)
+
+    def send(self, tensor, dst, group):
+        self.sent.append(tensor)
+
+    def recv(self, tensor, src, group):
+        assert tensor is self
+
+    def item(self):
+        self.now += 5.0
+        return 77.0
+
+
+def test_clocks_are_read_once_a_message_has_arrived_on_the_device(monkeypatch):
+    queue = Queued(monkeypatch)
+    assert list(clocks._ask(0, None, torch.device("cpu")))[:2] == [(0.0, 77.0, 5.0), (5.0, 77.0, 10.0)]
+    queue.sent.clear()
+    queue.now = 0.0
+    clocks._answer(1, None, torch.device("cpu"))
+    assert [answer.item() for answer in queue.sent[:2]] == [5.0, 10.0]
