@@ -9,8 +9,9 @@ its bytecode, constants, defaults, what its cells hold, and what the globals tha
 
 How far that goes. Functions are followed into cells, defaults, partials, bound methods, and into functions of the same
 file that they name. Functions of torch and of the standard library are known by name. Numbers, strings, containers and
-tensors are compared by value, devices by type, callable objects, dataclasses and modules by what they hold; any other
-object is known by its class. What a file or an environment variable holds when a function runs is not seen.
+tensors are compared by value, devices by type, callable objects, dataclasses and modules by what they hold, but for the
+values of parameters; any other object is known by its class. Of a container the first `ENTRIES` entries count. What a
+file or an environment variable holds when a function runs is not seen.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -31,6 +33,8 @@ from torch import Tensor, nn
 from fpipe.spec import Spec, as_bytes
 
 PLAIN: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format, type(None))
+ENTRIES: Final = 1000
+LINES: Final = 20_000
 BY_NAME: Final = frozenset({*sys.stdlib_module_names, "torch"}) - {"__main__"}
 
 
@@ -67,7 +71,7 @@ def described(value: object) -> list[str]:
     >>> [line for line in described(scaled(2)) if "factor" in line]
     ['cell factor: 2']
     """
-    return list(_Described().lines("", value))
+    return list(islice(_Described().lines("", value), LINES))
 
 
 class _Described:
@@ -93,13 +97,13 @@ class _Described:
     def _composed(self, path: str, value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):
             yield _said(path, f"{type(value).__qualname__} of {len(value)}")
-            for key, held in value.items():
+            for key, held in islice(value.items(), ENTRIES):
                 yield from self.lines(f"{path}[{_key(key)}]", held)
         elif isinstance(value, set | frozenset):
             yield _said(path, f"{{{', '.join(sorted(_key(one) for one in value))}}}")
         elif isinstance(value, list | tuple):
             yield _said(path, f"{type(value).__qualname__} of {len(value)}")
-            for k, held in enumerate(value):
+            for k, held in enumerate(value[:ENTRIES]):
                 yield from self.lines(f"{path}[{k}]", held)
         elif isinstance(value, FunctionType):
             yield from self._function(path, value)
@@ -152,8 +156,10 @@ class _Described:
             yield _said(where, f"{_name(type(one))}, {one.extra_repr()}, {'training' if one.training else 'eval'}")
             yield from self.lines(_joined(where, "forward"), type(one).forward)
             own = {k: v for k, v in vars(one).items() if isinstance(v, (*PLAIN, Tensor)) and k != "training"}
-            for attribute, held in (*own.items(), *one._parameters.items(), *one._buffers.items()):
+            for attribute, held in (*own.items(), *one._buffers.items()):
                 yield from self.lines(f"{where}.{attribute}", held)
+            for attribute, parameter in one._parameters.items():
+                yield _said(f"{where}.{attribute}", "none" if parameter is None else str(Spec.of(parameter)))
 
 
 def digest_of(code: CodeType) -> str:

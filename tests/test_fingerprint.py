@@ -84,6 +84,17 @@ def test_what_does_the_same_is_alike():
         assert described(pair[0]) == described(pair[1])
 
 
+def test_much_is_described_in_few_lines():
+    assert len(described(closed(list(range(10**6))))) < 2000
+    assert len(described([[k] * 900 for k in range(900)])) <= 20_000
+
+
+def test_parameters_of_modules_may_differ():
+    """A model that a loss closes over may have been made with other numbers, and is loaded later."""
+    assert described(closed(nn.Linear(2, 2))) == described(closed(nn.Linear(2, 2)))
+    assert described(closed(nn.Linear(2, 2))) != described(closed(nn.Linear(2, 3)))
+
+
 def test_a_function_that_calls_itself_ends():
     assert described(made("def f(x): return f(x)"))
 
