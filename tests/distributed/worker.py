@@ -502,7 +502,7 @@ def another_model_on_one_rank(rank, size):
 @case
 def another_schedule_on_one_rank(rank, size):
     kind = "gpipe" if rank else "one_f_one_b"
-    with raises(fpipe.TransportError, "- schedule: got on rank 0: one_f_one_b", " gpipe(", "- program: got on rank 0"):
+    with raises(fpipe.TransportError, "- schedule: got on rank 0: one_f_one_b", " gpipe("):
         build(ZOO["mlp"], SCHEDULES[kind](ranks=size, microbatches=4), 8)
 
 
