@@ -40,10 +40,11 @@ from fpipe.recording import Record
 from fpipe.state import require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys
 from fpipe.ties import Tied, summed
-from fpipe.transport.contract import Ranks
 from fpipe.turns import turn
 from fpipe.variant import EVALUATION, TRAINING, Variant
 from fpipe.verification import Computed, eagerly, require_equal
+from fpipe.watching.origin import Origin
+from fpipe.watching.watch import Watching
 from schedules import Schedule
 
 
@@ -129,20 +130,33 @@ def pipeline(
     module = as_module(model)
     require_arguments(module, example, loss, schedule)
     where = asked(cuts, stages, unsplittable, schedule)
-    seen_by = front_end(capture, where.whole(module))
-    sums = summed(tied, module)
     batchings = {
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
-    whole = batchings[True].cut(example, targets)
+    whole, how = batchings[True].cut(example, targets), way(backward)
     ranks = launched(schedule.ranks, group, batchings[True].home)
-    with lifted(TRAINING), ranks.guarded("pipeline"):
-        meet(ranks, schedule, batchings[True])
-        pipe = _bound(module, batchings, whole, output_dims, loss, schedule, where, seen_by, sums, way(backward), ranks)
+
+    def built(module: nn.Module, example: Batch) -> Pipeline:
+        captures = _captures(module, loss, batchings, front_end(capture, where.whole(module)), where, schedule, how)
+        captures = captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered())
+        kept = example if captures.batchings[True].example.answers else example.without_values()
+
+        def rebuild(model: nn.Module | Sequence[Callable[..., Any]]) -> Pipeline:
+            with lifted(TRAINING), ranks.guarded("pipe.rebuilt"):
+                module = as_module(model)
+                require_arguments(module, (), loss, schedule)
+                return built(module, kept)
+
+        pipe = Pipeline(schedule, captures, output_dims, ranks, rebuild, summed(tied, module), how)
+        require_exact(captures.hooks, pipe.summed)
         connect(pipe, TRAINING)
         require_own_buffers(module, pipe.training.assembly.captured)
-    return pipe
+        return pipe
+
+    with lifted(TRAINING), ranks.guarded("pipeline"):
+        meet(ranks, schedule, batchings[True])
+        return built(module, whole)
 
 
 def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None = None) -> ValueAndGrad:
@@ -177,6 +191,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             batch = pipe.batch(what, inputs, targets, pipe.ranks.tell)
+            pipe.plan(what, batch.signature).watch.require_unchanged()
             plan, given = enter(pipe, what, params, buffers, batch, seed)
             outcomes = pipe.run(plan, given, record)
             grads = gradients(plan, outcomes)
@@ -201,6 +216,7 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
             loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
             variant = replace(what, loss=loss)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
+            pipe.plan(variant, batch.signature).watch.require_unchanged()
             plan, given = enter(pipe, variant, params, buffers, batch, seed)
             outcomes = pipe.run(plan, given, record)
             return gather(plan, pipe.ranks, outcomes, buffers)
@@ -228,6 +244,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
         with lifted(variant) as what:
             batch = pipe.batch(what, inputs, targets)
             plan = pipe.plan(what, batch.signature)
+            plan.watch.require_unchanged()
             require_apart(batch.memories, plan.written)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
             with turn(), random.preserved(plan.devices):
@@ -290,32 +307,20 @@ def verify(
     return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly", tolerance))
 
 
-def _bound(
+def _captures(
     module: nn.Module,
-    batchings: Mapping[bool, Batching],
-    example: Batch,
-    output_dims: Any,
     loss: Loss,
-    schedule: Schedule,
-    cuts: Cuts,
+    batchings: Mapping[bool, Batching],
     seen_by: FrontEnd,
-    sums: frozenset[str],
+    cuts: Cuts,
+    schedule: Schedule,
     how: Way | None,
-    ranks: Ranks,
-) -> Pipeline:
-    """The pipeline of these arguments, without a tensor of the user's; nothing is planned yet."""
-    device, mode = batchings[True].home, fake_mode()
-    model, hooks = skeleton(module, lambda tensor: fake(mode, tensor, device)), gradient_hooks(module)
-    require_exact(hooks, sums)
-    captures = Captures(model, loss, batchings, seen_by, cuts, schedule.backward, hooks)
-    return Pipeline(
-        schedule=schedule,
-        captures=captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered()),
-        output_dims=output_dims,
-        ranks=ranks,
-        summed=sums,
-        way=how,
-    )
+) -> Captures:
+    """The captures of a model, none made yet, without a tensor of the user's."""
+    mode = fake_mode()
+    model = skeleton(module, lambda tensor: fake(mode, tensor, batchings[True].home))
+    watching = Watching(Origin.of(module), loss, how is not None, {})
+    return Captures(model, loss, batchings, seen_by, cuts, schedule.backward, gradient_hooks(module), watching)
 
 
 def _of_inputs(batch_dims: Any) -> Any:

@@ -7,7 +7,7 @@ smaller last one, those of later batches. All are cut at the same modules, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -17,6 +17,7 @@ from torch import nn
 
 from fpipe.batching.batch import Batch, Batching, Microbatch
 from fpipe.capture.contract import Captured, FrontEnd
+from fpipe.capture.dynamo import dynamo
 from fpipe.capture.fake import fake_mode
 from fpipe.capture.gradient_hooks import Hooks
 from fpipe.capture.losses import Loss, Objective
@@ -26,6 +27,8 @@ from fpipe.capture.validity import name_of, require_valid
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls
 from fpipe.variant import TRAINING, Variant
+from fpipe.watching.reads import Reads, reading
+from fpipe.watching.watch import Watch, Watching, opened
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 """A captured model, and the units before which a new stage begins."""
@@ -38,6 +41,7 @@ class Captures:
     - `model`: its skeleton.
     - `batchings`: how batches are cut, with the loss and without.
     - `backward`: whether gradients are ever computed. `hooks`: those on gradients of parameters.
+    - `watching`: how what a capture has assumed is watched.
     - `asked`: what the model asks next about a microbatch whose answers so far are known.
     """
 
@@ -48,9 +52,12 @@ class Captures:
     cuts: partition.Cuts
     backward: bool
     hooks: Hooks
+    watching: Watching
     made: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
+    reads: dict[tuple[Variant, Microbatch], Reads] = field(default_factory=dict)
     cut: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
     asked: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
+    watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
 
     def exemplified(self, example: Batch) -> Captures:
         """Return the same, with the answers that the example gives."""
@@ -65,6 +72,7 @@ class Captures:
                 told = self.explore(variant, microbatch, refuse_questions)
                 assert told == microbatch, "all answers are known, and none is left over"
             self.cut[what] = self._positions(self.made[what], *what)
+            self.watches[what] = self._watch(*what)
         return self.made[what], self.cut[what]
 
     def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
@@ -89,9 +97,21 @@ class Captures:
             told = told.told(next(known, None) or ask(question))
             return told.answers[-1]
 
-        captured = self._capture(variant, microbatch, answer)
-        self.made[variant, told] = captured
+        with nullcontext(Reads()) if self.front_end is dynamo else reading() as reads:  # dynamo goes around patches
+            captured = self._capture(variant, microbatch, answer)
+        self.made[variant, told], self.reads[variant, told] = captured, reads
         return told
+
+    def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
+        """What the captures for these microbatches have assumed, which must still hold when they run."""
+        wanted = [(replace(variant, outputs=True), one) for one in dict.fromkeys(microbatches)]
+        return Watch.all(self.watches[what] for what in wanted)
+
+    def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
+        what = variant, microbatch
+        itself = name_of(self.front_end) in ("trace", "modules")
+        recorded = opened(self.made[what].calls, self.cut[what]) if itself else None
+        return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """What is computed for such a microbatch."""

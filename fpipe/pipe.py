@@ -10,7 +10,7 @@ captured, and a plan, are made once and kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,7 @@ class Pipeline:
     - `captures`: the model, what is computed of it, and how batches and it are cut.
     - `output_dims`: how outputs are joined.
     - `ranks`: which pipeline ranks this process runs: one of them under torch.distributed, else all.
+    - `rebuild`: makes a pipeline of another model from the same arguments.
     - `summed`: the parameters whose gradients are summed over stages.
     - `way`: how stages are differentiated, if not by autograd.
     - `plans`: those that were made; `connections`: those on which all ranks have agreed, by digest; `compared`: the
@@ -59,6 +60,7 @@ class Pipeline:
     captures: Captures
     output_dims: Any
     ranks: Ranks
+    rebuild: Callable[[nn.Module | Sequence[Any]], Pipeline]
     summed: frozenset[str] = frozenset()
     way: Way | None = None
     plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
@@ -171,7 +173,8 @@ class Pipeline:
         for stage in assemblies[0].stages:
             _require_one_state(stage, schedule.placement.replicas(stage.index))
         joining = _joining(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
-        return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining)
+        watch = self.captures.watch(variant, microbatches)
+        return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining, watch)
 
     def _assembled(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         """Return the stages for a microbatch, made at their first use: batches mix microbatches in many ways."""
@@ -244,6 +247,28 @@ class Pipeline:
         plan, trainable = self.training, self.training.assembly.captured.trainable
         params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
         return params, {name: values[name] for name in plan.buffers}
+
+    def rebuilt(self, model: nn.Module | Sequence[Any]) -> Pipeline:
+        """Return a new pipeline of `model` as it is now, from the arguments that this one was built with.
+
+        For a change that this one does not follow: a frozen parameter, another dropout rate, a constant of the loss.
+        Takes the time of a capture; channels between ranks are used again. Under torch.distributed every rank must call
+        it at the same time. Parameters, buffers and the state of an optimizer go on as they are, but for the flags of
+        what was frozen or unfrozen.
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean, schedule=gpipe(2, 2))
+        >>> params, buffers = pipe.init(model)
+        >>> model[0].requires_grad_(False)
+        Linear(in_features=4, out_features=8, bias=True)
+        >>> pipe = pipe.rebuilt(model)
+        >>> params = {name: p.requires_grad_(name.startswith("1.")) for name, p in params.items()}
+        >>> list(fpipe.value_and_grad(pipe)(params, buffers, (torch.ones(2, 4),))[1])
+        ['1.weight', '1.bias']
+        """
+        return self.rebuild(model)
 
     @property
     def owned(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from fpipe.linking import link
 from fpipe.recording import timed
 from fpipe.spec import Spec
 from fpipe.stage import Stage
+from fpipe.watching.watch import Watch
 from schedules import Placement, Program
 
 
@@ -33,12 +34,14 @@ class Plan:
     - `assemblies`: per microbatch, the model cut into stages; the same object where shapes are the same.
     - `ranks`: the ranks of this process.
     - `joining`: how the model's outputs are put together; `None` if they are not asked for.
+    - `watch`: what was assumed when it was made, and must still hold when it runs.
     """
 
     assemblies: tuple[Assembly, ...]
     program: Program
     ranks: tuple[int, ...]
     joining: Joining | None
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def assembly(self) -> Assembly:

@@ -215,6 +215,10 @@ class Batch:
     known: tuple[tuple[Tensor, ...] | None, ...]
     memories: tuple[Memory, ...]
 
+    def without_values(self) -> Batch:
+        """Return the batch as a process has it that was given nothing of it."""
+        return replace(self, known=(None,) * len(self.known))
+
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
         """The microbatches of the `needed` leaves, of all by default, the scale among them.
 

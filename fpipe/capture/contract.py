@@ -163,6 +163,7 @@ class Call(NamedTuple):
 
     - `path`: the module's name; `kind`: its class.
     - `sealed`: why no stage may begin inside it; empty if one may.
+    - `apart`: whether it is never called as itself, since it uses more than its arguments and state, or makes more.
     """
 
     path: str
@@ -170,6 +171,7 @@ class Call(NamedTuple):
     start: int
     stop: int
     sealed: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)

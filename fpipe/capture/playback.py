@@ -129,10 +129,10 @@ class Playback:
             if first >= last:
                 continue
             yield from self._units(at, first)
-            if (first, last) == (span.start, span.stop) and self._obstacle(span) is None:
+            if (first, last) == (span.start, span.stop) and self.obstacle(span) is None:
                 yield span.modes, self._whole(span)
             else:
-                _require_open(span, self._obstacle(span))
+                _require_open(span, self.obstacle(span))
                 yield from self._steps(span.inner, first, last)
             at = last
         yield from self._units(at, stop)
@@ -145,7 +145,7 @@ class Playback:
             step = answering(single(unit, labels), self.tape.answered(first, last))
             yield self.tape.modes[unit], step if labels or not draws else _keyed(step, draws)
 
-    def _obstacle(self, span: Span) -> str | None:
+    def obstacle(self, span: Span) -> str | None:
         """Why a span cannot be called from outside, or `None` if it can."""
         inside = range(span.start, span.stop)
         given = {*span.invocation.reads, *self.sources}

@@ -111,7 +111,7 @@ class _Tracer:
             fakes={value: fake(self.mode, values.tensors[value], self.device) for value in values.sources},
             mode=self.mode,
             trainable=self.trainable,
-            calls=tuple(_calls(tape.spans)),
+            calls=tuple(_calls(tape.spans, playback)),
             observed=recorder.observed(),
             dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
             fuse=playback.fuse,
@@ -199,10 +199,10 @@ def _seats(model: nn.Module) -> dict[Source, list[Seat]]:
     return found
 
 
-def _calls(spans: Sequence[Span]) -> Iterator[Call]:
+def _calls(spans: Sequence[Span], playback: Playback) -> Iterator[Call]:
     for span in spans:
-        yield Call(span.path, span.kind, span.start, span.stop, span.sealed)
-        yield from _calls(span.inner)
+        yield Call(span.path, span.kind, span.start, span.stop, span.sealed, playback.obstacle(span) is not None)
+        yield from _calls(span.inner, playback)
 
 
 def _recorded(loss: Loss, recorder: Recorder) -> Loss:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that a pipeline was built from, and how it was then.
+
+Problem. A pipeline runs a copy of the model. A user who freezes a parameter of the original, or changes a dropout rate,
+expects the next step to follow.
+
+Idea. When the pipeline is built, every module's attributes, flags and submodules are noted; of these, what a capture
+has read is compared with the original before each step.
+
+Invariant: modules are held weakly, and so are tensors and objects in them. What was thrown away is not compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from fpipe.watching.handle import Difference, Handle, Handles, Keep, Same, Table, selected
+from fpipe.watching.reads import Reads
+
+APART = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl")
+NOTHING = Same(lambda: None, "none")
+TORCHS = frozenset(dir(nn.Module)) - {"forward"}
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What one module was, as far as it counts.
+
+    - `ref`: the module. `where`: what to call it. `kind`: its class. `attributes`: those that were read.
+    - `parameters`: which require a gradient, by name; `buffers`: which are there; `None` if that does not count.
+    - `modules`: the submodules by name.
+    """
+
+    ref: Callable[[], nn.Module | None]
+    where: str
+    kind: type
+    attributes: Table
+    parameters: Mapping[str, bool | None] | None
+    buffers: Mapping[str, bool] | None
+    modules: Mapping[str, Same]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Tells rows of one model apart."""
+        table = self.attributes
+        return self.where, table.keys, table.empty, tuple([key for key, _ in table.inner]), self.parameters is None
+
+    def holds(self, met: set[int]) -> bool:
+        """Whether the module, if it still exists, is as it was; the identities of its parameters are added to `met`."""
+        module = self.ref()
+        if module is None:
+            return True
+        table = vars(module)
+        inside, parameters, buffers = table["_modules"], table["_parameters"], table["_buffers"]
+        met.update(map(id, parameters.values()))
+        return (
+            type(module) is self.kind
+            and len(inside) == len(self.modules)
+            and (not inside or all(map(is_, inside.values(), [one.ref() for one in self.modules.values()])))
+            and self.attributes.holds(table)
+            and (self.parameters is None or self.parameters == (parameters and flags(parameters)))
+            and (self.buffers is None or self.buffers == (buffers and present(buffers)))
+        )
+
+    def differences(self) -> Iterator[Difference]:
+        """What is not as it was."""
+        module = self.ref()
+        if module is None:
+            return
+        table = vars(module)
+        if type(module) is not self.kind:
+            yield Difference(self.where, type(module).__name__, self.kind.__name__)
+        yield from self.attributes.differences(table, f"{self.where}, attribute ")
+        if self.parameters is not None:
+            found = flags(table["_parameters"])
+            yield from self._named("parameter", found, self.parameters, REQUIRES)
+        if self.buffers is not None:
+            yield from self._named("buffer", present(table["_buffers"]), self.buffers, PRESENT)
+        for name in {**self.modules, **table["_modules"]}:
+            old, new = self.modules.get(name, NOTHING), table["_modules"].get(name)
+            if old.ref() is not new or (name in self.modules) is not (name in table["_modules"]):
+                got = "none" if new is None else f"another {type(new).__name__}"
+                yield Difference(f"{self.where}, submodule {name!r}", got, old.said)
+
+    def _named(
+        self, what: str, got: Mapping[str, Any], expected: Mapping[str, Any], said: Mapping[Any, str]
+    ) -> Iterator[Difference]:
+        for name in {**expected, **got}:
+            if got.get(name) != expected.get(name):
+                where = f"{self.where}, {what} {name!r}"
+                yield Difference(where, said[got.get(name)], said[expected.get(name)])
+
+
+REQUIRES = MappingProxyType({True: "requires_grad=True", False: "requires_grad=False", None: "none"})
+PRESENT = MappingProxyType({True: "a tensor", False: "None", None: "none"})
+
+
+def flags(parameters: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Which parameters require a gradient, by name."""
+    return {name: None if p is None else p.requires_grad for name, p in parameters.items()}
+
+
+def present(buffers: Mapping[str, Any]) -> dict[str, bool]:
+    """Which buffers are tensors, by name."""
+    return {name: one is not None for name, one in buffers.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The modules of a model, by name, and the attributes that each had; how many different parameters there were."""
+
+    modules: Mapping[str, tuple[Row, Mapping[str, Handle | None]]]
+    parameters: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Origin:
+        """Return what the modules of `model` are now."""
+        handles, found = Handles(), {}
+        for path, module in model.named_modules():
+            attributes = {n: None if n in APART else handles.of(one) for n, one in vars(module).items()}
+            found[path] = _row(path, module), attributes
+        return cls(found, len(list(model.parameters())))
+
+    def select(self, reads: Reads, keep: Keep, training: bool) -> tuple[Row, ...]:
+        """Return the rows with what `reads` says of them; what training alone depends on counts only there."""
+        met: set[int] = set()
+
+        def chosen(row: Row, known: Mapping[str, Handle | None]) -> Row:
+            names = reads.of(row.kind, known) - ({"training"} if not training else set())
+            elsewhere = TORCHS | row.modules.keys() | {*(row.parameters or ()), *(row.buffers or ())}
+            absent = [name for name in names if name not in known and name not in elsewhere]
+            children = {name: child for name in names if (child := known.get(name)) is not None}
+            return replace(
+                row,
+                attributes=Table.of(selected(children, keep, met), None, "{!r}", tuple(absent)),
+                parameters=row.parameters if training else None,
+                buffers=None if reads.is_written(row.kind, "_buffers") else row.buffers,
+            )
+
+        return tuple(chosen(row, known) for row, known in self.modules.values())
+
+
+def _row(path: str, module: nn.Module) -> Row:
+    table = vars(module)
+    inside = table["_modules"]
+    return Row(
+        ref=weakref.ref(module),
+        where=f"module {path or '(root)'} ({type(module).__name__})",
+        kind=type(module),
+        attributes=Table.of({}, None, "{!r}"),
+        parameters=flags(table["_parameters"]),
+        buffers=present(table["_buffers"]),
+        modules={n: NOTHING if m is None else Same(weakref.ref(m), type(m).__name__) for n, m in inside.items()},
+    )

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attributes of modules are read and written while a model is captured, by class of module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+from torch import nn
+
+REGISTERING = {  # what a method writes that does not assign to an attribute
+    "register_buffer": "_buffers",
+    "register_forward_hook": "_forward_hooks",
+    "register_forward_pre_hook": "_forward_pre_hooks",
+    "register_full_backward_hook": "_backward_hooks",
+    "register_full_backward_pre_hook": "_backward_pre_hooks",
+}
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Names of attributes, by class; without any, everything counts as read."""
+
+    read: Mapping[type, set[str]] = field(default_factory=dict)
+    written: Mapping[type, set[str]] = field(default_factory=dict)
+
+    def of(self, kind: type, attributes: Iterable[str]) -> set[str]:
+        """What is read of a module of this class and not written, which has these attributes."""
+        names = self.read.get(kind, set()) if self.read else set(attributes)
+        return {name for name in names if not name.startswith("__")} - self.written.get(kind, set())
+
+    def is_written(self, kind: type, name: str) -> bool:
+        """Whether the model itself writes this attribute."""
+        return name in self.written.get(kind, ())
+
+
+@contextmanager
+def reading() -> Iterator[Reads]:
+    """Yield the reads and writes of modules' attributes that happen inside."""
+    read, written = defaultdict[type, set[str]](set), defaultdict[type, set[str]](set)
+    get: Any = object.__getattribute__
+
+    def getting(module: nn.Module, name: str) -> Any:
+        read[type(module)].add(name)
+        return get(module, name)
+
+    def noting(owner: Any, function: Any, name: str | None) -> Any:
+        def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            written[type(module)].add(args[0] if name is None else name)
+            return function(module, *args, **kwargs)
+
+        return patch.object(nn.Module, owner, noted)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "__getattribute__", getting))
+        for method in ("__setattr__", "__delattr__"):
+            stack.enter_context(noting(method, getattr(nn.Module, method), None))
+        for method, name in REGISTERING.items():
+            stack.enter_context(noting(method, getattr(nn.Module, method), name))
+        yield Reads(read, written)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan has assumed since it was captured, and must still hold when it runs.
+
+Followed, in every step: the parameters and buffers that are passed, and the batch, its numbers and flags included. With
+the front ends "trace" and "modules" under `backward="autograd"`, modules that lie wholly inside one stage run as
+themselves, and so does the loss: what these read outside of the model (globals, variables that they close over, class
+attributes, attributes of the loss) is followed too.
+
+Everything else is a snapshot, taken when the pipeline was built: the model (its modules, their attributes and flags,
+which parameters train) and, where code does not run as itself, all that it read outside of it. A change of what a
+capture has read is an error at the next step.
+
+What is not seen: values that code finds by a computed name, state in iterators, generators and C extensions, the
+elements of large containers, tensors that share memory with a constant, and a model that no longer exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+from fpipe.capture.contract import Call
+from fpipe.errors import InputError
+from fpipe.watching.handle import Difference
+from fpipe.watching.names import Names
+from fpipe.watching.names import names as names_in
+from fpipe.watching.origin import Origin, Row
+from fpipe.watching.reached import Reached, is_ours
+from fpipe.watching.reads import Reads
+from fpipe.watching.surroundings import Outside, keep, surroundings
+
+SHOWN = 5  # differences in one error
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What must still hold: of the model's modules, of its number of parameters, and of what lies outside of it."""
+
+    rows: tuple[Row, ...] = ()
+    parameters: int = 0
+    outside: tuple[Outside, ...] = ()
+
+    @classmethod
+    def all(cls, watches: Iterable[Watch]) -> Watch:
+        """What several say, each row once."""
+        rows, outside, counts = dict[Any, Row](), list[Outside](), list[int]()
+        for watch in watches:
+            rows.update({row.key: row for row in watch.rows})
+            outside += watch.outside
+            counts.append(watch.parameters)
+        return cls(tuple(rows.values()), max([0, *counts]), tuple(outside))
+
+    def require_unchanged(self) -> None:
+        """Raise `InputError`, naming modules and attributes, unless all is as it was."""
+        met = {id(None)}
+        same = all(row.holds(met) for row in self.rows) and (len(met) == self.parameters + 1 or self._incomplete())
+        if same and all(one.holds() for one in self.outside):
+            return
+        inside = [one for row in self.rows for one in row.differences()]
+        if not same and not inside:
+            inside = [Difference("parameters", f"{len(met) - 1} different ones", f"{self.parameters}")]
+        if inside:
+            _refuse(inside, "when the pipeline was built, which holds a copy of the model. Put it back")
+        outside = list(dict.fromkeys(one for row in self.outside for one in row.differences()))
+        if outside:
+            _refuse(
+                outside,
+                "when it was captured: code that was recorded does not look again. Put it back, pass it with the batch "
+                "if it is to change from step to step",
+            )
+
+    def _incomplete(self) -> bool:
+        """Whether a module was thrown away."""
+        return any(row.ref() is None for row in self.rows)
+
+
+def _refuse(found: Sequence[Difference], when: str) -> None:
+    first, *others = found[:SHOWN]
+    more = "".join(f"; {one.where}: got {one.got}, expected {one.expected}" for one in others)
+    more += f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    raise InputError(
+        f"{first.where}: got {first.got}, expected {first.expected}{more}, as {when}, or make a new pipeline with "
+        "pipe.rebuilt(model)."
+    )
+
+
+@dataclass(frozen=True)
+class Watching:
+    """How a pipeline watches: the model that it was built from, its loss, and whether its stages are `recorded`.
+
+    - `codes`: the names in code that was read already.
+    """
+
+    origin: Origin
+    loss: Any
+    recorded: bool
+    codes: dict[CodeType, Names]
+
+    def watch(self, reads: Reads, training: bool, opened: Sequence[Call] | None) -> Watch:
+        """Return what a capture that read `reads` has assumed; in `opened` calls, or in all, code was recorded."""
+        found = _Found(self, reads)
+        rows = self.origin.select(reads, found.keep, training)
+        if self.recorded or opened is None:
+            return Watch(rows, self.origin.parameters, found.outside(None, True))
+        kinds = {call.kind for call in opened}
+        outside = found.outside(kinds, any(call.path == "loss" for call in opened))
+        return Watch(rows, self.origin.parameters, outside)
+
+
+class _Found:
+    """What the code of a capture reaches."""
+
+    def __init__(self, watching: Watching, reads: Reads) -> None:
+        self.watching, self.reads = watching, reads
+
+    @cached_property
+    def every(self) -> Reached:
+        """What all code reaches."""
+        return Reached([*self._roots(None), self.watching.loss], self._names)
+
+    def keep(self, name: str, attribute: bool) -> bool:
+        """Whether any code reads an attribute, or a key, of that name."""
+        return keep(self.every, name, attribute)
+
+    def outside(self, kinds: set[type] | None, loss: bool) -> tuple[Outside, ...]:
+        """What the code of modules of these kinds, or of all, reads outside of the model, and that of the loss."""
+        losses = [self.watching.loss] if loss and self.watching.loss is not None else []
+        roots = [*self._roots(kinds), *losses]
+        return surroundings(losses, self.reads, Reached(roots, self._names)) if roots else ()
+
+    def _roots(self, kinds: set[type] | None) -> Iterator[Any]:
+        """The classes of modules that were read, and what was read of them that is no attribute of an instance."""
+        for kind, names in self.reads.read.items():
+            if (kinds is None or kind in kinds) and is_ours(kind):
+                yield kind
+                for base in kind.__mro__:
+                    yield from [vars(base)[name] for name in names & vars(base).keys()] if is_ours(base) else ()
+
+    def _names(self, code: CodeType) -> Names:
+        codes = self.watching.codes
+        if code not in codes:
+            codes[code] = names_in(code)
+        return codes[code]
+
+
+def opened(calls: Sequence[Call], positions: Sequence[int]) -> list[Call]:
+    """Return the calls that are not run as themselves, those inside after those around them."""
+    found: list[Call] = []
+    around: list[Call] = []
+    for call in calls:
+        while around and around[-1].stop <= call.start:
+            around.pop()
+        inside = not around or around[-1] in found
+        if inside and (call.apart or any(call.start < position < call.stop for position in positions)):
+            found.append(call)
+        around.append(call)
+    return found
