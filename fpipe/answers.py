@@ -13,10 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import torch
+
+from fpipe import random
 from fpipe.batching.batch import Batch, Microbatch
+from fpipe.capture.disguise import disguised
 from fpipe.capture.questions import Answer, Question
 from fpipe.captures import Captures
 from fpipe.errors import InputError
+from fpipe.turns import turn
 from fpipe.variant import Variant
 
 Tell: TypeAlias = Callable[[str], Sequence[str]]
@@ -69,7 +74,8 @@ class Answering:
         while not self.captures.knows(self.variant, microbatch):
             question = self.captures.question(self.variant, microbatch)
             if question is None:
-                return self.captures.explore(self.variant, microbatch, ask)
+                with turn(), disguised(), random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                    return self.captures.explore(self.variant, microbatch, ask)
             microbatch = microbatch.told(ask(question))
         return microbatch
 

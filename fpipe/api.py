@@ -79,9 +79,11 @@ def pipeline(
 
     - `model`: a module, which stays as it is; with `capture="modules"` a sequence of modules or functions, or an
       nn.Sequential, each called with what the one before returned. It may be on the meta device.
-    - `example`, `targets`: one whole batch, for its shapes and dtypes only: a tuple of positional or a dict of keyword
-      arguments, and whatever tree `loss` wants. Later batches may have other sizes, and other flags and numbers in the
-      place of those that are no tensors; the model is captured anew for each kind of batch, at its first step.
+    - `example`, `targets`: one whole batch, for its shapes and dtypes, and to answer what the model asks about its
+      values alone (whether a mask is full, say; where an example has no values, no and zero are assumed): a tuple of
+      positional or a dict of keyword arguments, and whatever tree `loss` wants. Later batches may have other sizes,
+      other answers, and other flags and numbers in the place of those that are no tensors; the model is captured anew
+      for each kind of batch, at its first step.
     - `batch_dims`: how tensors are cut into microbatches: a dimension (the last microbatch may be smaller), `None` to
       give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors; one for all, or a
       tree of them that begins like `(example, targets)`, as `((0, None), 0)`.

@@ -25,6 +25,7 @@ from fpipe.answers import Answering, Tell, alone
 from fpipe.assembly import Assembly, assemble, differentiated
 from fpipe.batching.batch import Batch, Microbatch, Signature
 from fpipe.batching.joining import Joining
+from fpipe.capture.disguise import disguised
 from fpipe.captures import Captures
 from fpipe.description import describe
 from fpipe.differentiation.ways import Way
@@ -108,7 +109,7 @@ class Pipeline:
         >>> simulate(pipe.schedule, Costs(F=1, B=2), pipe.program.graph, pipe.sizes).peak_memory
         (288.0, 104.0)
         """
-        with turn():
+        with turn(), disguised():
             return sizes(self.training.assembly, self.schedule.placement)
 
     @property
@@ -125,10 +126,6 @@ class Pipeline:
         batch = self.captures.batchings[variant.loss].cut(inputs, targets)
         if (variant, batch.signature) in self.silent:
             return batch
-        with turn(), random.preserved([torch.device("cpu")]):
-            return self._answered(variant, batch, tell)
-
-    def _answered(self, variant: Variant, batch: Batch, tell: Tell) -> Batch:
         try:
             answered = Answering(self.captures, variant, batch, tell).answered()
         except CaptureError as error:
@@ -149,7 +146,7 @@ class Pipeline:
         what = variant, batching.example if signature is None else signature
         if what not in self.plans:
             try:
-                with lifted(variant), turn(), random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                with lifted(variant), turn(), disguised(), random.preserved([torch.device("cpu")]):
                     self.plans[what] = self._plan(*what)
             except PipelineError as error:
                 if what[1] == batching.example:

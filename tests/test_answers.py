@@ -174,12 +174,25 @@ def test_nobody_is_told_that_tensors_are_fake(backward):
     def ask(hidden, mask):
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.compiler.is_exporting()
         fake = isinstance(hidden, (subclasses.FakeTensor, FakeTensor))
-        return -hidden if traced or fake else hidden
+        other = type(hidden) is not torch.Tensor or type(mask) is not type(hidden) or not isinstance(int, type)
+        return -hidden if traced or fake or other else hidden
 
     model, pipe = built(ask, backward=backward)
     require_same(model, pipe, batch(FULL, FULL))
     assert subclasses.FakeTensor is FakeTensor
     assert isinstance(hidden_type(), FakeTensor)
+    assert "type" not in globals()
+
+
+def test_a_forward_that_asks_for_the_type_of_a_parameter_is_refused():
+    class Typing(Asking):
+        def forward(self, x, mask):
+            return super().forward(x if type(self.first.weight) is nn.Parameter else -x, mask)
+
+    with pytest.raises(fpipe.CaptureError, match=r"a parameter in test_answers.py, line .*asks for its type"):
+        fpipe.pipeline(
+            Typing(dropped), example=batch(FULL, FULL), loss=torch.sum, schedule=gpipe(2, 2), cuts=["second"]
+        )
 
 
 def hidden_type():

@@ -18,6 +18,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -248,7 +249,7 @@ class Playback:
                 )
 
     def _with_ghosts(self, span: Span, step: Step) -> Step:
-        """The step, taking only those arguments that are read; for the others stand fake tensors, as at capture.
+        """The step, taking only those arguments that are read; for the others stand zeros without memory.
 
         What is handed through, or not used at all, need not come to this stage.
         """
@@ -256,13 +257,18 @@ class Playback:
         reads = tuple(value for value in step.reads if value in used)
         if reads == step.reads:
             return step
-        ghosts = {v: self.tape.fakes[v].detach() for v in step.reads if v not in used}
+        ghosts = {v: _ghost(self.tape.fakes[v]) for v in step.reads if v not in used}
 
         def call(key: int, *tensors: Tensor) -> Tensors:
             values = ghosts | dict(zip(reads, tensors, strict=True))
             return step.call(key, *[values[value] for value in step.reads])
 
         return Step(reads, step.makes, call)
+
+
+def _ghost(fake: Tensor) -> Tensor:
+    """Return a real tensor of the same shape: who asks whether it is fake must find none in a step."""
+    return torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 
 
 def _is_reentrant(span: Span) -> bool:

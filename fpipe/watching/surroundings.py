@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fpipe.capture.disguise import STAND_INS
 from fpipe.watching.handle import Container, Difference, Handle, Handles, Plain, Table, selected
 from fpipe.watching.reached import Reached, cells, is_ours
 from fpipe.watching.reads import Reads
@@ -97,6 +98,8 @@ class _Making:
         """What the names `held` stand for, if anything can be told of it."""
         children: dict[str, Handle] = {}
         for name, one in held.items():
+            if any(one is stand_in for stand_in in STAND_INS):  # a capture is under way
+                continue
             code = isinstance(one, type) or (callable(one) and type(one).__module__ in ("builtins", "functools"))
             handle = Plain(one) if code else self.handles.of(one)
             if handle is not None and name not in self.reached.names.stored and not isinstance(one, OTHERS):
