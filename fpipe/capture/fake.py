@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from fpipe.capture.collectives import quietly
 from fpipe.capture.memo import Memo, plain
-from fpipe.capture.observation import Effects
+from fpipe.capture.observation import Effects, is_collective
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -111,6 +112,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         torchs = super().__torch_dispatch__
+        if is_collective(func):
+            with quietly():
+                return torchs(func, types, args, kwargs)
         return self.memo.result(func, args, kwargs, lambda: torchs(func, types, args, kwargs))
 
     @contextmanager

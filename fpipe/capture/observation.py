@@ -8,7 +8,7 @@ would miss the statistics of batch normalisation, whose operators do not declare
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -77,7 +77,10 @@ def memory(tensor: Tensor) -> int:
 
 
 class Effects:
-    """What operations write, what they cast and where they draw, noted as they are called."""
+    """What operations write, what they cast and where they draw, noted as they are called.
+
+    `calling` is told of each, too.
+    """
 
     def __init__(self) -> None:
         self.written: set[int] = set()
@@ -85,9 +88,11 @@ class Effects:
         self.drawn: dict[torch.device, None] = {}
         self.foreign = False
         self.unregistered = False
+        self.calling: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """An operation is called."""
+        self.calling(func, args, kwargs)
         for argument in written(func, args, kwargs):
             self._write(argument)
         if func is torch.ops.aten._to_copy.default:
@@ -129,12 +134,20 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
     """The arguments of a call of an operator that it writes to."""
     if not isinstance(func, torch._ops.OpOverload):
         return
+    if is_collective(func) and func._schema.name.endswith("_"):  # what it receives comes first, and is not declared
+        yield from args[0] if isinstance(args[0], list | tuple) else args[:1]
+        return
     if not func._schema.is_mutable and func._schema.name not in UNDECLARED:
         return
     for position, declared in enumerate(func._schema.arguments):
         undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING]
         if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
             yield args[position] if position < len(args) else kwargs.get(declared.name)
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator is one of torch.distributed's that write to their arguments, and return a handle."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
 
 
 def drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked, computed
+from fpipe.capture.collectives import has_handle, received
 from fpipe.capture.contract import Constant, Labels, Observed, Source, Unit, Value
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import asking_line
 from fpipe.capture.modes import Modes
-from fpipe.capture.observation import Effects
+from fpipe.capture.observation import Effects, is_collective
 from fpipe.capture.origins import History, Origin, for_real
 from fpipe.capture.questions import Ask, Told, refuse_questions
 from fpipe.capture.replaced import ASKING, refusal, require_answerable
@@ -63,7 +64,7 @@ class Recorder(TorchFunctionMode):
     - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
     - `ask`: answers questions about the batch.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
-      got.
+      got; `communicating`: whether a collective is called there.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
     """
 
@@ -80,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self.spans = Spans(model, opaque, generators)
         self.values = Values(sources, self.spans.here)
         self.effects = Effects()
+        self.effects.calling = self._communicate
         self.units: list[Unit] = []
         self.modes: dict[Unit, Modes] = {}
         self.ticks: dict[Unit, tuple[int, int]] = {}
@@ -94,7 +96,7 @@ class Recorder(TorchFunctionMode):
         self.raised: list[PipelineError | None] = []
         self.used: dict[Value, None] = {}
         self.tick = self.depth = self.regions = 0
-        self.inside = False
+        self.inside = self.communicating = False
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         require_answerable(func, args, self.values.parameter, self.spans.here)
@@ -117,6 +119,7 @@ class Recorder(TorchFunctionMode):
         self.effects.written.clear()
         self.effects.cast.clear()
         self.used.clear()
+        self.communicating = False
         self.inside = True
         try:
             out = self._drawing(function, tick, lambda: computed(function, args, kwargs))
@@ -180,13 +183,15 @@ class Recorder(TorchFunctionMode):
 
     def _record(self, function: Any, invocation: Invocation, out: Any, tick: int) -> None:
         self._require_allowed()
+        if has_handle(out):
+            self.spans.seal("a collective of torch.distributed that is waited for later")
         picks = self._new(tensors_at(out))
         makes = tuple(self.values.made(tensor) for tensor in picks.values())
         written = frozenset(self.effects.written & self.values.memories)
         drawn = [draw for draw in self.draws[-1:] if draw.tick >= tick]
         used = [value for value in self.used if value not in invocation.reads]
         asked = bool(self.told) and self.told[-1].tick == tick
-        if not (makes or written or drawn or used or asked or function in EFFECTS):
+        if not (makes or written or drawn or used or asked or self.communicating or function in EFFECTS):
             return
         if used and function not in ASSUMED:
             self.spans.seal("a function of functions, such as vmap, over one that uses tensors from outside")
@@ -196,6 +201,24 @@ class Recorder(TorchFunctionMode):
         self.casts[unit] = frozenset(v for v in unit.reads if self.values.storage[v] in self.effects.cast)
         if drawn:
             self.random[unit] = Labels(drawn[0].label, drawn[0].devices)
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """An operator is called; if it is a collective that no torch call shows, its module stays whole."""
+        if not is_collective(func):
+            return
+        self.communicating = True
+        if self.inside:
+            return
+        name = func._schema.name.partition("::")[2].rstrip("_")
+        self.spans.seal(f"a collective of torch.distributed ({name})")
+        start = self.spans.stack[-1].start if self.spans.stack else 0
+        earlier = {*self.values.sources, *(value for unit in self.units[:start] for value in unit.makes)}
+        if received(func, args, kwargs) & {self.values.storage[value] for value in earlier}:
+            raise CaptureError(
+                f"{self.spans.here()}: got a collective ({name}) that writes to a parameter, a buffer or a tensor from "
+                "outside of the module, expected one that writes to a tensor made there: nobody would see the change. "
+                "Give it a clone, and use that, or copy it back with copy_()."
+            )
 
     def _new(self, returned: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Those of the returned tensors, by leaf, that were not there before, each once."""

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe import random
 from fpipe.capture.assumption import assuming
 from fpipe.capture.contract import Tensors
-from fpipe.capture.observation import drawn
+from fpipe.capture.observation import drawn, is_collective
 from fpipe.differentiation.autograd import Autograd
 from fpipe.differentiation.contract import Wiring
 from fpipe.differentiation.sums import Gradients
@@ -225,6 +225,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_collective(func):
+            raise CaptureError("got a collective of torch.distributed, whose handle no graph waits for")
         before = next(iter(reversed(self.graph.nodes)))
         out = func(*args, **kwargs)
         for device in drawn(func, args, kwargs, out):

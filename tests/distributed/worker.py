@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import test_absent_gradients as gates
+import test_collectives as collectives
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -604,6 +605,21 @@ def data_parallel_pipelines(rank, size):
         both = [part[name] for _, m, part in found if m == mine]
         whole = loop(model, one.loss, inputs, targets, 4).grads[name]
         assert torch.allclose(sum(both) / 2, whole, atol=1e-6)
+
+
+@case
+def collectives_in_a_module(rank, size):
+    """Every process has a pipeline of its own, and the models call collectives over all of them."""
+    groups = [dist.new_group([one]) for one in range(size)]
+    for layer, cut, backward in (
+        (collectives.Reduced, "cut inside", "autograd"),
+        (collectives.Reduced, "whole", "graph"),
+        (collectives.ReducedInput, "cut inside", "graph"),
+        (collectives.Gathered, "cut inside", "autograd"),
+        (collectives.Functional, "whole", "graph"),
+        (collectives.Later, "whole", "graph"),
+    ):
+        collectives.require_same(layer, cut, backward, groups[rank], seed=rank)
 
 
 def words_like(rows: int, length: int):
