@@ -24,7 +24,17 @@ from benchmarks.common.rows import HEADER
 
 FOLDER: Final = Path(__file__).parent
 PAGE: Final = FOLDER.parent / "docs" / "benchmarks.md"
-NAMES: Final = ("splitting", "overhead", "throughput", "prediction", "startup", "memory", "planning", "profiling")
+NAMES: Final = (
+    "splitting",
+    "overhead",
+    "throughput",
+    "prediction",
+    "startup",
+    "memory",
+    "planning",
+    "profiling",
+    "agreement",
+)
 
 
 class Found(NamedTuple):

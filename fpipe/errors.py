@@ -49,7 +49,9 @@ class InputError(PipelineError, ValueError):
 class TransportError(PipelineError, RuntimeError):
     """Ranks do not fit together, or a channel carried another message than the one expected.
 
-    Raised while a transport is set up, or by the in-process transport when a program breaks a channel's order.
+    Raised on every rank before anything is computed where ranks differ in what they are about to do, and where one of
+    them has refused it; while a transport is set up; for a message that is not what it was waited for; after a step
+    that broke off; and for a second thread, where ranks are processes.
     """
 
 

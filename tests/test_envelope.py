@@ -9,7 +9,7 @@ from models import few
 
 from fpipe import TransportError
 from fpipe.spec import Spec
-from fpipe.transport.channels import DistributedChannel
+from fpipe.transport.channels import DistributedChannel, DistributedTransport
 from fpipe.transport.envelope import LINE, SMALL, Envelope
 from fpipe.tree import same_bits
 
@@ -98,6 +98,17 @@ def test_another_message_is_not_used(sent, spec, words):
     with pytest.raises(TransportError) as raised:
         handle.take()
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_heads_on_a_device_are_read_before_the_next_step():
+    transport = object.__new__(DistributedTransport)
+    good, bad = (Envelope(message, (Spec.of(torch.ones(4)),), CPU) for message in (MESSAGE, ("F", 0, 2, 1)))
+    transport.unread = [(good, good.header)]
+    transport.read()
+    transport.unread = [(good, good.header), (good, bad.header)]
+    with pytest.raises(TransportError, match="got 0SEND_F2>1"):
+        transport.read()
+    assert not transport.unread
 
 
 def test_bytes_that_are_no_message_are_not_used():

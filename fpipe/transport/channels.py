@@ -138,6 +138,11 @@ class DistributedTransport:
 
     def read(self) -> None:
         """Raise `TransportError` if a message of the last step was not what it was taken for."""
-        unread, self.unread[:] = list(self.unread), ()
-        for envelope, header in unread:
+        if not self.unread:
+            return
+        envelopes, headers = zip(*self.unread, strict=True)
+        self.unread.clear()
+        for envelope, header in zip(
+            envelopes, torch.stack(headers).cpu(), strict=True
+        ):  # the device is waited for once
             envelope.require(header)

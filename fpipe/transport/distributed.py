@@ -60,7 +60,7 @@ class DistributedRanks:
             self.calls += 1
             self.call, self.deciding = f"{call} (call {self.calls})", True
             try:
-                self.transport.read()
+                self._read()
                 yield
             except Exception as error:
                 if self.deciding and self.failure is None:
@@ -69,6 +69,16 @@ class DistributedRanks:
                 raise
             finally:
                 self.deciding = False
+
+    def _read(self) -> None:
+        """Raise `TransportError` on all ranks if this one has used another message than it should."""
+        try:
+            self.transport.read()
+        except TransportError as error:
+            with suppress(RuntimeError):
+                refuse(self._gather, self.call, error)
+            self.failure = "a message of the last step was another than expected"
+            raise
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Raise `TransportError` on every rank unless all have called the same function and pass the same fields.

@@ -85,8 +85,8 @@ class Envelope:
         return torch.zeros(LINE, dtype=torch.uint8, device=self.device)
 
     def require(self, header: Tensor) -> None:
-        """Raise `TransportError` unless a head begins as this message's does; waits for the device it is on."""
-        got = header.cpu().view(torch.int64)
+        """Raise `TransportError` unless a head, which is on the CPU, begins as this message's does."""
+        got = header.view(torch.int64)
         if torch.equal(got, self.values):
             return
         (what, *_, length, about), (*_, mine, expected) = got.tolist()[:6], self.values.tolist()[:6]

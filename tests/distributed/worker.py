@@ -53,6 +53,7 @@ from fpipe import recording
 from fpipe.fingerprint import described
 from fpipe.materialisation.initialisation import initialised, leaves, reset_parameters
 from fpipe.transport import clocks
+from fpipe.transport.envelope import Envelope
 from fpipe.tree import same_bits
 from schedules import (
     Action,
@@ -894,6 +895,21 @@ def a_second_thread(rank, size):
     out, _ = fpipe.value_and_grad(pipe, record=record)(*state, inputs, targets)
     assert len(found) > 8
     assert same_bits(out.loss, loop(model, ZOO["mlp"].loss, inputs, targets, 4).loss)
+
+
+@case
+def a_head_that_is_read_late(rank, size):
+    """As on an accelerator: what was wrong with the last step's messages on one rank is an error on all in the next."""
+    pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=size, microbatches=4), 8)
+    state, step, cpu = pipe.init(model), fpipe.value_and_grad(pipe), torch.device("cpu")
+    awaited, came = (Envelope(("F", 0, i, 1), (), cpu) for i in (2, 3))
+    if rank == 1:
+        pipe.ranks.transport.unread.append((awaited, came.header))
+    with raises(fpipe.TransportError, "got 0SEND_F3>1 of 0 bytes, expected that of 1RECV_F2<0"):
+        step(*state, inputs, targets)
+    if rank == 1:
+        with raises(fpipe.TransportError, "got a pipeline that broke off"):
+            step(*state, inputs, targets)
 
 
 @case
