@@ -86,7 +86,7 @@ def _of_call(pipe: Pipeline, variant: Variant, signature: Signature, seed: int |
     return [
         Field("pipeline", first, lambda: _pipeline(pipe)),
         Field("batch", known or digest([str(signature)]), lambda: _batch(batching, signature)),
-        Field("variant", variant.training + 2 * variant.loss + 4 * variant.outputs, lambda: [str(variant)]),
+        Field("variant", digest([str(variant)]), lambda: [str(variant)]),
         Field("known before", bool(known), lambda: [f"a batch that was {'' if known else 'not '}seen before"]),
         Field("seed", digest([str(seed)]), lambda: [str(seed)]),
         Field("settings", digest(settings), lambda: settings),
