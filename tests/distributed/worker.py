@@ -717,6 +717,37 @@ def told_no_shapes(rank, size):
         fpipe.value_and_grad(pipe)(*pipe.init(model), *mine)
 
 
+class Padding(nn.Module):
+    """Fills what is padded, if anything is."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(size)))
+
+    def forward(self, x, mask):
+        return self.layers(x if mask.all() else x.masked_fill(~mask[..., None], 0.5))
+
+
+@case
+def questions_that_one_rank_can_answer(rank, size):
+    """The first rank alone is given the mask that the model asks about, padded and unpadded batches in turns."""
+    torch.manual_seed(0)
+    model, x = Padding(size), torch.randn(8, 3, 4)
+    full, padded = torch.ones(8, 3, dtype=torch.bool), torch.arange(24).view(8, 3) > 7
+    how, cuts = one_f_one_b(ranks=size, microbatches=4), [f"layers.{k}" for k in range(1, size)]
+    pipe = fpipe.pipeline(model, example=(x, full), loss=torch.sum, schedule=how, cuts=cuts)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe, outputs=True)
+    for mask in (padded, full, padded):
+        mine = (x, mask) if rank == 0 else (x.to("meta"), mask.to("meta"))
+        found, grads = step(*state, mine)
+        want = loop(model, torch.sum, (x, mask), None, 4)
+        require_whole(Result(found.loss, found.outputs, grads, found.buffers), want, rank, size)
+    with raises(fpipe.InputError, "got batches on ranks", "__bool__ finds", "the same batch on every rank"):
+        step(*state, (x, padded if rank else full))
+    with raises(fpipe.InputError, "got no values of inputs[1]", "Pass them on a rank"):
+        step(*state, (x, mask.to("meta")))
+
+
 @case
 def one_batch_ahead(rank, size):
     """With two sizes that all ranks have seen; afterwards they go on."""
