@@ -104,7 +104,7 @@ def pipeline(
       tenth, where fewer values cross.
     - `stages`: how many, if there are no names or indices; the schedule's number, which may be left out.
     - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin. With the default front
-      end their control flow may depend on data, as long as shapes do not.
+      end their control flow may depend on data, as long as shapes do not; so may that of the loss, named "loss".
     - `backward`: how stages are differentiated: `"autograd"`, anew for every microbatch; `"graph"`, recorded once and
       then run operator by operator, the same bits for less Python; or `"inductor"`, or another backend of
       `torch.compile`, by name or itself: recorded and compiled, which is close and not bit for bit. What is recorded
@@ -140,7 +140,8 @@ def pipeline(
     ranks = launched(schedule.ranks, group, batchings[True].home)
 
     def built(module: nn.Module, example: Batch) -> Pipeline:
-        captures = _captures(module, loss, batchings, front_end(capture, where.whole(module)), where, schedule, how)
+        seen_by = front_end(capture, where.whole(module, loss))
+        captures = _captures(module, loss, batchings, seen_by, where, schedule, how)
         captures = captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered())
         kept = example if captures.batchings[True].example.answers else example.without_values()
 

@@ -6,11 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+LOSS = "loss"
+"""How users name the loss in `unsplittable`."""
+
 
 def on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     """Return the repair for what happens `where` (see `fpipe.capture.guards.places`), given what is `unsplittable`."""
     if re.match(r"module \S+ \(", where) is None:
-        return "Take control flow and shapes that depend on data out of the loss, which no name in unsplittable keeps."
+        where, loss = "module loss (loss)", "pass unsplittable=['loss'], and it runs as it is."
+        out = "Take control flow and shapes that depend on data out of the loss; or, if shapes do not depend on it,"
+        return on_values(where, unsplittable) if LOSS in unsplittable else f"{out} {loss}"
     path = where.split(" ")[1]
     if any(f"{path}.".startswith(f"{name or '(root)'}.") for name in unsplittable):
         return (
@@ -24,3 +29,12 @@ def on_values(where: str, unsplittable: Collection[str] = ()) -> str:
             "be, since it is to be split."
         )
     return f"{outside}name the module in unsplittable, and it runs as it is."
+
+
+def on_others() -> str:
+    """Return what to do about an exception that has nothing to do with values."""
+    return (
+        "Call the model with the example: what it raises there too is its own. What it raises here only comes of "
+        "looking up something of the original's, by id, in a closure or a global: reach that through self. Or of "
+        "handing tensors to another library, which wants their values: do that before the step, and pass the result."
+    )

@@ -42,9 +42,22 @@ def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
     return tuple(_none(condition).unbind(1))
 
 
-def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
-    """What a mask selects: nothing."""
-    return tensor.new_empty((0, *tensor.shape[mask.dim() :]))
+def _selected(tensor: Tensor, index: Any) -> Tensor:
+    """What a mask selects, or an index in which there are some: nothing."""
+    items = index if isinstance(index, tuple) else (index,)
+    return tensor[tuple(one for item in items for one in _indices(item))]
+
+
+def _indices(item: Any) -> list[Any]:
+    """An item of an index; of a mask, an empty list of indices for each of its dimensions."""
+    if not isinstance(item, Tensor) or item.dtype not in (torch.bool, torch.uint8):
+        return [item]
+    return [item.new_empty((0,), dtype=torch.int64)] * item.dim()
+
+
+def _masked(tensor: Tensor, mask: Tensor) -> Tensor:
+    """What `masked_select` finds: nothing."""
+    return tensor.new_empty((0,))
 
 
 def _zeros(shape: Sequence[int]) -> Any:
@@ -64,8 +77,8 @@ ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.argwhere: _none,
         torch.where: _nowhere,
         Tensor.__getitem__: _selected,
-        torch.masked_select: _selected,
-        Tensor.masked_select: _selected,
+        torch.masked_select: _masked,
+        Tensor.masked_select: _masked,
     }
 )
 
@@ -142,12 +155,28 @@ def checked(error_type: Any, cond: Tensor, message: Any = None) -> None:
         check(error_type, cond, message)
 
 
+is_all_true: Any = torch._is_all_true
+
+
+def all_true(valid: Tensor) -> bool:
+    """torch's check of what distributions are given: a fake tensor passes, and values are looked at in every step."""
+    if isinstance(valid, FakeTensor):
+        reading(valid)
+    elif not is_all_true(valid):
+        raise ValueError(
+            "got arguments or samples that a distribution does not allow, expected such as its constraints say. Run "
+            "the module eagerly to see which, or pass validate_args=False."
+        )
+    return True
+
+
 @contextmanager
 def assuming(mode: FakeTensorMode) -> Iterator[Answers]:
     """Answer, inside, what fake tensors of `mode` are asked for their values; yields whether any were."""
     answers = Answers()
     with (
         patch.object(torch, "_check_tensor_all_with", checked),
+        patch.object(torch, "_is_all_true", all_true),
         disguised(),
         as_in_eager(answers.note_nested),
         _finding_nothing(mode, answers),

@@ -19,7 +19,7 @@ from torch import nn
 from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
-from fpipe.capture.assumption import checked
+from fpipe.capture.assumption import all_true, checked
 from fpipe.capture.disguise import disguised
 from fpipe.capture.fast_paths import as_in_eager, attention
 from fpipe.capture.guards import torchs
@@ -106,6 +106,7 @@ class _Watching:
         yield torch.nn.attention, "_sdpa_kernel", self._kernels
         yield torch, "manual_seed", self._seeded
         yield torch, "_check_tensor_all_with", self._transform(checked)
+        yield torch, "_is_all_true", self._transform(all_true)
         yield torch, "_native_multi_head_attention", self._transform(attention)
         yield checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed
         for owner, name in TRANSFORMS:

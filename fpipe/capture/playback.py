@@ -285,11 +285,11 @@ def _require_open(span: Span, obstacle: str | None) -> None:
 
 
 def _attached(span: Span, step: Step) -> Step:
-    module = span.invocation.function
-    assert isinstance(module, nn.Module), "what branches is a module"
+    module = span.invocation.function  # of a module, or of the loss
 
     def call(key: int, *tensors: Tensor) -> Tensors:
-        return attached(step.call(key, *tensors), (*tensors, *module.parameters()))
+        held = module.parameters() if isinstance(module, nn.Module) else ()
+        return attached(step.call(key, *tensors), (*tensors, *held))
 
     return step._replace(call=call)
 

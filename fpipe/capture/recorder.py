@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import ASSUMED, UNKNOWN, checked, computed
+from fpipe.capture.assumption import ASSUMED, UNKNOWN, all_true, checked, computed
 from fpipe.capture.collectives import has_handle, received
 from fpipe.capture.contract import Constant, Labels, Observed, Source, Unit, Value
 from fpipe.capture.fast_paths import FUSED
@@ -40,7 +40,10 @@ from fpipe.errors import CaptureError, PipelineError
 from fpipe.random import label
 from fpipe.tree import flatten
 
-EFFECTS = (checked, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+EFFECTS = (
+    *(checked, all_true, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_),
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+)
 SEALING: Mapping[Any, str] = MappingProxyType(
     dict.fromkeys((torch.autograd.grad, torch.autograd.backward, Tensor.backward), "a backward inside its forward")
     | {Tensor.data.__set__: "an assignment to .data"}  # type: ignore[attr-defined]
@@ -166,9 +169,9 @@ class Recorder(TorchFunctionMode):
         for span in self.spans.stack:
             span.branching = True
         module = self.spans.module
-        held = self.values.within([*module.parameters(), *module.buffers()])
-        self.used.update(dict.fromkeys(held))
-        self.effects.written |= {self.values.storage[value] for value in self.values.within([*module.buffers()])}
+        parameters, buffers = ([], []) if module is None else ([*module.parameters()], [*module.buffers()])
+        self.used.update(dict.fromkeys(self.values.within([*parameters, *buffers])))
+        self.effects.written |= {self.values.storage[value] for value in self.values.within(buffers)}
 
     def _drawing(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
         """Run a torch call; if it draws random numbers, give it a label."""

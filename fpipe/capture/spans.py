@@ -65,10 +65,10 @@ class Spans:
                 span.assigned.append(Attribute(module, name, values.known[id(value)]))
 
     @property
-    def module(self) -> nn.Module:
-        """The innermost module that runs."""
-        called = [span.invocation.function for span in self.stack]
-        return [module for module in called if isinstance(module, nn.Module)][-1]
+    def module(self) -> nn.Module | None:
+        """The innermost module that runs; `None` in a loss that is none."""
+        called = [span.invocation.function for span in reversed(self.stack)]
+        return next((module for module in called if isinstance(module, nn.Module)), None)
 
     @property
     def opaque(self) -> bool:

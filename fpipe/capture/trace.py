@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.advice import on_values
+from fpipe.capture.advice import on_others, on_values
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.generators import Drawing, Generators, refusal
@@ -179,13 +179,19 @@ class _Tracer:
             raise
         except Exception as error:
             module = blame(error.__traceback__, self.skeleton)
+            repair = on_values(module, self.opaque) if _is_about_values(error) else on_others()
             raise CaptureError(
                 f"{module}: got {type(error).__name__}: {error}{source_of(error.__traceback__)}, expected a forward "
-                f"that runs on fake tensors, which have shapes but no values. {on_values(module, self.opaque)}"
+                f"that runs on a copy of the model, on fake tensors, which have shapes but no values. {repair}"
             ) from error
 
     def _seats_by_value(self) -> dict[Value, list[Seat]]:
         return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}
+
+
+def _is_about_values(error: Exception) -> bool:
+    """Whether an exception comes of values that fake tensors do not have, as far as its class tells."""
+    return not isinstance(error, LookupError | NameError | ImportError)
 
 
 def _seats(model: nn.Module) -> dict[Source, list[Seat]]:

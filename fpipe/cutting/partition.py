@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
+from fpipe.capture.advice import LOSS
 from fpipe.capture.contract import Call, Captured, Parameter
 from fpipe.cutting.balance import Positions, Refusal, balance
 from fpipe.cutting.calls import Calls, Selector, is_pattern, said, selects
@@ -53,10 +54,10 @@ class Cuts(NamedTuple):
             return explicit(calls, self.where.at, barriers)
         return even(captured, calls, self.where, barriers, refusals)
 
-    def whole(self, model: nn.Module) -> tuple[str, ...]:
-        """The names of the modules that are unsplittable."""
-        modules = model.named_modules()
-        return tuple(n for n, module in modules if any(selects(s, n, type(module)) for s in self.unsplittable))
+    def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
+        """The names of the modules that are unsplittable, and that of the loss if it is."""
+        kinds = [*((name, type(module)) for name, module in model.named_modules()), (LOSS, type(loss))]
+        return tuple(name for name, kind in kinds if any(selects(s, name, kind) for s in self.unsplittable))
 
 
 class Barrier(NamedTuple):
