@@ -3,6 +3,7 @@
 
 from schedules.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
 from schedules.authoring import Factory, Limits, Schedule, schedule
+from schedules.connecting import connect
 from schedules.costs import Costs, Link, Sizes
 from schedules.critical import CriticalPath, critical_path
 from schedules.errors import (
@@ -83,6 +84,7 @@ __all__ = [
     "bidirectional",
     "chain",
     "check",
+    "connect",
     "critical_path",
     "dag",
     "estimate",

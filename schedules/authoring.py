@@ -20,6 +20,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 
 from schedules.actions import Action
 from schedules.errors import SizeError
+from schedules.graph import Graph
 from schedules.placement import Place, Placement, linear
 
 Sizes = ParamSpec("Sizes")
@@ -48,7 +49,7 @@ class Schedule:
     """Who does what in which order: per rank, a generator of compute actions.
 
     Two schedules are equal when the same factory made them from the same arguments; `repr` is that call, `str` the
-    picture of the timeline.
+    picture of the timeline. `graph` is the stage graph that it is for, by default the chain (`schedules.connect`).
 
     >>> from schedules import one_f_one_b
     >>> s = one_f_one_b(ranks=2, microbatches=2)
@@ -63,6 +64,7 @@ class Schedule:
     placement: Placement = field(compare=False)
     slices: int = field(compare=False, default=1)
     backward: bool = field(compare=False, default=True)
+    graph: Graph | None = field(compare=False, default=None)
     limits: Limits = field(compare=False, default=UNLIMITED)
 
     @property
@@ -109,6 +111,7 @@ class Shape(NamedTuple):
     placement: Placement
     slices: int = 1
     backward: bool = True
+    graph: Graph | None = None
 
 
 class Factory(Generic[Sizes]):

@@ -92,6 +92,7 @@ class _Played:
         self.following: dict[Action, Action] = {}
         self.made: dict[Maker, Span] = {}
         self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
+        self.sums: dict[tuple[int, int], Span] = {}  # its sum over replicas, if it has several
         last: dict[int, Span] = {}
         for span in self.all:
             if span.rank in last:
@@ -105,6 +106,8 @@ class _Played:
                     self.made[word.crosses, action.stage, action.microbatch, action.slice] = span
                 if word.after == "done":
                     self.gradients[action.stage, span.rank] = span
+                if action.kind == "G":
+                    self.sums[action.stage, span.rank] = span
 
     def before(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
         """The span whose end, or whose transfer's arrival, let this one start; and how long the transfer took."""
@@ -126,5 +129,9 @@ class _Played:
         if action.kind == "G":
             for rank in self.schedule.placement.replicas(s):
                 yield self.gradients[s, rank], "G", s
+        if action.kind == "U":
+            for owner in self.graph.shared_by[s]:
+                for rank in self.schedule.placement.replicas(owner):
+                    yield self.sums.get((owner, rank)) or self.gradients[owner, rank], "G", owner
         if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for what its second action needs
             yield from self._makers(self.following[action])

@@ -9,7 +9,11 @@ idle slot and means nothing, for a schedule is an order and not a timetable. Wha
 it: a stage lives on the rank in whose line it stands. Without transfers ("compute_only") it is a schedule; with them
 ("compute_comms") it is a program, whose stage graph is read off them too.
 
-Invariants. Reading what was written gives the same actions. Text is only ever parsed: nothing in a file is executed.
+Transfers say nothing of edges inside a rank. So what we write for a stage graph other than a chain has one more line,
+with its edges in the words of `schedules.connecting`: `graph,0-1,0-2`.
+
+Invariants. Reading what was written gives the same actions and the same stage graph. Text is only ever parsed: nothing
+in a file is executed.
 """
 
 from __future__ import annotations
@@ -17,17 +21,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Concatenate, ParamSpec, TextIO, TypeAlias
 
 from schedules.actions import KINDS, Action
 from schedules.authoring import Factory, Schedule, Shape, without_rank
 from schedules.cells import Plan, Words, has_transfers, own, read_row
-from schedules.errors import TableError
+from schedules.connecting import connect, edges, text_of
+from schedules.errors import GraphError, TableError
 from schedules.graph import Edge, Graph, chain
 from schedules.lowering import Program
 from schedules.placement import Placement
+from schedules.wiring import graph_of
 
 File: TypeAlias = str | os.PathLike[str] | TextIO
 Rows = ParamSpec("Rows")
@@ -180,7 +186,8 @@ def read_csv(file: File) -> Schedule | Listing:
     """What is in a file of `torch.distributed.pipelining`, or in one of our own: a schedule, or a program.
 
     A file without transfers ("compute_only") is `table(rows=...)` of its lines, one with transfers ("compute_comms") is
-    `listing(rows=...)`. `file` is a path or an open text file. Raises `TableError` as they do. All of the text is kept.
+    `listing(rows=...)`; a last line `graph,0-1,0-2` names the edges of its stage graph. `file` is a path or an open
+    text file. Raises `TableError` as they do. All of the text is kept.
 
     >>> import io
     >>> print(read_csv(io.StringIO("0F0,0F1,,,0B0,,0B1\\n1F0,1B0,,1F1,1B1\\n")))
@@ -189,15 +196,33 @@ def read_csv(file: File) -> Schedule | Listing:
     """
     with _opened(file, "r") as lines:
         rows = tuple(line.rstrip("\r\n") for line in lines)
-    return listing(rows) if any(map(has_transfers, rows)) else table(rows=rows)
+    last = rows[-1] if rows else ""
+    named = last == _GRAPH or last.startswith(f"{_GRAPH},")
+    rows = rows[:-1] if named else rows
+    plan = listing(rows) if any(map(has_transfers, rows)) else table(rows=rows)
+    return _along(plan, last.removeprefix(_GRAPH), len(rows) + 1) if named else plan
+
+
+def _along(plan: Schedule | Listing, text: str, line: int) -> Schedule | Listing:
+    """The plan with the graph that the last line of its file spells out."""
+    schedule = plan if isinstance(plan, Schedule) else plan.schedule
+    try:
+        graph = edges(text, schedule.stages)
+    except GraphError as error:
+        raise TableError(f"line {line}: {error}") from error
+    return connect(plan, graph) if isinstance(plan, Schedule) else replace(plan, graph=graph)
+
+
+_GRAPH = "graph"
 
 
 def write_csv(plan: Plan, file: File, words: Words = own) -> None:
     """Write one line per rank: the actions of a schedule, or of a program with its transfers.
 
-    In our `own` words reading gives back the same actions; of these files, `torch.distributed.pipelining` reads the
-    schedules, if they hold nothing but F, B, I, W and fused pairs. With `words=cells.pipelining` it reads the programs
-    too; what it has no words for is refused. One rank's text is kept at a time.
+    In our `own` words reading gives back the same actions and the same stage graph; of these files,
+    `torch.distributed.pipelining` reads the schedules of chains, if they hold nothing but F, B, I, W and fused pairs.
+    With `words=cells.pipelining` it reads the programs too; what it has no words for is refused. One rank's text is
+    kept at a time.
 
     >>> import sys
     >>> from schedules import gpipe, lower
@@ -212,10 +237,12 @@ def write_csv(plan: Plan, file: File, words: Words = own) -> None:
     0UNSHARD,0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD,0RESHARD
     1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0
     """
-    schedule = plan if isinstance(plan, Schedule) else plan.schedule
+    schedule, graph = (plan, graph_of(plan, None)) if isinstance(plan, Schedule) else (plan.schedule, plan.graph)
     with _opened(file, "w") as lines:
         for rank in range(schedule.ranks):
             lines.write(words(plan, rank) + "\n")
+        if words is own and graph != chain(schedule.stages):
+            lines.write(",".join(filter(None, (_GRAPH, text_of(graph)))) + "\n")
 
 
 def _opened(file: File, mode: str) -> AbstractContextManager[TextIO]:

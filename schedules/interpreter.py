@@ -79,6 +79,7 @@ class _Run:
         self.sent: list[dict[Action, None]] = [{} for _ in streams]  # invariant: those that have not had their WAIT
         self.outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
         self.sums = Sums(schedule, graph.stages)
+        self.copied: dict[Parcel, Formula] = {}  # gradients of tied parameters that an update has taken
         self.at = [""] * len(streams)
 
     def finish(self) -> Meaning:
@@ -99,6 +100,7 @@ class _Run:
         copies = {edge: self._copies(*edge) for edge in tied}
         self._require_nothing_left()
         self.sums.require_updated()
+        self.sums.require_alike(self.graph)
         self.sums.require_late()
         return Meaning(tuple(map(tuple, self.outputs)), gradients, wholes, copies)
 
@@ -152,6 +154,8 @@ class _Run:
         if kind == "C" and not self.schedule.backward:
             raise self._cannot(rank, "Checkpoint what comes back.")
         inputs = yield from self._take(rank, *self._needed(action))
+        if not self.sums.begin(s, rank, i):
+            raise self._cannot(rank, "Update weights before the first slice of a microbatch, or after its last.")
         output = formula("F", s, (i, part or 0), *inputs)
         self.outputs[s].append(output)
         kept = [Parcel("inputs" if kind == "C" else "residuals", s, s, i, part)] * self.schedule.backward
@@ -202,9 +206,17 @@ class _Run:
         sums.settle(s, rank, partials)
 
     def _update(self, rank: int, action: Action) -> Steps:
+        """Update a stage's weights, when the gradients of those that other stages hold too are complete."""
+        t = action.stage
+        for route, homes in enumerate(self.placement.routes):
+            for s in self.graph.shared_by[t] if homes[t] == rank and self.schedule.backward else ():
+                parcel = Parcel("G", s, t, range(route, self.schedule.microbatches, len(self.placement.routes))[-1])
+                if self.links is not None and homes[s] != rank and parcel not in self.copied:
+                    (self.copied[parcel],) = yield from self._take(rank, parcel)
+                while not self.sums.settled(s, homes[s]):
+                    yield parcel
         if not self.sums.update(action.stage, rank, action.microbatch):
             raise self._cannot(rank, "Update with gradients that are there, each once.")
-        yield from ()
 
     def _send(self, rank: int, action: Action) -> Steps:
         parcel = carried(action)
@@ -273,6 +285,8 @@ class _Run:
         if self.links is None or owner == holder:
             return self.sums.whole(s, owner)
         parcel = Parcel("G", s, t, range(route, self.schedule.microbatches, len(self.placement.routes))[-1])
+        if parcel in self.copied:
+            return self.copied[parcel]
         if parcel not in self.held[holder]:
             raise ProgramError(f"{parcel} never arrives. Send it after the last backward of stage {s}.")
         return self.held[holder].pop(parcel)

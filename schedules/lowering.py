@@ -13,7 +13,7 @@ receiver made after consuming an earlier send of ours, that send is done for cer
 no message vouches for is waited for at the end.
 
 Gradients travel once a step. A replica's leaves after its last weight gradient, for the `G` of the other replica; that
-of a tied parameter leaves when it is complete, for the other stages that hold copies.
+of a tied parameter leaves when it is complete, for the other stages that hold copies: for their `U`, or for the end.
 
 So receive buffers are few, however many microbatches there are. While an action runs, those wait that the next one
 uses, and those that are sent before these on the same channel and used later: one or two, three beside fused pairs.
@@ -74,6 +74,12 @@ class Program:
             found |= {(a, b) for a in placement.replicas(s) for b in placement.replicas(s)}
         return tuple(sorted((a, b) for a, b in found if a != b))
 
+    def __str__(self) -> str:
+        """The picture of its schedule's timeline along its graph."""
+        from schedules.drawing import text  # drawing looks at programs; a program only asks to be drawn
+
+        return text(self.schedule, graph=self.graph)
+
     def actions(self, rank: int) -> Iterator[Action]:
         """The lowered actions of `rank`, in order, generated afresh by every call."""
         return _Lowering(self, rank).actions()
@@ -122,6 +128,7 @@ class Steps:
                 for kind, rows in self.rows.items():
                     rows[s * len(self.routes) + route] = self._row(kind, s, homes)
         self.left = {s: self._units(s) for s in self.placement.stages_on(rank)}
+        self.copied = set[int]()  # stages whose update has taken the gradients of tied parameters
 
     def _row(self, kind: str, s: int, homes: tuple[int, ...]) -> _Row:
         word, graph = KINDS[kind], self.graph
@@ -132,7 +139,7 @@ class Steps:
         return _Row(
             tuple((word.crosses, p) for p in (taken[s] if taken else ()) if self._across(homes[p])),
             tuple((word.crosses, t) for t in (given[s] if given else ()) if self._across(homes[t])),
-            closes or (kind == "G"),
+            closes or kind == "G" or (kind == "U" and bool(graph.shared_by[s])),
         )
 
     def _across(self, rank: int) -> bool:
@@ -176,10 +183,14 @@ class Steps:
                 yield step
         if opener is not None:
             yield opener
-        yield Step(position + 1, (), list(self._copies()), nothing)
+        left = [t for t in self.placement.stages_on(self.rank) if t not in self.copied]
+        yield Step(position + 1, (), [copy for t in left for copy in self._copies(t)], nothing)
 
     def _partials(self, kind: str, s: int) -> Iterator[Message]:
-        """What a sum over replicas waits for."""
+        """What a sum over replicas waits for, or an update of what other stages hold too."""
+        if kind == "U" and s not in self.copied:
+            self.copied.add(s)
+            yield from self._copies(s)
         if kind == "G":
             for route in self._replicas(s):
                 if self._across(self.routes[route][s]):
@@ -187,6 +198,8 @@ class Steps:
 
     def _complete(self, kind: str, s: int) -> Iterator[Message]:
         """What leaves with the action that completes this rank's gradient of stage `s`, or that of all replicas."""
+        if kind == "U":
+            return
         self.left[s] -= kind != "G"
         if self.left[s] or (kind == "G") != bool(self._replicas(s)):
             if not self.left[s]:
@@ -201,10 +214,10 @@ class Steps:
                     ("G", s, self._last(route), t, None) for t in self.graph.shares[s] if self._across(homes[t])
                 )
 
-    def _copies(self) -> Iterator[Message]:
-        """The gradients of tied parameters that other stages have computed."""
+    def _copies(self, t: int) -> Iterator[Message]:
+        """The gradients of tied parameters of stage `t` that other stages have computed."""
         for route, homes in enumerate(self.routes if self.schedule.backward else ()):
-            for t in (t for t in self.placement.stages_on(self.rank) if homes[t] == self.rank):
+            if homes[t] == self.rank:
                 owners = (s for s in self.graph.shared_by[t] if self._across(homes[s]))
                 yield from (("G", s, self._last(route), t, None) for s in owners)
 

@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 from schedules.actions import KINDS, Action, G
 from schedules.authoring import Factory, Limits, Schedule, Shape
 from schedules.errors import SizeError
-from schedules.graph import Graph, chain
+from schedules.graph import Graph
 from schedules.placement import Placement
 from schedules.replay import Token, makes, needs, unit_of
 from schedules.transforms import transform
+from schedules.wiring import graph_of
 
 Step: TypeAlias = tuple[Action, ...]
 
@@ -80,8 +81,8 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
     """The schedule down the ranks and up the ranks at once: its microbatch `k` is `2k` on the way down, `2k + 1` up.
 
     Where a rank can go on with either, it takes the pass with fewer stages to go, then the older microbatch; weight
-    gradients last. Finding that order means playing all ranks, so that the actions of one rank take as long to make as
-    those of all.
+    gradients last. Finding that order means playing all ranks along the schedule's stage graph (`connect`), so that the
+    actions of one rank take as long to make as those of all.
 
     Peak memory: that of ranks `r` and `P - 1 - r` together. Mirrored 1F1B with at least `P` microbatches in all idles
     for `2 floor((P - 1) / 2) max(F, B)`. `chimera` is that in units of `P` microbatches, with less memory; `dualpipe`
@@ -101,7 +102,7 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
 
 def _merged(schedule: Schedule) -> list[list[Action]]:
     """Per rank, the actions of both copies; what never finds its data stands at the end, for `check` to name."""
-    P, graph = schedule.ranks, chain(schedule.stages)
+    P, graph = schedule.ranks, graph_of(schedule, None)
     lanes = [[deque(_steps(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
     rows: list[list[Action]] = [[] for _ in range(P)]
     made = set[Token]()

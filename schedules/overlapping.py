@@ -16,19 +16,22 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from typing import TypeAlias
 
 from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
-from schedules.graph import chain
+from schedules.graph import Graph
 from schedules.replay import Token, makes, needs, unit_of
 from schedules.transforms import KEPT, transform
+from schedules.wiring import graph_of
 
 
 @transform(limits=KEPT)
 def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
     """Every forward that stands directly before a backward of another microbatch, fused with it where both can run.
 
-    That takes playing all ranks, so that the actions of one rank take as long to make as those of all. Where pairs wait
+    That takes playing all ranks along the schedule's stage graph (`connect`), which for one rank takes as long as for
+    all. Where pairs wait
     for each other, the lowest rank's is left apart. Peak memory stays. A pair takes less time than its two passes if
     `Costs.OVERLAP_F` says so, but the next stage gets the forward's value only when the pair ends: the makespan grows
     where ranks wait for forwards, as in 1F1B, and shrinks where they do not, as in `dualpipe`.
@@ -44,21 +47,21 @@ def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
 
 def _fused(schedule: Schedule) -> list[list[Action]]:
     """Per rank, its actions, numbered by slices; what never finds its data stands at the end, for `check` to name."""
-    graph, ranks, slices = chain(schedule.stages), range(schedule.ranks), schedule.slices
+    graph, ranks, slices = graph_of(schedule, None), range(schedule.ranks), schedule.slices
     lanes = [deque(a._replace(microbatch=unit_of(a, slices)) for a in schedule.actions(rank)) for rank in ranks]
     rows: list[list[Action]] = [[] for _ in ranks]
     made = set[Token]()
-    owed = Counter(action.stage for lane in lanes for action in lane if KINDS[action.kind].after == "done")
+    owed = Counter(_gradient(action) for lane in lanes for action in lane)
 
     def plays(rank: int, apart: bool) -> bool:
         """Whether the rank could do its next action, or its next pair."""
         step = _next(lanes[rank], slices, apart)
         ready = made.issuperset(token for action in step for token in needs(action, graph))
-        if not step or not ready or (step[0].kind == "G" and owed[step[0].stage]):
+        if not step or not ready or any(owed[term] for term in _summed(step[0], graph)):
             return False
         rows[rank] += step
         made.update(map(makes, step))
-        owed.subtract(action.stage for action in step if KINDS[action.kind].after == "done")
+        owed.subtract(map(_gradient, step))
         for _ in step:
             lanes[rank].popleft()
         return True
@@ -66,6 +69,21 @@ def _fused(schedule: Schedule) -> list[list[Action]]:
     while any(plays(rank, apart=False) for rank in ranks) or any(plays(rank, apart=True) for rank in ranks):
         pass
     return [[*row, *lane] for row, lane in zip(rows, lanes, strict=True)]
+
+
+Term: TypeAlias = tuple[str, int]
+
+
+def _gradient(action: Action) -> Term:
+    """What the action adds to a gradient: a term or the sum over replicas, of which stage."""
+    return KINDS[action.kind].after or action.kind, action.stage
+
+
+def _summed(action: Action, graph: Graph) -> list[Term]:
+    """Return the terms that must all be there before the action."""
+    if action.kind == "U":
+        return [(what, s) for s in graph.shared_by[action.stage] for what in ("done", "G")]
+    return [("done", action.stage)] if action.kind == "G" else []
 
 
 def _next(lane: deque[Action], slices: int, apart: bool) -> list[Action]:

@@ -9,18 +9,20 @@ rule, `ordered`, is `replay` itself: it looks at all ranks together. Programs ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from schedules.actions import KINDS, Action
 from schedules.authoring import Schedule
 from schedules.channels import Lowered, check_transfers
 from schedules.costs import Costs, Sizes
-from schedules.errors import GraphError, ScheduleError
+from schedules.errors import GraphError
 from schedules.fitting import compute_only, placed
 from schedules.graph import Graph
 from schedules.progress import Progress, Work
+from schedules.progress import violation as _error
 from schedules.replay import replay
+from schedules.updates import reduced, require_updates_everywhere, updated
 from schedules.wiring import graph_of, wires
 
 Actions: TypeAlias = Iterator[Action]
@@ -155,85 +157,6 @@ def within_memory(progress: Progress, actions: Actions) -> Actions:
         yield action
 
 
-def updated(progress: Progress, actions: Actions) -> Actions:
-    """An update `U(s, i)` comes after every gradient up to microbatch `i`, and uses those that no update has used.
-
-    Where a stage has replicas, that is after the `G` that sums their gradients: with less, the replicas would drift.
-    A microbatch uses the version of the weights that its forward began with, for its backward too, so that version is
-    kept (PipeDream's weight stashing, SOSP 2019, section 3.3); no more are kept than the schedule's limit says.
-    """
-    position = -1
-    for position, action in enumerate(actions):
-        if action.kind == "U":
-            _update(progress, position, action)
-        yield action
-    for stage, work in progress.work.items():
-        if work.versions and work.applied < progress.schedule.microbatches - work.stride:
-            missing = Action("U", stage, work.microbatch(work.count - 1))
-            problem = f"{missing} never runs: gradients behind microbatch {work.applied} are in no update"
-            raise _error("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")
-
-
-def _update(progress: Progress, position: int, action: Action) -> None:
-    """Write an update into the book: what is in flight keeps the version that it began with."""
-    work, i = progress.work[action.stage], action.microbatch
-    if not progress.schedule.backward:
-        problem = "has no gradient to use: nothing comes back in this schedule"
-        raise _error("updated", progress, position, action, problem, f"Drop {action}.")
-    first = work.finished.prefix  # the first unit that is not finished
-    late = first if first < work.count and work.microbatch(first) <= i else None
-    if late is not None or i <= work.applied:
-        problem = f"comes before the backward of microbatch {work.microbatch(late or 0)}"
-        if late is None:
-            problem = f"has no gradient to use: microbatch {work.applied} is in an earlier update"
-        repair = "Put one update behind the last backward of the microbatches that it is for."
-        raise _error("updated", progress, position, action, problem, repair)
-    if work.replicated and not work.summed:
-        problem = "comes before the gradients of the replicas are summed, and they would drift apart"
-        summing = Action("G", action.stage, work.microbatch(work.count - 1))
-        raise _error("updated", progress, position, action, problem, f"Put it behind {summing}.")
-    began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
-    work.began, work.versions, work.applied = began, work.versions + 1, i
-    kept, limit = len({work.versions, *began.values()}), progress.schedule.versions(progress.rank)
-    work.kept = max(work.kept, kept)
-    if kept > limit:
-        problem = f"makes {kept} versions of the weights to keep, where the limit is {limit:g}"
-        repair = "Let microbatches in flight finish first, or raise the limit."
-        raise _error("updated", progress, position, action, problem, repair)
-
-
-def reduced(progress: Progress, actions: Actions) -> Actions:
-    """A stage with replicas sums their gradients once, by `G` after its last weight gradient on each of its ranks."""
-    position = -1
-    for position, action in enumerate(actions):
-        if action.kind == "G":
-            problem, repair = _unready(progress, action)
-            if problem:
-                raise _error("reduced", progress, position, action, problem, repair)
-            progress.work[action.stage].summed = True
-        yield action
-    for stage, work in progress.work.items():
-        if work.replicated and not work.summed and progress.schedule.backward:
-            missing = Action("G", stage, work.microbatch(work.count - 1))
-            why = f"{missing} never runs: the gradients of the replicas are not summed"
-            raise _error("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
-
-
-def _unready(progress: Progress, action: Action) -> tuple[str, str]:
-    """Why this `G` cannot be here, and the repair; empty if it can."""
-    work = progress.work[action.stage]
-    last = Action("G", action.stage, work.microbatch(work.count - 1))
-    if not work.replicated or not progress.schedule.backward:
-        return f"stage {action.stage} has no gradient of a replica to add", f"Drop {action}."
-    if work.summed:
-        return "has run already", f"Drop {action}: gradients are summed once."
-    if action != last:
-        return f"is not named by the last microbatch, {last.microbatch}, of the replica", f"Write {last}."
-    if len(work.finished) < work.count:
-        return f"comes before the backward of microbatch {work.microbatch(work.finished.prefix)}", "Move it behind."
-    return "", ""
-
-
 def versions(schedule: Schedule, rank: int) -> dict[int, int]:
     """Per stage on `rank`, the most versions of its weights that are kept at once; 1 without updates.
 
@@ -284,11 +207,11 @@ Add 0F0 before it, or move it behind.
         check_transfers(plan)
         return
     schedule, graph = plan, graph_of(plan, graph)
-    books = [Progress(schedule, rank) for rank in range(schedule.ranks)]
+    books = [Progress(schedule, rank, graph) for rank in range(schedule.ranks)]
     streams = [_checked(book) for book in books]
     for _ in replay(schedule, streams, wires(schedule, graph, FREE, UNITS), FREE, spans=False):
         pass
-    _require_updates_everywhere(books)
+    require_updates_everywhere(books)
 
 
 def _checked(book: Progress) -> Actions:
@@ -298,21 +221,3 @@ def _checked(book: Progress) -> Actions:
     for rule in rules_of(schedule):
         actions = rule(book, actions)
     return actions
-
-
-def _require_updates_everywhere(books: Sequence[Progress]) -> None:
-    """Where one stage updates its weights within the step, all do."""
-    works = [(book, stage, work) for book in books for stage, work in book.work.items()]
-    if any(work.versions for _, _, work in works):
-        for book, stage, work in works:
-            if not work.versions:
-                missing = Action("U", stage, work.microbatch(work.count - 1))
-                problem = f"{missing} never runs, though other stages update their weights"
-                length = sum(1 for _ in book.schedule.actions(book.rank))
-                raise _error("updated", book, length, None, problem, f"Add it to rank {book.rank}.")
-
-
-def _error(
-    rule: str, progress: Progress, position: int, action: Action | None, problem: str, repair: str
-) -> ScheduleError:
-    return ScheduleError(rule, progress.rank, position, action, problem, repair)

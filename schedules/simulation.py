@@ -136,21 +136,37 @@ def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes 
     """Per rank, what it holds from which time on, as pairs of time and level, in the order of time.
 
     Upwards when an action starts, downwards when it ends, and the units are those of `Timeline.peak_memory`; weights
-    apart. `timeline` is as for `summarize`.
+    apart. A peak that lasts no time stands before the level that follows it, at the same time. `timeline` is as for
+    `summarize`.
 
     >>> from schedules import gpipe
     >>> memory_over_time(spans(gpipe(1, 2), Costs()), gpipe(1, 2))
     (((0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0)),)
     """
     unit = schedule.slices * (schedule.stages / schedule.ranks if sizes is None else 1)
-    levels: list[dict[float, float]] = [{} for _ in range(schedule.ranks)]
-    held = [0.0] * schedule.ranks
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(schedule.ranks)]
     for rank, action, start, end in timeline:
         growth = (sizes or UNITS).growth(action.kind, action.stage) * schedule.backward / unit
         if growth:
-            held[rank] += growth
-            levels[rank][start if growth > 0 else end] = held[rank]
-    return tuple(tuple(found.items()) for found in levels)
+            changes[rank].append((start if growth > 0 else end, growth))
+    return tuple(map(levels, changes))
+
+
+def levels(changes: Iterable[tuple[float, float]]) -> Levels:
+    """Return the levels that changes lead to, given as pairs of time and growth in the order of time.
+
+    Of several levels at one time those stay that no later one reaches: a peak that lasts no time is seen, too.
+
+    >>> levels([(0, 1), (1, 2), (1, -3), (2, 1), (2, 1)])
+    ((0, 1.0), (1, 3.0), (1, 0.0), (2, 2.0))
+    """
+    found, level = list[tuple[float, float]](), 0.0
+    for time, growth in changes:
+        level += growth
+        while found and found[-1][0] == time and found[-1][1] <= level:
+            found.pop()
+        found.append((time, level))
+    return tuple(found)
 
 
 def _timeline(

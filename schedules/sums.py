@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from schedules.authoring import Schedule
 from schedules.errors import ProgramError
+from schedules.graph import Graph
 from schedules.meaning import Formula, Formulas, formula, total
 
 Place: TypeAlias = tuple[int, int]
@@ -22,7 +23,7 @@ class Sums:
 
     - `terms`: by place, in the order in which they are added; `done`: of which parts they are.
     - `totals`: by place, over all replicas, once they are summed.
-    - `updated`: by place, up to which microbatch gradients have been used.
+    - `updated`: by place, up to which microbatch gradients have been used; `updates`: how many times.
     """
 
     def __init__(self, schedule: Schedule, stages: int) -> None:
@@ -31,7 +32,8 @@ class Sums:
         self.terms: dict[Place, list[Formula]] = {place: [] for place in places}
         self.done: dict[Place, set[Part]] = {place: set() for place in places}
         self.totals: dict[Place, Formula] = {}
-        self.updated = dict.fromkeys(places, -1)
+        self.updated, self.updates = dict.fromkeys(places, -1), dict.fromkeys(places, 0)
+        self.versions: dict[tuple[Place, int], int] = {}  # with how many updates a microbatch has begun
 
     def add(self, s: int, rank: int, part: Part, term: Formula) -> None:
         """Add the term of a part."""
@@ -45,6 +47,10 @@ class Sums:
     def complete(self, s: int, rank: int) -> bool:
         """Whether all has been added there that will be."""
         return self.done[s, rank] == self._expected(s, rank)
+
+    def settled(self, s: int, rank: int) -> bool:
+        """Whether the gradient of stage `s` on one of its ranks is complete: summed, if there are replicas."""
+        return (s, rank) in self.totals if self.others(s, rank) else self.complete(s, rank)
 
     def last(self, s: int, rank: int) -> int:
         """The last microbatch of which stage `s` has a term on a rank."""
@@ -74,7 +80,12 @@ class Sums:
         allowed = self.schedule.backward and summed and later and needed <= self.done[s, rank]
         if allowed:
             self.updated[s, rank] = i
+            self.updates[s, rank] += 1
         return allowed
+
+    def begin(self, s: int, rank: int, i: int) -> bool:
+        """Write down with which weights a microbatch, or a slice of it, goes forward; false if others went before."""
+        return self.versions.setdefault(((s, rank), i), self.updates[s, rank]) == self.updates[s, rank]
 
     def gradients(self) -> Formulas:
         """Per stage, its terms, replica by replica."""
@@ -92,6 +103,19 @@ class Sums:
         for (s, rank), i in self.updated.items():
             if any(j > i for j, _ in self.done[s, rank]):
                 raise ProgramError(f"rank {rank}: gradients of stage {s} behind microbatch {i} are in no update.")
+
+    def require_alike(self, graph: Graph) -> None:
+        """Raise `ProgramError` if copies of weights have been updated with different gradients.
+
+        The gradient of replicas, and that of a parameter that two stages hold, comes as one sum at the end. Whoever has
+        taken two steps has not taken the one of the other copy.
+        """
+        tied = {s for edge in graph.gradients for s in edge}
+        for (s, rank), steps in self.updates.items():
+            if steps > 1 and (s in tied or len(self.placement.replicas(s)) > 1):
+                raise ProgramError(
+                    f"rank {rank}: copies of stage {s}'s weights drift apart. Update them once, at the end."
+                )
 
     def require_late(self) -> None:
         """Raise `ProgramError` if a sum lacks what was added later."""

@@ -8,7 +8,7 @@ Idea. A transform is a generator function like a schedule, but for the one that 
 is an ordinary `Schedule`, whose factory is the transform and whose argument is the schedule given: it prints as the
 calls that make it, compares, pickles, and may be transformed again. Nothing is generated before it is asked for.
 
-Invariant: ranks, microbatches, slices and placement are those of the schedule given.
+Invariant: ranks, microbatches, slices, placement and stage graph are those of the schedule given.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def transform(generator: Any = None, *, limits: Limits = UNLIMITED, backward: bo
                     f"{generator.__name__}(one_f_one_b(ranks=4, microbatches=8))."
                 )
             sizes = schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices
-            return Shape(*sizes, backward and schedule.backward)
+            return Shape(*sizes, backward and schedule.backward, schedule.graph)
 
         return Factory(generator, without_rank(generator, "schedule"), shape, limits)
 

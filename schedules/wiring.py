@@ -72,12 +72,13 @@ class Row(NamedTuple):
 
 
 Wires: TypeAlias = list[dict[str, dict[int, Row]]]
+Key: TypeAlias = tuple[str, int, int]  # a kind, or what crosses, or `done`; stage and route
 
 
 def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
-    """`graph`, or the chain of the schedule's stages; raises `GraphError` if the sizes differ."""
+    """`graph`, or the schedule's own, or the chain of its stages; raises `GraphError` if the sizes differ."""
     if graph is None:
-        return chain(schedule.stages)
+        return schedule.graph or chain(schedule.stages)
     if graph.stages != schedule.stages:
         raise GraphError(
             f"got a graph of {graph.stages} stages for {schedule!r}, expected {schedule.stages}. "
@@ -96,13 +97,20 @@ def crossings(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Crossing]
         for s in range(schedule.stages):
             for rank in schedule.placement.replicas(s):
                 if rank != homes[s]:
-                    yield route, _partial(schedule, s, route, rank)
+                    yield route, _partial(schedule, (s, s), route, rank)
+        for s, t in sorted(graph.gradients):
+            yield route, _partial(schedule, (s, t), route, homes[t])
 
 
-def _partial(schedule: Schedule, s: int, route: int, consumer: int) -> Crossing:
-    crossing = Crossing("G", (s, s), schedule.placement.routes[route][s], consumer)
-    units = len(range(route, schedule.microbatches, len(schedule.placement.routes))) * schedule.slices
-    crossing.arrived = Partial(crossing, units)
+def _partial(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Crossing:
+    """The gradient of one replica for another; or of a stage, summed over its replicas, for another stage."""
+    (s, t), placement = edge, schedule.placement
+    producer = placement.routes[route][s]
+    crossing = Crossing("G", edge, producer, consumer)
+    routes = [number for number, homes in enumerate(placement.routes) if homes[s] == producer]
+    units = sum(len(range(number, schedule.microbatches, len(placement.routes))) for number in routes) * schedule.slices
+    summed = s != t and len(placement.replicas(s)) > 1
+    crossing.arrived = Partial(crossing, 1 if summed else units)
     return crossing
 
 
@@ -114,22 +122,46 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
     for values in (costs, sizes):
         require_stages(values, schedule.stages)
     R = len(schedule.placement.routes)
-    taken: dict[tuple[str, int, int], list[Crossing]] = {}
-    given: dict[tuple[str, int, int], list[tuple[Crossing, float]]] = {}
+    taken: dict[Key, list[Crossing]] = {}
+    given: dict[Key, list[tuple[Crossing, float]]] = {}
     for route, crossing in crossings(schedule, graph):
         delay = costs.transfer(crossing.what, crossing.source, crossing.producer, crossing.consumer)
-        taker = route if crossing.what != "G" else schedule.placement.route(crossing.target, crossing.consumer)
-        taken.setdefault((crossing.what, crossing.target, taker), []).append(crossing)
-        given.setdefault((crossing.what, crossing.source, route), []).append((crossing, delay))
+        for key in _takers(schedule, crossing, route):
+            taken.setdefault(key, []).append(crossing)
+        for key in _givers(schedule, crossing, route):
+            given.setdefault(key, []).append((crossing, delay))
     table: Wires = [{kind: {} for kind, word in KINDS.items() if not word.mark} for _ in range(schedule.ranks)]
     for route, homes in enumerate(schedule.placement.routes):
         for s, rank in enumerate(homes):
             for kind, rows in table[rank].items():
                 word = KINDS[kind]
-                takes = taken.get((word.crosses or kind, s, route), ()) if word.crosses or kind == "G" else ()
-                gives = [*given.get((word.crosses, s, route), ())]
-                gives += given.get(("G", s, route), ()) if word.after == "done" else ()
+                takes = taken.get((word.crosses or kind, s, route), ())
+                gives = [*given.get((word.crosses or kind, s, route), ())]
+                gives += given.get(("done", s, route), ()) if word.after == "done" else ()
                 share = schedule.slices if word.after else 1
                 time, grows = costs.time(kind, s) / share, sizes.growth(kind, s) / share * schedule.backward
                 rows[s * R + route] = Row(tuple(takes), tuple(gives), time, grows, kind == "OVERLAP_F")
     return table
+
+
+def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
+    """Who takes it: values and cotangents on their route; a replica's gradient `G`, a shared parameter's any `U`."""
+    t, placement = crossing.target, schedule.placement
+    if crossing.what != "G":
+        yield crossing.what, t, route
+    elif t == crossing.source:
+        yield "G", t, placement.route(t, crossing.consumer)
+    else:
+        yield from (("U", t, number) for number, homes in enumerate(placement.routes) if homes[t] == crossing.consumer)
+
+
+def _givers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
+    """Who gives it: values and cotangents on their route; gradients what completes them, on any route of the rank."""
+    s, placement = crossing.source, schedule.placement
+    if crossing.what != "G":
+        yield crossing.what, s, route
+        return
+    summed = s != crossing.target and len(placement.replicas(s)) > 1
+    for number, homes in enumerate(placement.routes):
+        if homes[s] == crossing.producer:
+            yield "G" if summed else "done", s, number

@@ -21,7 +21,7 @@ def test_the_path_is_unbroken_and_as_long_as_the_makespan(case, times):
     assert last.end == pytest.approx(simulate(schedule, times, graph).makespan)
     for before, after in pairwise(path.stretches):
         assert before.span.end + after.transfer == pytest.approx(after.span.start)
-        if before.span.rank != after.span.rank and after.span.action.kind not in ("G", "OVERLAP_F"):
+        if before.span.rank != after.span.rank and after.span.action.kind not in ("G", "U", "OVERLAP_F"):
             actions = list(schedule.actions(before.span.rank))
             at = actions.index(before.span.action)
             pair = [one for one in actions[max(0, at - 1) : at] if one.kind == "OVERLAP_F"]

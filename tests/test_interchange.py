@@ -3,7 +3,6 @@
 
 import io
 import pickle
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -21,6 +20,7 @@ from schedules import (
     TableError,
     chain,
     check,
+    connect,
     families,
     gpipe,
     lower,
@@ -33,6 +33,7 @@ from schedules.interchange import Listing, listing, read_csv, table, write_csv
 from schedules.interpreter import interpret
 from schedules.networks import fifo
 from schedules.testing import graphs, orders, require_round_trip, schedules
+from schedules.wiring import graph_of
 
 
 def read(text):
@@ -178,15 +179,51 @@ def test_a_pair_is_two_actions_one_behind_the_other():
 @given(orders())
 def test_a_program_is_written_with_its_transfers(case):
     program = lower(*case)
-    lines = written(program).splitlines()
+    lines = written(program).splitlines()[: program.schedule.ranks]
     assert all(str(parse(cell)) == cell for line in lines for cell in line.split(",") if not cell.endswith("F_B"))
-    again = read("\n".join(lines))
+    again = read(written(program))
     assert rows(again) == rows(program)
+    check(again)
     if isinstance(again, Listing):
-        given_the_graph = replace(again, graph=program.graph)
-        assert given_the_graph.channels == program.channels
-        assert interpret(given_the_graph, fifo) == interpret(program, fifo)
-        check(given_the_graph)
+        assert (again.graph, again.channels) == (program.graph, program.channels)
+        assert interpret(again, fifo) == interpret(program, fifo)
+    else:
+        assert graph_of(again, None) == program.graph, "one rank sends nothing"
+
+
+@settings(deadline=None)
+@given(orders())
+def test_a_schedule_is_written_with_the_graph_that_it_is_for(case):
+    s = connect(*case)
+    again = read(written(s))
+    assert rows(again) == rows(s)
+    assert graph_of(again, None) == s.graph
+    check(again)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("graph,0>1", r"line 3: got '0>1' in the graph ',0>1', expected edges such as 0-2, or F0-2"),
+        ("graph,0-1x", "line 3: got '0-1x'"),
+        ("graph,0-7", r"line 3: got edge \(0, 7\), expected \(s, t\) with 0 <= s < t < 2"),
+        ("graph,F1-0", r"line 3: got edge \(1, 0\)"),
+        ("graph,G0-0", "line 3: got edge .* of gradients"),
+        ("graphs,0-1", "line 3, column 1: got 'graphs'"),
+    ],
+)
+def test_a_graph_that_is_none_is_refused(line, message):
+    for rows_ in ("0F0,0B0\n1F0,1B0\n", "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"):
+        with pytest.raises(TableError, match=message):
+            read(rows_ + line)
+
+
+def test_a_pair_with_an_input_half_is_one_cell():
+    s = table(rows=("0F0,0OVERLAP_F1,0I0,0W0,0B1",))
+    assert written(s) == "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n"
+    assert written(s, words=pipelining) == written(s)
+    sliced = table(rows=("0F0.0,0F0.1,0OVERLAP_F1.0,0I0.1,0B0.0",))
+    assert written(sliced) == "0F0.0,0F0.1,(0F1.0;0I0.1)OVERLAP_F_B,0B0.0\n"
 
 
 @settings(deadline=None)
@@ -195,7 +232,8 @@ def test_transfers_tell_the_graph(data):
     s = data.draw(schedules([gpipe, one_f_one_b]).filter(lambda s: s.ranks > 1))
     graph = data.draw(graphs(s.stages) | st.just(chain(s.stages)))
     program = lower(s, graph)
-    again = read(written(program))
+    theirs, *_ = written(program).split("graph")
+    again = read(theirs)
     assert (again.graph, again.channels) == (graph, program.channels)
 
 
@@ -225,8 +263,8 @@ def test_transfers_that_are_missing_at_both_ends_are_missed():
 def test_where_transfers_name_other_edges_the_graph_has_no_more():
     s = read("0F0,1F0,1B0,0B0\n2F0,2B0\n")
     edges = frozenset({(0, 2)})
-    program = read(written(lower(s, Graph(3, edges | {(0, 1)}, edges))))
-    assert program.graph == Graph(3, edges, edges)
+    theirs, _ = written(lower(s, Graph(3, edges | {(0, 1)}, edges))).split("graph")
+    assert read(theirs).graph == Graph(3, edges, edges)
 
 
 def test_torch_has_no_wait():

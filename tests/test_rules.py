@@ -9,9 +9,12 @@ from schedules import (
     Action,
     B,
     C,
+    Costs,
     F,
+    Graph,
     GraphError,
     I,
+    Limits,
     PipelineError,
     ScheduleError,
     Sizes,
@@ -19,18 +22,24 @@ from schedules import (
     W,
     chain,
     check,
+    critical_path,
     forward_only,
     gpipe,
     looped,
     lower,
     mirror,
     one_f_one_b,
+    pipedream,
+    pipedream_2bw,
     schedule,
     simulate,
+    spans,
     split_backward,
     transform,
 )
-from schedules.interpreter import prove
+from schedules.interchange import table
+from schedules.interpreter import interpret, prove
+from schedules.networks import rendezvous
 from schedules.testing import schedules
 
 
@@ -238,6 +247,87 @@ def test_replicas_update_with_the_sum_of_their_gradients():
         check(wrong)
     with pytest.raises(PipelineError):
         prove(wrong)
+
+
+@pytest.mark.parametrize("microbatch", range(4))
+def test_the_memory_limit_holds_for_every_microbatch(microbatch):
+    """All backwards wait for that of one microbatch, whichever it is: the last, too."""
+
+    @schedule(limits=Limits(memory=lambda rank, ranks, microbatches: 1))
+    def limited(rank, ranks, microbatches):
+        for i in range(microbatches):
+            yield F(rank, i)
+            if i != microbatch - 1:
+                yield from (B(rank, j) for j in range(max(0, i - (i == microbatch)), i + 1))
+
+    if microbatch == 0:
+        check(limited(ranks=1, microbatches=4))
+        return
+    with pytest.raises(ScheduleError) as caught:
+        check(limited(ranks=1, microbatches=4))
+    assert (caught.value.rule, caught.value.action) == ("within_memory", F(0, microbatch))
+    assert "is activation 2 at once, where the limit is 1" in str(caught.value)
+
+
+TIED = Graph(2, frozenset({(0, 1)}), frozenset({(0, 1)}), frozenset({(0, 1), (1, 0)}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "graph", "message"),
+    [
+        (
+            ("0F0,0B0,0F2,0B2,0G2,0U0,0U2", "0F1,0B1,0F3,0B3,0G3,0U3"),
+            None,
+            "0U0: updates before microbatch 2, and another rank holds the stage too: its gradient is there once, at "
+            "the end [rule: updated]. Write one 0U2",
+        ),
+        (
+            ("0F0,0F1,0B0,0U0,0B1,0U1", "1F0,1B0,1U0,1F1,1B1,1U1"),
+            TIED,
+            "1U0: updates before microbatch 1, and another stage holds some of its parameters",
+        ),
+        (
+            ("0F0,1F0,1B0,1U0,0B0,0U0",),
+            TIED,
+            "1U0: needs all backwards of stage 0 on rank 0, which this rank does only later [rule: ordered]",
+        ),
+        (
+            ("0F0.0,0F0.1,0B0.1,0B0.0,0F1.0,0U0,0F1.1,0B1.1,0B1.0,0U1",),
+            None,
+            "0U0: comes between the slices of microbatch 1, which would use different weights [rule: updated]. Move it "
+            "before the first forward of microbatch 1, or after the last.",
+        ),
+    ],
+)
+def test_copies_of_weights_and_slices_are_not_updated_apart(rows, graph, message):
+    s = table(rows=rows)
+    with pytest.raises(ScheduleError) as caught:
+        check(s, graph)
+    assert message in str(caught.value)
+    for meaning in (prove, lambda *case: interpret(lower(*case), rendezvous)):
+        with pytest.raises(PipelineError):
+            meaning(s, graph)
+
+
+def test_an_update_waits_for_the_gradient_of_the_stage_that_it_shares_with():
+    s = table(rows=("0F0,0B0,0U0", "1F0,1B0,1U0"))
+    check(s, TIED)
+    check(lower(s, TIED))
+    prove(s, TIED)
+    assert [" ".join(map(str, lower(s, TIED).actions(rank))).split(" ", 1)[1] for rank in (0, 1)] == [
+        "0F0 0SEND_F0>1 0RECV_G0<1 0B0 0SEND_G0>1 0WAIT_F0>1 0U0 0WAIT_G0>1",
+        "1F0 1RECV_G0<0 1B0 1SEND_B0>0 1SEND_G0>0 1U0 1WAIT_B0>0 1WAIT_G0>0",
+    ]
+    late = {span.action: span for span in spans(s, Costs(F=1, B=2, comm=4), TIED)}
+    assert late[U(1, 0)].start == late[B(0, 0)].end + 4 == 18
+    assert critical_path(s, Costs(U=1, comm=4), TIED).stretches[-1].span.action == U(1, 0)
+
+
+@pytest.mark.parametrize("s", [pipedream(2, 3), pipedream_2bw(2, 3, accumulate=2)])
+def test_stages_that_share_parameters_are_not_updated_several_times(s):
+    check(s)
+    with pytest.raises(ScheduleError, match="another stage holds some of its parameters"):
+        check(s, TIED)
 
 
 def test_a_program_has_a_graph_of_its_own():

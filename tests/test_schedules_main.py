@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from schedules import families, gpipe, lower, one_f_one_b, split_backward
+from schedules import dag, families, gpipe, lower, one_f_one_b, split_backward
 from schedules.__main__ import main
-from schedules.interchange import read_csv, write_csv
+from schedules.interchange import read_csv, table, write_csv
 
 MINE = """
 from schedules import B, F, schedule
@@ -368,3 +368,48 @@ def test_the_table_in_the_readme_is_what_compare_prints(capsys):
     shown = r"^    python -m schedules (compare [^\n]*)\n\n```text\n(.*?)```"
     found = re.search(shown, readme, re.MULTILINE | re.DOTALL)
     assert answer(capsys, *found[1].split())[1] == found[2]
+
+
+WITHOUT = """
+from schedules import transform
+
+@transform
+def without_backwards(rank, schedule):
+    yield from (action for action in schedule.actions(rank) if action.kind == "F")
+"""
+
+
+def test_a_changed_program_is_checked_as_it_is_now(capsys, tmp_path):
+    program, changes = tmp_path / "program.csv", tmp_path / "changes.py"
+    changes.write_text(WITHOUT)
+    write_csv(lower(gpipe(ranks=2, microbatches=2)), program)
+    code, out, _ = answer(capsys, "check", program, f"{changes}:without_backwards")
+    assert code == 1
+    assert "0B0, or 0I0 and 0W0, never runs [rule: complete]" in out
+    assert answer(capsys, "check", program)[0] == answer(capsys, "check", program, "split_backward")[0] == 0
+
+
+def test_the_graph_of_a_written_program_is_that_of_the_answers(capsys, tmp_path):
+    towers, path = dag(3, {(0, 2), (1, 2)}), tmp_path / "towers.csv"
+    write_csv(lower(table(rows=("1F0,0F0,0B0,1B0", "2F0,2B0")), towers), path)
+    assert answer(capsys, "check", path)[0] == 0
+    right = "rank 0 |1F0 0F0 .   .   .   0B0     1B0     |\nrank 1 |.   .   2F0 2B0     .   .   .   .   |\n"
+    assert answer(capsys, "show", path) == (0, right, "")
+    assert "makespan  8" in answer(capsys, "simulate", path, "split_backward")[1]
+    assert answer(capsys, "check", path, "--graph", "0-1,1-2")[0] == 1, "another graph than its own"
+
+
+def test_a_graph_is_given_by_its_edges(capsys):
+    sizes = "--ranks", 3, "--microbatches", 1
+    assert answer(capsys, "show", "gpipe", *sizes, "--graph", "0-2,1-2") == (
+        0,
+        "rank 0 |F0 .  .  .  B0    |\nrank 1 |F0 .  .  .  B0    |\nrank 2 |.  F0 B0    .  .  |\n",
+        "",
+    )
+    assert answer(capsys, "simulate", "gpipe", *sizes, "--graph", "0-2,F1-2")[1].startswith("makespan  6")
+    code, out, _ = answer(capsys, "check", "pipedream", *sizes, "--microbatches", 2, "--graph", "0-1,1-2,G0-2")
+    assert (code, "another stage holds some of its parameters" in out) == (1, True)
+    for wrong in ("0>2", "0-9", "2-0"):
+        code, _, err = answer(capsys, "show", "gpipe", *sizes, "--graph", wrong)
+        assert (code, "got" in err, "edge" in err) == (2, True, True)
+    assert "is left out: got edge (0, 3)" in answer(capsys, "compare", "gpipe", *sizes, "--graph", "0-3")[1]

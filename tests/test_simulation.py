@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schedules import (
     KINDS,
@@ -35,6 +36,7 @@ from schedules import (
     summarize,
     transform,
 )
+from schedules.drawing.strips import strip
 from schedules.replay import makes, needs
 from schedules.testing import costs, orders, require_bounds, schedules
 
@@ -100,7 +102,7 @@ def test_nothing_starts_before_its_data_or_before_the_rank_is_free(case, times):
         arrivals = [ended[*token, part] + times.comm * (home(token[1], i) != span.rank) for token in tokens]
         free = rows[span.rank][-2].end if len(rows[span.rank]) > 1 else 0
         assert span.start >= max([free, *arrivals])
-        if kind not in ("G", "OVERLAP_F"):
+        if kind not in ("G", "U", "OVERLAP_F"):
             assert span.start == max([free, *arrivals]), "and no later than it must"
         ended[*makes(span.action), part] = span.end
         if len(rows[span.rank]) > 1 and (opener := rows[span.rank][-2].action).kind == "OVERLAP_F":
@@ -245,6 +247,29 @@ def test_nothing_takes_no_time():
 
     timeline = simulate(nothing(ranks=2, microbatches=1))
     assert (timeline.makespan, timeline.span, timeline.bubble, timeline.idle) == (0, 0, 0, (0, 0))
+
+
+def test_a_peak_that_lasts_no_time_is_seen():
+    for kinds in ({"F": 0, "B": 0}, {"F": 0, "I": 0, "W": 0, "B": 0}, {"F": 1, "B": 0}, {"F": 0, "B": 2}):
+        s, times = gpipe(ranks=2, microbatches=3), Costs(**kinds)
+        for drawn in (
+            memory_over_time(spans(s, times), s),
+            tuple(strip(spans(s, times)).held(rank, None) for rank in range(2)),
+        ):
+            assert [max(level for _, level in rank) for rank in drawn] == [3, 3]
+            assert [rank[-1][1] for rank in drawn] == [0, 0]
+    s = one_f_one_b(ranks=1, microbatches=3)
+    assert memory_over_time(spans(s, Costs(F=0, B=0)), s) == (((0.0, 1.0), (0.0, 0.0)),)
+
+
+@settings(deadline=None)
+@given(orders(), st.sampled_from([0, 1]), st.sampled_from([0, 1]), st.sampled_from([0, 2]))
+def test_the_peak_is_the_highest_level_if_some_actions_take_no_time(case, F, I, W):  # noqa: E741 - the action's name
+    schedule, graph = case
+    timeline = list(spans(schedule, Costs(F=F, B=I + W, I=I, W=W), graph))
+    levels = memory_over_time(timeline, schedule)
+    peaks = [max((level for _, level in rank), default=0) for rank in levels]
+    assert peaks == pytest.approx(simulate(schedule, Costs(), graph).peak_memory)
 
 
 @settings(deadline=None)

@@ -52,10 +52,10 @@ def show(options: argparse.Namespace) -> int:
     one = subject_of(options)
     schedule = one.make()
     costs = fitted(costs_of(options), schedule)
-    timelines = {one.title: lambda: simulation.spans(schedule, costs, one.graph)}
-    if written(options, timelines, one.graph, schedule, fitted(sizes_of(options), schedule)):
+    timelines = {one.title: lambda: simulation.spans(schedule, costs)}
+    if written(options, timelines, schedule.graph, schedule, fitted(sizes_of(options), schedule)):
         return 0
-    print(drawing.text(schedule, costs, one.graph, columns(sys.maxsize), paint()))
+    print(drawing.text(schedule, costs, None, columns(sys.maxsize), paint()))
     if sys.stdout.isatty():
         kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
         print(f"\n{drawing.legend(kinds, paint())}")
@@ -67,7 +67,7 @@ def check(options: argparse.Namespace) -> int:
     one = subject_of(options)
     schedule = one.make()
     try:
-        rules.check(one.program or schedule, one.graph)
+        rules.check(one.program or schedule)
     except ScheduleError as violation:
         print(_around(violation, schedule, one) + str(violation))
         return 1
@@ -81,7 +81,7 @@ def check(options: argparse.Namespace) -> int:
 def _around(violation: ScheduleError, schedule: Schedule, one: Subject) -> str:
     """The picture of the time around the violation."""
     met = _among_compute(one.program, violation) if one.program else violation
-    picture = drawing.text(schedule, Costs(), one.graph, columns(PAGE), paint(), met).removesuffix(str(met))
+    picture = drawing.text(schedule, Costs(), None, columns(PAGE), paint(), met).removesuffix(str(met))
     blocks = picture.split("\n\n")
     at = next(number for number, block in enumerate(blocks) if "!" in block)
     return "\n\n".join(blocks[max(0, at - 1) : at + 2]).rstrip("\n") + "\n"
@@ -98,17 +98,17 @@ def simulate(options: argparse.Namespace) -> int:
     """Say how long it takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
-    rules.check(schedule, one.graph)  # figures of what is wrong mean nothing
+    rules.check(schedule)  # figures of what is wrong mean nothing
     costs, sizes = fitted(costs_of(options), schedule), fitted(sizes_of(options), schedule)
-    timeline = simulation.simulate(schedule, costs, one.graph, sizes)
+    timeline = simulation.simulate(schedule, costs, sizes=sizes)
     print(f"makespan  {timeline.makespan:g}")
     print(f"span      {timeline.span:g}, the longest of one rank")
     print(f"bubble    {timeline.bubble:.4f} of the span, {timeline.bubble_of_makespan:.4f} of the makespan\n")
     ranks = zip(range(schedule.ranks), timeline.busy, timeline.idle, timeline.peak_memory, strict=True)
     print(table([["rank", "busy", "idle", "peak memory"], *([f"{cell:g}" for cell in row] for row in ranks)]))
-    path = () if options.brief else _print_path(critical_path(schedule, costs, one.graph), timeline.makespan)
-    timelines = {one.title: lambda: simulation.spans(schedule, costs, one.graph)}
-    written(options, timelines, one.graph, schedule, sizes, memory=True, marked={"critical path": path})
+    path = () if options.brief else _print_path(critical_path(schedule, costs), timeline.makespan)
+    timelines = {one.title: lambda: simulation.spans(schedule, costs)}
+    written(options, timelines, schedule.graph, schedule, sizes, memory=True, marked={"critical path": path})
     return 0
 
 

@@ -27,8 +27,7 @@ from schedules.commands.naming import Subject
 from schedules.commands.questions import costs_of, sizes_of, subjects_of
 from schedules.commands.terminal import table
 from schedules.costs import Costs, Sizes
-from schedules.errors import ScheduleError, SizeError, UsageError
-from schedules.graph import Graph
+from schedules.errors import GraphError, ScheduleError, SizeError, UsageError
 from schedules.rules import check
 from schedules.simulation import Timeline, simulate, spans
 
@@ -43,7 +42,6 @@ class Entry(NamedTuple):
 
     schedule: Schedule
     costs: Costs
-    graph: Graph | None
     timeline: Timeline
 
 
@@ -63,7 +61,7 @@ def compare(options: argparse.Namespace) -> int:
     left_out = [f"{title} is left out: {reason}" for title, reason in found.items() if isinstance(reason, str)]
     if left_out:
         print("\n" + "\n".join(left_out))
-    timelines = {title: partial(spans, one.schedule, one.costs, one.graph) for title, one in entries.items()}
+    timelines = {title: partial(spans, one.schedule, one.costs) for title, one in entries.items()}
     written(options, timelines, sizes=sizes, memory=True)
     return 0
 
@@ -72,16 +70,16 @@ def _examined(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float
     """The schedule and what it takes, or why it is left out."""
     try:
         schedule = subject.make()
-        check(schedule, subject.graph)
-    except (SizeError, ScheduleError) as reason:
+        check(schedule)
+    except (SizeError, GraphError, ScheduleError) as reason:
         return str(reason)
     share = schedule.ranks / schedule.stages
     own, held = _scaled(costs, share), sizes and _scaled(sizes, share)
-    timeline = simulate(schedule, own, subject.graph, held)
+    timeline = simulate(schedule, own, sizes=held)
     peak = max(timeline.peak_memory)
     if peak > memory * (1 + ALMOST):
         return f"it holds {peak:g} on rank {timeline.peak_memory.index(peak)}, more than {memory:g}."
-    return Entry(schedule, own, subject.graph, timeline)
+    return Entry(schedule, own, timeline)
 
 
 def _scaled(costs: Given, share: float) -> Given:

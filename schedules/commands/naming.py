@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from math import isfinite
 from pathlib import Path
@@ -28,24 +29,23 @@ from typing import NamedTuple, TypeAlias
 import schedules as package
 from schedules import families
 from schedules.authoring import Factory, Schedule
+from schedules.connecting import connect, edges
 from schedules.errors import UsageError
-from schedules.graph import Graph
+from schedules.graph import chain
 from schedules.interchange import Listing, read_csv
 
 Value: TypeAlias = int | float | str | bool | None
 
 
 class Subject(NamedTuple):
-    """A schedule to answer for: its name as a title, how to make it, and the program that it was read with, if so."""
+    """A schedule to answer for: its name as a title, how to make it, and the program that it was read with, if so.
+
+    What a transform makes of a program's schedule has no program: the transfers are not those of the result.
+    """
 
     title: str
     make: Callable[[], Schedule]
     program: Listing | None = None
-
-    @property
-    def graph(self) -> Graph | None:
-        """The stage graph of the program; `None` for the chain."""
-        return self.program.graph if self.program else None
 
 
 class Phrase(NamedTuple):
@@ -55,10 +55,11 @@ class Phrase(NamedTuple):
     pairs: dict[str, list[str]]
 
 
-def subjects(words: Sequence[str], sizes: Mapping[str, int]) -> list[Subject]:
+def subjects(words: Sequence[str], sizes: Mapping[str, int], graph: str | None = None) -> list[Subject]:
     """All schedules that `words` name, of the given sizes where they do not say others.
 
-    Raises `UsageError` for names and parameters that do not exist.
+    With `graph`, edges as in `schedules.connecting`, for stages that are so connected. Raises `UsageError` for names
+    and parameters that do not exist.
 
     >>> [one.title for one in subjects(["gpipe", "one_f_one_b", "split_backward"], {"ranks": 2, "microbatches": 3})]
     ['gpipe', 'split_backward(one_f_one_b)']
@@ -66,9 +67,9 @@ def subjects(words: Sequence[str], sizes: Mapping[str, int]) -> list[Subject]:
     found: list[list[Subject]] = []
     for phrase in phrases(words):
         if phrase.name.endswith(".csv"):
-            found.append([_table(phrase)])
+            found.append([_table(phrase, graph)])
         elif not is_transform(factory := find(phrase.name)):
-            found.append([_made(factory, phrase.name, given, sizes) for given in _each(factory, phrase, sizes)])
+            found.append([_made(factory, phrase.name, given, sizes, graph) for given in _each(factory, phrase, sizes)])
         elif found:
             found[-1] = [
                 _changed(factory, phrase.name, given, one) for one in found[-1] for given in _each(factory, phrase, {})
@@ -186,20 +187,32 @@ def _value(parameter: inspect.Parameter, text: str) -> Value:
 _WORDS: Mapping[str, Value] = MappingProxyType({"true": True, "false": False, "none": None})
 
 
-def _table(phrase: Phrase) -> Subject:
+def _table(phrase: Phrase, graph: str | None) -> Subject:
     if phrase.pairs:
         raise UsageError(f"got {next(iter(phrase.pairs))}=, but {phrase.name} has its own sizes. Drop it.")
     read = read_csv(phrase.name)
     schedule, program = (read.schedule, read) if isinstance(read, Listing) else (read, None)
+    if program and graph is not None:
+        program = replace(program, graph=edges(graph, schedule.stages))
+    if program and program.graph != chain(schedule.stages):
+        schedule = connect(schedule, program.graph)
+    elif graph is not None:
+        schedule = connect(schedule, edges(graph, schedule.stages))
     return Subject(phrase.name, lambda: schedule, program)
 
 
-def _made(factory: Factory[...], name: str, given: dict[str, Value], sizes: Mapping[str, int]) -> Subject:
-    return Subject(_title(name, given), lambda: factory(**{**sizes, **given}))
+def _made(
+    factory: Factory[...], name: str, given: dict[str, Value], sizes: Mapping[str, int], graph: str | None
+) -> Subject:
+    def make() -> Schedule:
+        schedule = factory(**{**sizes, **given})
+        return schedule if graph is None else connect(schedule, edges(graph, schedule.stages))
+
+    return Subject(_title(name, given), make)
 
 
 def _changed(factory: Factory[...], name: str, given: dict[str, Value], one: Subject) -> Subject:
-    return Subject(_title(name, given, one.title), lambda: factory(one.make(), **given), one.program)
+    return Subject(_title(name, given, one.title), lambda: factory(one.make(), **given))
 
 
 def _title(name: str, given: Mapping[str, Value], *first: str) -> str:

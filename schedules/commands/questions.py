@@ -26,6 +26,12 @@ def add_subjects(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="+", metavar="NAME", help="with its parameters and transforms")
     for size, default in DEFAULTS.items():
         parser.add_argument(f"--{size}", type=int, help=f"default {default}", metavar="N")
+    parser.add_argument(
+        "--graph",
+        metavar="EDGES",
+        help="stages that are no chain, as in 0-2,1-2: a value from each first to each second stage, and a cotangent "
+        "back; F0-2 is a value alone, B2-0 a cotangent alone, G0-2 a gradient of what both hold",
+    )
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +63,7 @@ def add_files(parser: argparse.ArgumentParser, csv: bool = True) -> None:
 
 def subjects_of(options: argparse.Namespace) -> list[Subject]:
     """The schedules that are asked about."""
-    return subjects(options.words, DEFAULTS | _sizes(options))
+    return subjects(options.words, DEFAULTS | _sizes(options), options.graph)
 
 
 def subject_of(options: argparse.Namespace) -> Subject:

@@ -42,7 +42,8 @@ def text(
     one under the other. Actions of a rank that overlap in time stand in further lines.
 
     Where the ranks block each other, or at `error` if that is given, the picture ends: with `!` behind the action that
-    is wrong, and the reason under it. `paint` is given every label and the colour of its kind.
+    is wrong, and the reason under it. Ranks that block each other along a chain may not do so along the stage graph
+    that the schedule is for: pass it, or `connect` it. `paint` is given every label and the colour of its kind.
 
     >>> from schedules import gpipe
     >>> print(text(gpipe(ranks=2, microbatches=2)))
@@ -55,11 +56,19 @@ def text(
     rank 0 |B0    B1    |
     rank 1 |B1    .  .  |
     """
+    given = error
     timeline, error = _simulated(schedule, costs, graph, error)
     drawn = strip(timeline, map(schedule.placement.stages_on, range(schedule.ranks)))
     labels = [_flaw(drawn, error.action)] if error else []
     grid = _Grid(drawn.unit, 1 + max(map(len, [*labels, *_labels(drawn)]), default=0))
-    return _folded({"": _rows(drawn, grid, error)}, grid, columns, paint) + (f"\n{error}" if error else "")
+    return (
+        _folded({"": _rows(drawn, grid, error)}, grid, columns, paint)
+        + (f"\n{error}" if error else "")
+        + (_CHAIN if error and not given and error.rule == "ordered" and graph is schedule.graph is None else "")
+    )
+
+
+_CHAIN = "\nThis is along a chain of stages. For another stage graph, print connect(schedule, graph)."
 
 
 def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint: Paint = plain) -> str:

@@ -17,7 +17,7 @@ from schedules.costs import Sizes
 from schedules.drawing.palette import WAIT, look, shade
 from schedules.errors import TimelineError
 from schedules.replay import Span
-from schedules.simulation import UNITS
+from schedules.simulation import UNITS, levels
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,8 @@ class Strip:
         slices = 1 + max((span.action.slice or 0 for span in self.every), default=0)
         share = slices if sizes else slices * len(set[int]().union(*self.stages)) / self.ranks
         grown = ((span, (sizes or UNITS).growth(span.action.kind, span.action.stage)) for span in self.spans[rank])
-        changes = sorted((span.start if growth > 0 else span.end, growth) for span, growth in grown if growth)
-        level, levels = 0.0, dict[float, float]()
-        for time, growth in changes:
-            level += growth / share
-            levels[time] = level
-        return list(levels.items())
+        changes = [(span.start if growth > 0 else span.end, growth / share) for span, growth in grown if growth]
+        return list(levels(sorted(changes, key=lambda change: change[0])))  # at one time, in the order of the spans
 
     def colour(self, span: Span) -> str:
         """That of its kind, lighter for later stages of the rank."""

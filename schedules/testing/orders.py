@@ -6,6 +6,7 @@ Families are orderly; a checker, a lowering or an executor must be right for ord
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count, pairwise
 
@@ -27,8 +28,9 @@ def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int =
     """Any correct schedule of at most these sizes, with the graph that it is correct for.
 
     A placement and a graph at random, with one route or two; then, again and again, any action whose data are there:
-    whole backwards and halves of them mixed, forwards with and without recomputation, slices, updates of the weights;
-    some neighbours fused. Shrinks towards one microbatch after the other.
+    whole backwards and halves of them mixed, forwards with and without recomputation, slices, updates of the weights,
+    of replicas and of stages that share parameters among them; some neighbours fused. Shrinks towards one microbatch
+    after the other.
     """
     S, M, slices = draw(st.integers(1, stages)), draw(st.integers(1, microbatches)), draw(st.sampled_from([1, 1, 1, 2]))
     routes = draw(st.integers(1, min(2, M)))
@@ -41,8 +43,9 @@ def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int =
     for action in _any_order(draw, graph, M, slices):
         rows[placement.home(action.stage, action.microbatch)].append(action)
     _sum_replicas(placement, M, rows)
-    if not placement.mirrors and draw(st.booleans()):
-        _update_weights(draw, slices, rows)
+    if draw(st.booleans()):
+        _update_weights(draw, slices, rows, _copied(placement, graph))
+        _update_copies(draw, placement, graph, M, rows)
     return _fused(draw, rows, graph), graph
 
 
@@ -89,18 +92,47 @@ def _sum_replicas(placement: Placement, microbatches: int, rows: list[list[Actio
                 rows[homes[s]].append(Action("G", s, last))
 
 
-def _update_weights(draw: st.DrawFn, slices: int, rows: list[list[Action]]) -> None:
-    """Updates of every stage, after some of the microbatches up to which all are done, and after the last."""
+def _copied(placement: Placement, graph: Graph) -> set[int]:
+    """The stages whose weights another rank or another stage holds too."""
+    tied = {s for edge in graph.gradients for s in edge}
+    return tied | {s for s in range(placement.stages) if len(placement.replicas(s)) > 1}
+
+
+def _update_copies(
+    draw: st.DrawFn, placement: Placement, graph: Graph, microbatches: int, rows: list[list[Action]]
+) -> None:
+    """One update of every stage of which there are copies, at the end or somewhere after the rank's last gradient."""
+    updates = list[tuple[int, Action]]()
+    for s in sorted(_copied(placement, graph)):
+        for rank in placement.replicas(s):
+            last = max(i for i in range(microbatches) if placement.home(s, i) == rank)
+            updates.append((rank, Action("U", s, last)))
+            rows[rank].append(updates[-1][1])
+    for rank, update in updates:
+        row, at = rows[rank], rows[rank].index(update)
+        done = max(at for at, a in enumerate(row) if a.stage == update.stage and (KINDS[a.kind].after or a.kind == "G"))
+        row.insert(draw(st.integers(done + 1, at)), row.pop(at))
+        try:
+            check(_table(rows), graph)
+        except ScheduleError:  # it would wait for a gradient that comes later
+            row.remove(update)
+            row.append(update)
+
+
+def _update_weights(draw: st.DrawFn, slices: int, rows: list[list[Action]], apart: set[int]) -> None:
+    """Updates of every stage but those `apart`, after some microbatches up to which all are done, and the last."""
     for row in rows:
-        for s in {action.stage for action in row}:
+        for s in {action.stage for action in row} - apart:
             total = sum(action.stage == s and KINDS[action.kind].after == "done" for action in row)
-            done, applied, at = set[tuple[int, int | None]](), -1, 0
+            done, applied, at, passed = set[tuple[int, int | None]](), -1, 0, Counter[int]()
             while at < len(row):
                 action, at = row[at], at + 1
+                passed[action.microbatch] += action.stage == s and KINDS[action.kind].crosses == "F"
                 if action.stage == s and KINDS[action.kind].after == "done":
                     done.add((action.microbatch, action.slice))
                     full = next(i for i in count() if sum(j == i for j, _ in done) < slices) - 1
-                    if full > applied and (len(done) == total or draw(st.booleans())):
+                    parted = any(0 < some < slices for some in passed.values())
+                    if full > applied and not parted and (len(done) == total or draw(st.booleans())):
                         row.insert(at, Action("U", s, full))
                         applied, at = full, at + 1
 

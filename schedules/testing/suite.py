@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ import schedules as package
 from schedules.actions import KINDS, Action
 from schedules.authoring import Factory, Schedule
 from schedules.channels import Lowered, target_of
+from schedules.connecting import connect
 from schedules.costs import Costs
 from schedules.drawing import text
 from schedules.errors import ScheduleError
@@ -34,15 +36,27 @@ ALMOST = 1e-6  # thirds and the like do not add up exactly
 
 
 @st.composite
-def _cases(draw: st.DrawFn, factory: Callable[..., Schedule]) -> tuple[Schedule, Graph, Costs]:
+def _cases(
+    draw: st.DrawFn, factory: Callable[..., Schedule], along: Callable[[Schedule], Graph] | None
+) -> tuple[Schedule, Graph, Costs]:
     schedule = draw(schedules([factory]))
-    return schedule, draw(st.just(chain(schedule.stages)) | graphs(schedule.stages)), draw(costs())
+    if along is not None:
+        schedule = connect(schedule, along(schedule))
+    if schedule.graph is not None:
+        return schedule, schedule.graph, draw(costs())
+    graph = draw(st.just(chain(schedule.stages)) | graphs(schedule.stages))
+    if any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank)):
+        graph = replace(graph, gradients=frozenset())  # what stages share is not updated as often as the rest
+    return schedule, graph, draw(costs())
 
 
-def conformance(factory: Callable[..., Schedule]) -> Callable[[], None]:
+def conformance(
+    factory: Callable[..., Schedule], graph: Callable[[Schedule], Graph] | None = None
+) -> Callable[[], None]:
     """A test for pytest that `factory(ranks=, microbatches=)`, with `chunks=` if it takes them, makes good schedules.
 
-    For 1 to 8 ranks, 1 to 12 microbatches, the chain or any graph, and any costs:
+    For 1 to 8 ranks, 1 to 12 microbatches, any costs, and the chain or any graph. A schedule that is written for one
+    graph is tried with that alone: what `graph(schedule)` returns, or what it has (`schedules.connect`):
 
     - `check` accepts it, and its `repr` and its pickle give it back;
     - of every channel of its program, both ends post the same messages in the same order;
@@ -56,10 +70,10 @@ def conformance(factory: Callable[..., Schedule]) -> Callable[[], None]:
     """
 
     @settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-    @given(case=_cases(factory))
+    @given(case=_cases(factory, graph))
     def conforms(case: tuple[Schedule, Graph, Costs]) -> None:
         schedule, graph, times = case
-        with _drawn(schedule):
+        with _drawn(schedule, graph):
             check(schedule, graph)
             require_round_trip(schedule)
             require_matching_ends(lower(schedule, graph))
@@ -140,10 +154,10 @@ def _way(schedule: Schedule, graph: Graph, times: Costs) -> float:
 
 
 @contextmanager
-def _drawn(schedule: Schedule) -> Iterator[None]:
+def _drawn(schedule: Schedule, graph: Graph) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         violation = error if isinstance(error, ScheduleError) else None
-        error.add_note(f"{schedule!r}\n{text(schedule, error=violation)}")
+        error.add_note(f"{schedule!r}\n{text(schedule, graph=graph, error=violation)}")
         raise
