@@ -140,8 +140,8 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in optree.tree_leaves(found):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
+            for dense in _dense(tensor):
+                storage = dense.untyped_storage()
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self.storages.setdefault(storage._cdata, (reference, storage.nbytes()))
         return found
@@ -149,3 +149,12 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def alive(self) -> dict[int, int]:
         """The bytes of each memory that is still there."""
         return {number: size for number, (storage, size) in self.storages.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+
+
+def _dense(leaf: object) -> tuple[Tensor, ...]:
+    """Return the tensors with memory of their own that a result consists of."""
+    if not isinstance(leaf, Tensor):
+        return ()
+    if leaf.layout is torch.sparse_coo:
+        return leaf._indices(), leaf._values()
+    return (leaf,) if leaf.layout is torch.strided else ()

@@ -72,8 +72,8 @@ def observe(captured: Captured) -> Observed:
 
 
 def memory(tensor: Tensor) -> int:
-    """An identifier of the storage of a live tensor."""
-    return int(tensor.untyped_storage()._cdata)
+    """An identifier of the storage of a live tensor; a sparse one has none, and shares it with nobody."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 class Effects:

@@ -34,6 +34,8 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     memo.update((id(one), type(one)()) for one in empty)
     computed = [one for one in held if isinstance(one, Tensor) and one.grad_fn is not None]  # anew before each forward
     memo.update((id(one), on_meta(one)) for one in computed)
+    sparse = [one for one in held if isinstance(one, Tensor) and one.layout is not torch.strided]
+    memo.update((id(one), one.clone()) for one in sparse)  # which deepcopy cannot
     functions = Functions(model)
     memo.update(functions.made)
     try:
@@ -49,14 +51,20 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
 
 
 def require_plain_tensors(model: nn.Module) -> None:
-    """Raise `CaptureError` for parameters and buffers without a shape, and for two that share memory."""
+    """Raise `CaptureError` for parameters and buffers that are lazy or sparse, and for two that share memory."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise CaptureError(
                 f"{name}: got a lazy parameter without a shape, expected one that has it. Call the model once first."
             )
-        if tensor.device.type == "meta" or not tensor.numel() or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"{name}: got a tensor of layout {tensor.layout}, expected one of layout {torch.strided}: ranks hold, "
+                "send and load dense ones. Register its indices and values, and make it of them in the forward; or, if "
+                "it never changes, keep it in a plain attribute."
+            )
+        if tensor.device.type == "meta" or not tensor.numel():
             continue
         start = tensor.data_ptr()
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -57,6 +57,11 @@ class Values:
         return value
 
     def _require_constant(self, tensor: Tensor) -> None:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            raise CaptureError(
+                f"{self.here()}: got a constant of layout {tensor.layout}, expected a dense one or one of layout "
+                f"{torch.sparse_coo}: others have no fake tensors. Keep it as what to_sparse_coo() returns."
+            )
         if tensor.requires_grad or tensor.device.type == "meta":
             raise CaptureError(
                 f"{self.here()}: got a tensor of shape {list(tensor.shape)} that requires a gradient and is no "

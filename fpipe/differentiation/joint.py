@@ -109,6 +109,8 @@ class Joint:
 
 def record(eager: Autograd, examples: Examples) -> Joint:
     """Run forward and backward once on fake tensors, and write down what is done."""
+    if any(tensor.layout is not torch.strided for tensor in eager.constants):
+        raise CaptureError("got a sparse constant, which cannot be a fake tensor")
     params, buffers, constants, inputs, cotangents, mode = examples
     stops = _stops(params, buffers, constants, inputs, cotangents)
     reached: dict[str, Any] = {}
