@@ -150,6 +150,53 @@ def test_rows_that_belong_together_stay_together():
     assert len(Batching.of((x[:6],), y[:12], 0, 3).leaves) == 2
 
 
+@pytest.mark.parametrize(("rows", "others", "fits"), [(7, 7, True), (7, 14, False), (9, 6, True), (8, 9, False)])
+def test_pieces_fit_together_in_later_batches_too(rows, others, fits):
+    """Where the number of microbatches divides neither size, only equal sizes are cut at the same rows."""
+    batching = Batching.of((torch.zeros(6, 2), torch.zeros(4, 6)), torch.zeros(5), ((0, 1), None), 3)
+    batch = (torch.zeros(rows, 2), torch.zeros(4, others)), torch.zeros(8)
+    if fits:
+        parts = batching.cut(*batch).take()
+        assert [len(part) for part in parts[0]] == pieces(rows, 3)
+        assert [part.shape[1] for part in parts[1]] == pieces(others, 3)
+        return
+    with pytest.raises(
+        fpipe.InputError, match=rf"got \d+ in dimension [01], and ({rows}|{others}) in dimension [01] of"
+    ):
+        batching.cut(*batch)
+    with pytest.raises(fpipe.InputError, match="expected 3, one for each microbatch"):
+        batching.cut((torch.zeros(2, 2), torch.zeros(4, 2)), torch.zeros(8))
+
+
+def at(*stops):
+    """A function that cuts rows at these places."""
+    return lambda x, m: x.tensor_split(stops)
+
+
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        (((at(2, 5), at(2, 5)), at(2, 5)), []),
+        (((at(1, 5), at(2, 5)), 0), ["inputs[0]", "[1, 4, 2] rows", "[2, 3, 2] of inputs[1]"]),
+        (((at(3, 6), 0), at(1, 3)), ["inputs[0]: got pieces of [3, 3, 1] rows", "[1, 2, 4] of targets"]),
+        (((at(3, 6), 0), 0), []),
+        (((lambda x, m: [x[:3]] * m, 0), 0), []),
+        (((at(3), 0), 0), ["inputs[0]", "expected 3 tensors", "one for each microbatch"]),
+        (((lambda x, m: [x, x, None], 0), 0), ["inputs[0]", "None", "expected 3 tensors"]),
+        (((lambda x, m: list(x[:3]), 0), 0), []),
+    ],
+)
+def test_pieces_that_functions_cut_fit_those_of_others(dims, words):
+    """Else rows of one sample would be trained on the target of another, where shapes can be broadcast."""
+    batch = (torch.zeros(7, 2), torch.zeros(7)), torch.zeros(7, 1)
+    if not words:
+        assert len(Batching.of(*batch, dims, 3).cut(*batch).take()) == 3
+        return
+    with pytest.raises(fpipe.InputError) as caught:
+        Batching.of(*batch, dims, 3)
+    assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
 def test_leaves_that_are_missing():
     x, y = torch.randn(4, 2), torch.randn(4)
     batch = Batching.of((x,), y, 0, 2).cut(None, y.to("meta"))

@@ -204,6 +204,19 @@ class Batching:
                     "belong together would not meet. Pad or cut the batch; on a rank that is not given all of it, pass "
                     "the rest on the meta device, for its shape."
                 )
+        self._require_same_pieces(signature)
+
+    def _require_same_pieces(self, signature: Signature) -> None:
+        """Raise `InputError` if a function cuts as many rows as another leaf has, but elsewhere."""
+        pairs = zip(self.leaves, signature.leaves, strict=True)
+        cut = [(leaf, sizes) for leaf, specs in pairs if (sizes := leaf.piece_sizes(specs, self.microbatches))]
+        for leaf, sizes in cut:
+            for other, theirs in cut:
+                if callable(leaf.dim) and sum(sizes) == sum(theirs) and sizes != theirs:
+                    raise InputError(
+                        f"{leaf.name}: got pieces of {sizes} rows from the function in batch_dims, and of {theirs} of "
+                        f"{other.name}, expected the same: rows that belong together would not meet. Cut both alike."
+                    )
 
 
 @dataclass(frozen=True, eq=False)
