@@ -105,7 +105,7 @@ class Leaf:
         return tuple([replace(whole, shape=(*before, size, *after)) for size in sizes])
 
     def piece_sizes(self, known: Sequence[Spec], microbatches: int) -> list[int]:
-        """The sizes of the microbatches where the leaf is cut, by functions in the first dimension; none if it is whole."""
+        """The sizes of the pieces where the leaf is cut, by functions in the first dimension; none if it is whole."""
         shapes = [spec.shape for spec in self.part_specs(known, microbatches)]
         dim = self.dim if isinstance(self.dim, int) else 0
         return [] if self.dim is None or not all(shapes) else [shape[dim] for shape in shapes]
