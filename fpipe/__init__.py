@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
-from fpipe.api import Verification, evaluate, pipeline, reference, value_and_grad, verify
+from fpipe.api import evaluate, pipeline, reference, value_and_grad, verify
 from fpipe.errors import (
     CaptureError,
     CutError,
@@ -20,6 +20,7 @@ from fpipe.parts import ModuleGraph, Part
 from fpipe.pipe import Pipeline
 from fpipe.step import Step
 from fpipe.timelines import costs, timeline
+from fpipe.verification import Verification
 
 __all__ = [
     "CaptureError",

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fpipe import random
 from fpipe.ambient import lifted
 from fpipe.answers import Answering
-from fpipe.arguments import require_arguments, require_backward
+from fpipe.arguments import require_arguments, require_backward, require_trained
 from fpipe.batching.batch import Batch, Batching
 from fpipe.batching.memory import require_apart
 from fpipe.batching.weights import Weight
@@ -37,12 +38,13 @@ from fpipe.launch import launched
 from fpipe.one_device import one_device, orders
 from fpipe.pipe import Pipeline
 from fpipe.recording import Record
-from fpipe.state import require_state
+from fpipe.state import require_flags, require_state
 from fpipe.step import State, Step, gather, gradients, joined, keys
 from fpipe.ties import Tied, summed
+from fpipe.trial import descended, gathered, held, placed
 from fpipe.turns import turn
 from fpipe.variant import EVALUATION, TRAINING, Variant
-from fpipe.verification import Computed, eagerly, require_equal
+from fpipe.verification import Computed, Verification, eagerly, require_equal, require_numbers
 from fpipe.watching.origin import Origin
 from fpipe.watching.watch import Watching
 from schedules import Schedule
@@ -116,6 +118,12 @@ def pipeline(
       every process of the job must build its pipeline at the same time, and all groups must have the same size. Where
       torch.distributed is not initialised, all ranks run in this process.
 
+    What is passed to a step is followed: parameters, buffers, and the batch with its numbers and flags. Of all else the
+    pipeline has a copy as of now. A later change of the model that matters (an attribute, a mode, what is frozen) is an
+    error at the next step; `pipe.rebuilt(model)` makes the pipeline of the changed model. So is a change of a global, a
+    closed-over variable or an attribute of the loss, unless the code that reads it runs as itself in every step and so
+    follows it: `fpipe.watching.watch` says when that is.
+
     Raises `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, each before anything is sent.
 
     >>> import torch, fpipe
@@ -139,6 +147,8 @@ def pipeline(
     whole, how = batchings[True].cut(example, targets), way(backward)
     ranks = launched(schedule.ranks, group, batchings[True].home)
 
+    made = WeakValueDictionary[int, Tensor]()
+
     def built(module: nn.Module, example: Batch) -> Pipeline:
         seen_by = front_end(capture, where.whole(module, loss))
         captures = _captures(module, loss, batchings, seen_by, where, schedule, how)
@@ -151,10 +161,11 @@ def pipeline(
                 require_arguments(module, (), loss, schedule)
                 return built(module, kept)
 
-        pipe = Pipeline(schedule, captures, output_dims, ranks, rebuild, summed(tied, module), how)
+        pipe = Pipeline(schedule, captures, output_dims, ranks, rebuild, summed(tied, module), how, made)
         require_exact(captures.hooks, pipe.summed)
         connect(pipe, TRAINING)
         require_own_buffers(module, pipe.training.assembly.captured)
+        require_trained(pipe.training.assembly, schedule)
         return pipe
 
     with lifted(TRAINING), ranks.guarded("pipeline"):
@@ -193,8 +204,8 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
         with lifted(variant) as what, pipe.ranks.guarded("a step"):
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
+            require_flags(params, pipe.training.assembly.captured.trainable, pipe.made)
             batch = pipe.batch(what, inputs, targets, pipe.ranks.tell)
-            pipe.plan(what, batch.signature).watch.require_unchanged()
             plan, given = enter(pipe, what, params, buffers, batch, seed)
             outcomes = pipe.run(plan, given, record)
             grads = gradients(plan, outcomes)
@@ -219,7 +230,6 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
             loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
             variant = replace(what, loss=loss)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
-            pipe.plan(variant, batch.signature).watch.require_unchanged()
             plan, given = enter(pipe, variant, params, buffers, batch, seed)
             outcomes = pipe.run(plan, given, record)
             return gather(plan, pipe.ranks, outcomes, buffers)
@@ -258,56 +268,83 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     return step
 
 
-class Verification(NamedTuple):
-    """What `verify` has found equal: leaves compared with the reference, and with the user's module run eagerly.
-
-    `eager` is 0 where the model draws random numbers: eager dropout draws others. Gradients that are summed over stages
-    (`tied="sum"`) are compared with the reference only: the eager model adds in another order.
-    """
-
-    reference: int
-    eager: int
-
-
 def verify(
     pipe: Pipeline,
     model: nn.Module | Sequence[Callable[..., Any]],
     inputs: Any,
     targets: Any = None,
     *,
+    params: State | None = None,
+    buffers: State | None = None,
     seed: int | None = None,
+    steps: int = 1,
     tolerance: float = 0,
 ) -> Verification:
-    """Run one step three ways and compare loss, outputs (if they are trees), gradients and buffers bit for bit.
+    """Run steps three ways and compare loss, outputs (if they are trees), gradients and buffers bit for bit.
 
-    With a `tolerance`, a leaf may differ by that share of its largest magnitude: for compiled stages, and for
-    accelerators whose kernels are not deterministic.
+    The pipeline, the reference, and `model` itself in a plain eager loop. They begin from `params` and `buffers`, this
+    process's share of what is being trained, or from what the model holds; its own are put back afterwards.
 
-    The pipeline, the reference, and `model` itself in a plain eager loop, from the model's present parameters. Under
-    torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
-    `MismatchError`, naming the first leaf that differs. Costs two more steps on one device.
+    With `steps`, that many steps of plain gradient descent with seeds from `seed` on: for models that do something else
+    after some calls, which a capture cannot see. With a `tolerance`, a leaf may differ by that share of its largest
+    magnitude: for compiled stages, and for accelerators whose kernels are not deterministic.
+
+    Under torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
+    `MismatchError`, naming the first leaf that differs, or that is nan on both sides and so tells nothing. Each step
+    costs two more on one device.
     """
     module = as_module(model)
-    params, buffers = pipe.init(module)
-    outputs = not pipe.training.assembly.captured.structure.opaque
-    step, grads = value_and_grad(pipe, outputs)(params, buffers, inputs, targets, seed=seed)
+    share = _share(pipe, module, params, buffers)
+    whole = gathered(pipe, module, *share) if (params, buffers) != (None, None) else held(module)
+    found = Verification(0, 0)
+    for i in range(steps):
+        with placed(module, *whole):
+            now = None if seed is None else seed + i
+            compared, share, whole = _verified(pipe, module, share, whole, (inputs, targets), now, tolerance)
+        found = Verification(found.reference + compared.reference, found.eager + compared.eager)
+    return found
+
+
+def _share(pipe: Pipeline, module: nn.Module, params: State | None, buffers: State | None) -> tuple[State, State]:
+    """What this process begins from."""
+    if params is None or buffers is None:
+        own = pipe.init(module)
+        return own[0] if params is None else params, own[1] if buffers is None else buffers
+    return params, buffers
+
+
+def _verified(
+    pipe: Pipeline,
+    module: nn.Module,
+    share: tuple[State, State],
+    whole: tuple[State, State],
+    given: tuple[Any, Any],
+    seed: int | None,
+    tolerance: float,
+) -> tuple[Verification, tuple[State, State], tuple[State, State]]:
+    """Verify one step; return what was equal, and the state after it: this process's share, and all of it."""
+    params, outputs = share[0], not pipe.training.assembly.captured.structure.opaque
+    step, grads = value_and_grad(pipe, outputs)(*share, *given, seed=seed)
     got = Computed(step.loss, step.outputs, grads, step.buffers)
-    whole = {n: p.detach() for n, p in module.named_parameters()}, dict(module.named_buffers())
-    step, grads = reference(pipe, outputs)(*whole, inputs, targets, seed=seed)
-    wanted = Computed(step.loss, step.outputs, grads, step.buffers).held(params)
+    step, every = reference(pipe, outputs)(*whole, *given, seed=seed)
+    wanted = Computed(step.loss, step.outputs, every, step.buffers).held(params)
     compared = require_equal(got, wanted, "the reference", tolerance)
+    after = (descended(params, grads), dict(got.buffers)), (descended(whole[0], every), step.buffers)
     with lifted(Variant(training=True, loss=True, outputs=outputs)) as variant:
-        batch = pipe.batch(variant, inputs, targets)
+        batch = pipe.batch(variant, *given)
         plan = pipe.plan(variant, batch.signature)
     if plan.devices:
-        return Verification(compared, 0)
+        require_numbers(got)
+        return Verification(compared, 0), *after
     stated = orders(plan)
     kept = [name for name in params if len(stated.get(name, ())) < 2]
     alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
     objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
     with lifted(variant):
         eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
-    return Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly", tolerance))
+    found = Verification(compared, require_equal(got.held(kept), eager, "the model run eagerly", tolerance))
+    require_numbers(got)
+    return found, *after
 
 
 def _captures(

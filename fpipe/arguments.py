@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from fpipe.assembly import Assembly
 from fpipe.capture.losses import Loss, without_parameters
 from fpipe.capture.skeleton import require_plain_tensors, require_registered
-from fpipe.errors import InputError
+from fpipe.errors import CaptureError, InputError
 from fpipe.handlers import HANDLERS
 from schedules import KINDS, Schedule
 
@@ -37,10 +38,34 @@ def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any)
                 "gradient hooks do not run under autograd.grad. Pass the wrapped module, and reduce gradients over the "
                 "data-parallel group after the step."
             )
+    require_loss(loss, schedule)
     without_parameters(loss)
     require_plain_tensors(model)
     require_registered(model)
     _require_runnable(schedule)
+
+
+def require_loss(loss: object, schedule: Schedule) -> None:
+    """Raise `InputError` for a loss that cannot be called; a schedule without a backward may have none."""
+    if callable(loss) or (loss is None and not schedule.backward):
+        return
+    raise InputError(
+        f"loss: got {loss!r}, expected a function loss(outputs, targets) that returns a scalar: without one nothing is "
+        "trained. For a model that computes its own, write loss=lambda outputs: outputs.loss."
+    )
+
+
+def require_trained(assembly: Assembly, schedule: Schedule) -> None:
+    """Raise `CaptureError` if no parameter that requires a gradient gets one."""
+    trainable = sorted(assembly.captured.trainable)
+    if not trainable or not schedule.backward or any(stage.grads for stage in assembly.stages):
+        return
+    more = f" and {len(trainable) - 3} more" if len(trainable) > 3 else ""
+    raise CaptureError(
+        f"loss: got one that no parameter has a gradient of, expected one for some of {trainable[:3]}{more}, which "
+        "require it. Return the loss itself, not detached, not made into a new tensor and not computed under no_grad; "
+        "or freeze the model, if nothing is to train."
+    )
 
 
 def _require_runnable(schedule: Schedule) -> None:

@@ -71,6 +71,7 @@ def enter(
 ) -> tuple[Plan, Inputs]:
     """Return the plan for a batch, and what its ranks are given, once all ranks have agreed to begin this step."""
     plan = connect(pipe, variant, batch.signature, seed)
+    plan.watch.require_unchanged()
     given = scatter(plan, params, buffers, batch, seed)
     pipe.ranks.agree(lambda: _of_call(pipe, variant, batch.signature, seed))
     if not pipe.compared:

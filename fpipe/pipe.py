@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ class Pipeline:
     - `rebuild`: makes a pipeline of another model from the same arguments.
     - `summed`: the parameters whose gradients are summed over stages.
     - `way`: how stages are differentiated, if not by autograd.
+    - `made`: the parameters that were made and were to be trained, by identity.
     - `plans`: those that were made; `connections`: those on which all ranks have agreed, by digest; `compared`: the
       first step, before which ranks compared what several of them hold.
     """
@@ -64,6 +66,7 @@ class Pipeline:
     rebuild: Callable[[nn.Module | Sequence[Any]], Pipeline]
     summed: frozenset[str] = frozenset()
     way: Way | None = None
+    made: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
     plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
     connections: dict[tuple[Variant, Signature], int] = field(default_factory=dict)
@@ -115,7 +118,7 @@ class Pipeline:
     @property
     def computes_loss(self) -> bool:
         """Whether the loss is a function of outputs alone."""
-        return self.captures.batchings[True].without_targets
+        return self.captures.batchings[True].without_targets and self.captures.loss is not None
 
     def batch(self, variant: Variant, inputs: Any, targets: Any, tell: Tell = alone) -> Batch:
         """Return a batch, cut, with the answers to what the model asks about it in this variant.
@@ -243,6 +246,7 @@ class Pipeline:
     def _state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         plan, trainable = self.training, self.training.assembly.captured.trainable
         params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
+        self.made.update({id(p): p for p in params.values() if p.requires_grad})
         return params, {name: values[name] for name in plan.buffers}
 
     def rebuilt(self, model: nn.Module | Sequence[Any]) -> Pipeline:

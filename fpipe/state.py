@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.spec import Spec
+from fpipe.tangents import require_primal
 
 
 def require_names(wanted: Iterable[str], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -34,12 +35,37 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
             f"{what}: got {len(got)} leaves, expected {len(expected)} (missing {missing}, unexpected {surplus}). Pass "
             "what pipe.init(model) returned, updated leaf by leaf."
         )
+    require_primal(what, got)
     for name, spec in expected.items():
         require_leaf(what, name, got[name], spec)
         if got[name].device != spec.device:
             raise InputError(
                 f"{what}[{name!r}]: got {spec} on {got[name].device}, expected it on {spec.device}. Move it, or build "
                 "the pipeline from the model as it is now."
+            )
+
+
+def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], made: Mapping[int, Tensor]) -> None:
+    """Raise `InputError`, naming the leaf, for flags and hooks that a step would pass over.
+
+    A tensor without `requires_grad` is a value like any other, as those that a function of parameters returns; unless
+    it is a parameter of a module, or was `made` to be trained: then somebody has frozen it.
+    """
+    for name, p in params.items():
+        flag, known = p.requires_grad, isinstance(p, nn.Parameter) or made.get(id(p)) is p
+        if flag is not (name in trainable) and (flag or known):
+            raise InputError(
+                f"params[{name!r}]: got requires_grad={flag}, expected {not flag}, as of the model when the pipeline "
+                "was built. Set that of the model's parameter, too, and make a new pipeline with pipe.rebuilt(model); "
+                "or pass the parameter detached."
+            )
+        hooks = p._backward_hooks or p._post_accumulate_grad_hooks
+        if hooks and not isinstance(p, nn.Parameter):
+            hook = next(iter(hooks.values()))
+            raise InputError(
+                f"params[{name!r}]: got a hook on its gradient, {getattr(hook, '__qualname__', repr(hook))}, expected "
+                "none: it would never run. Register it on the model's parameter before the pipeline is built, or apply "
+                "what it does to the gradients that the step returns."
             )
 
 

@@ -24,6 +24,18 @@ from fpipe.tree import flatten, same_bits
 ALIGNMENT = 64  # bytes; where a matrix begins decides how it is summed
 
 
+class Verification(NamedTuple):
+    """What `verify` has found equal: leaves compared with the reference, and with the user's module run eagerly.
+
+    `eager` is 0 where the model draws random numbers: eager dropout draws others. Gradients that are summed over stages
+    (`tied="sum"`) are compared with the reference only: the eager model adds in another order. Leaves of several steps
+    are added up.
+    """
+
+    reference: int
+    eager: int
+
+
 class Computed(NamedTuple):
     """What two computations are compared by; what a side does not have is `None`."""
 
@@ -118,6 +130,17 @@ def require_equal(got: Computed, expected: Computed, against: str, tolerance: fl
                 "sides first."
             )
     return count
+
+
+def require_numbers(computed: Computed) -> None:
+    """Raise `MismatchError` where equality means nothing: for a loss or a gradient that is all nan."""
+    grads = {f"gradient {name}": grad for name, grad in computed.grads.items()}
+    for name, tensor in {"loss": computed.loss, **grads}.items():
+        if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+            raise MismatchError(
+                f"{name}: got nan on both sides, expected numbers: nan is nan however it was computed, so nothing was "
+                "compared. Pass parameters and a batch for which the loss is a number."
+            )
 
 
 def _close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:

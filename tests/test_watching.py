@@ -371,13 +371,8 @@ def test_front_ends_that_make_a_graph_notice_all(capture, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "backward"),
     [
-        *(
-            ("frozen", "autograd"),
-            ("another mode", "graph"),
-            ("values of a tensor", "autograd"),
-            ("an element", "graph"),
-        ),
-        *(("a helper object", "autograd"), ("no bias", "autograd"), ("another module", "graph")),
+        *[(what, "autograd") for what in ("frozen", "values of a tensor", "a helper object", "no bias")],
+        *[(what, "graph") for what in ("another mode", "an element", "another module")],
     ],
 )
 def test_a_rebuilt_pipeline_does_as_the_changed_model(what, backward):

@@ -27,6 +27,7 @@ from fpipe.batching.weights import Weight, scales
 from fpipe.capture.questions import Answer
 from fpipe.errors import InputError
 from fpipe.spec import Spec
+from fpipe.tangents import require_primal
 from fpipe.tree import Structure, broadcast, flatten, require_same_tree
 
 Tensors = tuple[Tensor, ...]
@@ -161,6 +162,7 @@ class Batching:
             require_same_tree(what, structure, expected)
             halves.append(structure)
             given += [None] * len(expected.names) if tensors is None else tensors
+            require_primal(what, dict(enumerate(tensors or ())))
         cut = [
             None if tensor is None else leaf.cut(tensor, self.microbatches)
             for leaf, tensor in zip(self.leaves, given, strict=True)

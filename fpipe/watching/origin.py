@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import is_
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -42,7 +41,7 @@ class Row:
     where: str
     kind: type
     attributes: Table
-    parameters: Mapping[str, bool | None] | None
+    parameters: Mapping[str, tuple[bool, int] | None] | None
     buffers: Mapping[str, bool] | None
     modules: Mapping[str, Same]
 
@@ -80,9 +79,9 @@ class Row:
         yield from self.attributes.differences(table, f"{self.where}, attribute ")
         if self.parameters is not None:
             found = flags(table["_parameters"])
-            yield from self._named("parameter", found, self.parameters, REQUIRES)
+            yield from self._named("parameter", found, self.parameters, _flag)
         if self.buffers is not None:
-            yield from self._named("buffer", present(table["_buffers"]), self.buffers, PRESENT)
+            yield from self._named("buffer", present(table["_buffers"]), self.buffers, _presence)
         for name in {**self.modules, **table["_modules"]}:
             old, new = self.modules.get(name, NOTHING), table["_modules"].get(name)
             if old.ref() is not new or (name in self.modules) is not (name in table["_modules"]):
@@ -90,26 +89,32 @@ class Row:
                 yield Difference(f"{self.where}, submodule {name!r}", got, old.said)
 
     def _named(
-        self, what: str, got: Mapping[str, Any], expected: Mapping[str, Any], said: Mapping[Any, str]
+        self, what: str, got: Mapping[str, Any], expected: Mapping[str, Any], said: Callable[[Any], str]
     ) -> Iterator[Difference]:
         for name in {**expected, **got}:
             if got.get(name) != expected.get(name):
                 where = f"{self.where}, {what} {name!r}"
-                yield Difference(where, said[got.get(name)], said[expected.get(name)])
+                yield Difference(where, said(got.get(name)), said(expected.get(name)))
 
 
-REQUIRES = MappingProxyType({True: "requires_grad=True", False: "requires_grad=False", None: "none"})
-PRESENT = MappingProxyType({True: "a tensor", False: "None", None: "none"})
+def flags(parameters: Mapping[str, Any]) -> dict[str, tuple[bool, int] | None]:
+    """Which parameters require a gradient, and the number of hooks on it, by name."""
+    return {n: None if p is None else (p.requires_grad, len(p._backward_hooks or ())) for n, p in parameters.items()}
 
 
-def flags(parameters: Mapping[str, Any]) -> dict[str, bool | None]:
-    """Which parameters require a gradient, by name."""
-    return {name: None if p is None else p.requires_grad for name, p in parameters.items()}
+def _flag(flag: tuple[bool, int] | None) -> str:
+    if flag is None:
+        return "none"
+    return f"requires_grad={flag[0]}" + (f" and {flag[1]} hooks on its gradient" if flag[1] else "")
 
 
 def present(buffers: Mapping[str, Any]) -> dict[str, bool]:
     """Which buffers are tensors, by name."""
     return {name: one is not None for name, one in buffers.items()}
+
+
+def _presence(there: bool | None) -> str:
+    return "none" if there is None else "a tensor" if there else "None"
 
 
 @dataclass(frozen=True, eq=False)

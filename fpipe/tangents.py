@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that carry more than values: tangents of forward-mode differentiation, and levels of torch.func.
+
+A step detaches what it is given, so these would be lost without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+from fpipe.errors import InputError
+
+
+def require_primal(what: str, tensors: Mapping[str, Tensor] | Mapping[int, Tensor]) -> None:
+    """Raise `InputError`, naming the leaf, for a dual tensor, and for one inside a transform of torch.func.
+
+    Where neither is going on, none is looked at.
+    """
+    dual, transformed = forward_ad._current_level >= 0, _functorch.maybe_current_level() is not None
+    if not (dual or transformed):
+        return
+    unpack: Any = forward_ad.unpack_dual
+    for name, tensor in tensors.items():
+        where = f"{what}[{name!r}]"
+        if _functorch.is_functorch_wrapped_tensor(tensor):
+            raise InputError(
+                f"{where}: got a tensor inside a transform of torch.func, expected a plain one: a step would lose it. "
+                "Call the step outside of torch.func; it returns the gradients itself."
+            )
+        if unpack(tensor).tangent is not None:
+            raise InputError(
+                f"{where}: got a dual tensor of forward-mode differentiation, expected a plain one: its tangent would "
+                "be lost. Pass forward_ad.unpack_dual(tensor).primal; a pipeline differentiates backward only."
+            )
