@@ -26,7 +26,7 @@ SIGNATURES = {
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
-    "verify": "pipe model inputs targets=None *seed=None *tolerance=0",
+    "verify": "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0",
 }
 
 CALLED = "params buffers inputs targets=None *seed=None"
