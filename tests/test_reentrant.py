@@ -8,6 +8,7 @@ from models import WIDTH, mse
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fpipe
 from schedules import one_f_one_b, zb_v
@@ -151,3 +152,38 @@ def test_a_reentrant_checkpoint_that_would_have_other_bits_is_refused(around, wo
     with pytest.raises((fpipe.CaptureError, fpipe.CutError)) as caught:
         verified(Stack(around), HOWS["1F1B"], "autograd")
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("backward", "settings"), [("autograd", {}), ("graph", {"gradient_checkpointing_kwargs": {"use_reentrant": True}})]
+)
+def test_gradient_checkpointing_of_transformers(backward, settings):
+    """Without dropout, so that it is compared with the model run eagerly; a stage begins with each layer."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=1, **sizes)).train()
+    model.gradient_checkpointing_enable(**settings)
+    ids = torch.randint(3, 32, (4, 8))
+    batch, how = {"input_ids": ids, "labels": ids, "use_cache": False}, zb_v(ranks=2, microbatches=2)
+    cuts = [f"model.layers.{k}" for k in (1, 2, 3)]
+    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, cuts=cuts, backward=backward)
+    assert fpipe.verify(pipe, model, batch).eager
+
+
+class Cached(nn.Module):
+    """Grows a buffer with what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.zeros(0, 1), persistent=False)
+
+    def forward(self, x):
+        if len(self.places) < len(x):
+            self.places = torch.arange(len(x), dtype=x.dtype)[:, None]
+        return x + self.places[: len(x)]
+
+
+def test_a_cache_in_a_buffer_is_refused_with_the_way_out():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cached())
+    with pytest.raises(fpipe.CaptureError, match=r"module 1 \(Cached\).*'places'.*attribute that is no buffer"):
+        fpipe.pipeline(model, example=(torch.rand(4, WIDTH),), loss=torch.mean, schedule=HOWS["1F1B"], cuts=["1"])

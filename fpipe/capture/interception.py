@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
@@ -124,9 +124,12 @@ class _Watching:
         if id(module) in self.ours and self.active:
             state = {**module._buffers, **module._parameters}
             if name in state and value is not state[name]:
+                alike = isinstance(value, Tensor) and value.shape == state[name].shape
+                repair = f"Write self.{name}.copy_(...) instead"
+                cache = "Keep what follows from shapes alone in an attribute that is no buffer"
                 raise CaptureError(
                     f"{self.spans.here()}: got an assignment of a tensor to {name!r}, expected buffers that are "
-                    f"changed in place; the new value would be lost. Write self.{name}.copy_(...) instead."
+                    f"changed in place; the new value would be lost. {repair if alike else cache}."
                 )
             self.spans.assigned(module, name, value, self.recorder.values)
         self.torch.assign(module, name, value)
