@@ -160,12 +160,12 @@ def test_a_reentrant_checkpoint_that_would_have_other_bits_is_refused(around, wo
 )
 def test_gradient_checkpointing_of_transformers(backward, settings):
     """Without dropout, so that it is compared with the model run eagerly; a stage begins with each layer."""
-    sizes = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=1, **sizes)).train()
     model.gradient_checkpointing_enable(**settings)
     ids = torch.randint(3, 32, (4, 8))
-    batch, how = {"input_ids": ids, "labels": ids, "use_cache": False}, zb_v(ranks=2, microbatches=2)
-    cuts = [f"model.layers.{k}" for k in (1, 2, 3)]
+    batch, how = {"input_ids": ids, "labels": ids, "use_cache": False}, zb_v(ranks=1, microbatches=2)
+    cuts = ["model.layers.1"]
     pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, cuts=cuts, backward=backward)
     assert fpipe.verify(pipe, model, batch).eager
 

@@ -124,7 +124,8 @@ class _Watching:
         if id(module) in self.ours and self.active:
             state = {**module._buffers, **module._parameters}
             if name in state and value is not state[name]:
-                alike = isinstance(value, Tensor) and value.shape == state[name].shape
+                old = state[name]
+                alike = isinstance(value, Tensor) and old is not None and value.shape == old.shape
                 repair = f"Write self.{name}.copy_(...) instead"
                 cache = "Keep what follows from shapes alone in an attribute that is no buffer"
                 raise CaptureError(
