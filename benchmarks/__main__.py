@@ -28,6 +28,7 @@ NAMES: Final = (
     "splitting",
     "overhead",
     "throughput",
+    "llama",
     "prediction",
     "startup",
     "memory",

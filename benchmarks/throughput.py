@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import ranks
-from benchmarks.common.contests import CONTESTS, Step, Task, incumbents, ours, require_equal
+from benchmarks.common.contests import CONTESTS, Step, Task, incumbents, ours, require_equal, sequence
 from benchmarks.common.jobs import taken, turns
 from benchmarks.common.models import gpt
 from benchmarks.common.rows import least, row
@@ -43,7 +44,7 @@ def task() -> Task:
     torch.manual_seed(0)
     model = gpt(BLOCKS, WIDTH, HEADS, WORDS, LENGTH)
     tokens, targets = torch.randint(0, WORDS, (2, ROWS, LENGTH))
-    return Task(model, BLOCKS, tokens, targets, MICROBATCHES)
+    return sequence(model, BLOCKS, tokens, targets, MICROBATCHES)
 
 
 def timed(step: Step) -> float:
@@ -69,34 +70,37 @@ def agreed(name: str, work: Task) -> None:
         require_equal(other, expected)
 
 
-def rank(what: str, *names: str) -> None:
-    """One rank: of a side, or of the job in which they must agree."""
+def rank(work: Task, what: str, *names: str) -> None:
+    """Be one rank: of a side, or of the job in which they must agree."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    work = task()
     does = agreed if what == "agreed" else partial(contest, what)
     ranks.report({name: does(name, work) for name in names})
     dist.destroy_process_group()
 
 
-def main() -> None:
-    names = sys.argv[1:] or [*CONTESTS]
-    millions = sum(parameter.numel() for parameter in task().model.parameters()) / 1e6
+def rows(module: str, model: str, names: Sequence[str]) -> Iterator[str]:
+    """Start the contests of a model, which `python -m module` takes part in, and yield a row for each."""
     for count in (2, 4):
-        ranks.start("benchmarks.throughput", count, "agreed", *names)
+        ranks.start(module, count, "agreed", *names)
         times = defaultdict[tuple[str, str], list[float]](list)
         for _ in range(STARTS):
-            jobs = taken("benchmarks.throughput", count, [*SIDES], dict.fromkeys(names, TURNS), **KEPT)
+            jobs = taken(module, count, [*SIDES], dict.fromkeys(names, TURNS), **KEPT)
             for side, found in jobs.items():
                 for name in names:
                     times[side, name] += found[0][name]
         speed = {what: 1 / statistics.median(found) for what, found in times.items()}
         for name in names:
             for way in ("autograd", "graph"):
-                what = f"{CONTESTS[name].title}, {count} ranks, GPT of {millions:.1f} million parameters, {way} stages"
-                mine, other = speed[way, name], speed["incumbent", name]
-                print(row(what, "steps/s", mine, other, least(1, of="ratio")), flush=True)
+                what = f"{CONTESTS[name].title}, {count} ranks, {model}, {way} stages"
+                yield row(what, "steps/s", speed[way, name], speed["incumbent", name], least(1, of="ratio"))
+
+
+def main() -> None:
+    millions = sum(parameter.numel() for parameter in task().model.parameters()) / 1e6
+    for line in rows("benchmarks.throughput", f"GPT of {millions:.1f} million parameters", sys.argv[1:] or [*CONTESTS]):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
-    rank(*sys.argv[1:]) if ranks.inside() else main()
+    rank(task(), *sys.argv[1:]) if ranks.inside() else main()

@@ -51,13 +51,31 @@ CONTESTS: Final = {
 
 @dataclass(frozen=True)
 class Task:
-    """A model, the number of its blocks, a batch, and how many microbatches it is cut into."""
+    """A model, a batch, and how many microbatches it is cut into.
 
-    model: nn.Sequential
-    blocks: int
+    - `cuts(stages)`: the modules at which stages after the first begin; `pieces(stages)`: modules cut by hand there.
+    - `loss(outputs, targets)`: that of the whole model.
+    """
+
+    model: nn.Module
     tokens: Tensor
     targets: Tensor
     microbatches: int
+    cuts: Callable[[int], list[str]]
+    pieces: Callable[[int], list[nn.Module]]
+    loss: Callable[[Any, Tensor], Tensor] = cross_entropy
+
+
+def sequence(model: nn.Sequential, blocks: int, tokens: Tensor, targets: Tensor, microbatches: int) -> Task:
+    """Return the task of training a `gpt`."""
+
+    def cuts(stages: int) -> list[str]:
+        return [str(layer) for layer in starts(blocks, stages)]
+
+    def pieces(stages: int) -> list[nn.Module]:
+        return [*parts(model, starts(blocks, stages))]
+
+    return Task(model, tokens, targets, microbatches, cuts, pieces)
 
 
 def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = "autograd") -> Step:
@@ -65,15 +83,14 @@ def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = 
     import fpipe  # here, so that a process that measures one library does not import the other
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
-    cuts = [str(layer) for layer in starts(task.blocks, how.stages)]
     batch = (task.tokens,)
     pipe = fpipe.pipeline(
         task.model,
         example=batch,
         targets=task.targets,
-        loss=cross_entropy,
+        loss=task.loss,
         schedule=how,
-        cuts=cuts,
+        cuts=task.cuts(how.stages),
         backward=backward,
     )
     state, step = pipe.init(task.model), fpipe.value_and_grad(pipe)
@@ -85,7 +102,7 @@ def incumbents(contest: Contest, task: Task) -> Step:
     from torch.distributed import pipelining
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
-    modules = parts(task.model, starts(task.blocks, how.stages))
+    modules = task.pieces(how.stages)
     held = how.placement.stages_on(dist.get_rank())
     stages = [pipelining.PipelineStage(modules[s], s, how.stages, torch.device("cpu")) for s in held]
     mine = {id(parameter) for s in held for parameter in modules[s].parameters()}
@@ -98,7 +115,7 @@ def traced(contest: Contest, task: Task) -> Step:
     from torch.distributed import pipelining
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
-    splits = {str(layer): pipelining.SplitPoint.BEGINNING for layer in starts(task.blocks, how.stages)}
+    splits = dict.fromkeys(task.cuts(how.stages), pipelining.SplitPoint.BEGINNING)
     first = task.tokens[: len(task.tokens) // task.microbatches]
     pipe = pipelining.pipeline(task.model, mb_args=(first,), split_spec=splits)
     held = how.placement.stages_on(dist.get_rank())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama of Hugging Face's with grouped heads: beside a plain loop, and beside torch.distributed.pipelining.
+
+    python -m benchmarks.llama
+
+Eight layers of width 256 with 8 heads of which pairs share keys and values, 64 tokens, one thread. First the processor
+time of a step, stages and all, in one process, over that of a plain loop over microbatches, with no mask and with a
+mask of ones; by turns, medians. Then steps per second of 1F1B on 2 and on 4 ranks, measured as in
+`benchmarks/throughput.py`: fpipe cuts the model that nobody edited, the incumbent gets stages that were cut by hand,
+each of which makes its own rotary tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import throughput
+from benchmarks.common import ranks
+from benchmarks.common.contests import Task
+from benchmarks.common.models import cross_entropy
+from benchmarks.common.rows import most, row
+from benchmarks.common.turns import medians
+
+LAYERS, WIDTH, HEADS, GROUPS, WORDS, LENGTH = 8, 256, 8, 4, 256, 64
+ROWS, MICROBATCHES, ROUNDS = 16, 4, 25
+BACKWARDS: Final[tuple[Literal["autograd", "graph"], ...]] = ("autograd", "graph")
+
+
+def llama() -> Any:
+    """Return the model, the same in every process."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=688,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+class Piece(nn.Module):
+    """Layers `start` to `stop` of a Llama, with what is before the first and after the last."""
+
+    def __init__(self, model: Any, start: int, stop: int) -> None:
+        super().__init__()
+        inner = model.model
+        self.embed = inner.embed_tokens if start == 0 else nn.Identity()
+        self.rotary, self.layers = inner.rotary_emb, inner.layers[start:stop]
+        self.head = nn.Sequential(inner.norm, model.lm_head) if stop == LAYERS else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layers on tokens or hidden states."""
+        hidden = self.embed(x)
+        places = torch.arange(LENGTH).unsqueeze(0)
+        tables = self.rotary(hidden, places)
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=None, position_ids=places, position_embeddings=tables)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def task() -> Task:
+    """Return the same task in every process."""
+    model = llama()
+    tokens, targets = torch.randint(0, WORDS, (2, ROWS, LENGTH))
+
+    def begins(stages: int) -> list[int]:
+        return [LAYERS * stage // stages for stage in range(1, stages)]
+
+    def cuts(stages: int) -> list[str]:
+        return [f"model.layers.{layer}" for layer in begins(stages)]
+
+    def pieces(stages: int) -> list[nn.Module]:
+        ends = [0, *begins(stages), LAYERS]
+        return [Piece(model, start, stop) for start, stop in pairwise(ends)]
+
+    return Task(
+        model, tokens, targets, MICROBATCHES, cuts, pieces, lambda out, wanted: cross_entropy(out.logits, wanted)
+    )
+
+
+def plain(model: Any, batch: dict[str, Tensor]) -> Callable[[], None]:
+    """Return a step of the plain loop."""
+
+    def step() -> None:
+        model.zero_grad()
+        for i in range(MICROBATCHES):
+            loss = model(**{name: leaf.chunk(MICROBATCHES)[i] for name, leaf in batch.items()}).loss / MICROBATCHES
+            loss.backward()
+
+    return step
+
+
+def piped(model: Any, batch: dict[str, Tensor], backward: Literal["autograd", "graph"]) -> Callable[[], object]:
+    """Return a step of a pipeline with stages of fpipe's choice, all in this process."""
+    import fpipe
+    from schedules import one_f_one_b
+
+    how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
+    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, backward=backward)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    return lambda: step(*state, batch)
+
+
+def beside_a_loop() -> Iterator[str]:
+    """Yield a row for each kind of batch and stages."""
+    model, tokens = llama(), torch.randint(0, WORDS, (ROWS, LENGTH))
+    bare = {"input_ids": tokens, "labels": tokens}
+    for what, batch in (("no mask", bare), ("a mask of ones", bare | {"attention_mask": torch.ones_like(tokens)})):
+        sides = {way: piped(model, batch, way) for way in BACKWARDS}
+        found = medians({"plain": plain(model, batch), **sides}, ROUNDS)
+        for way in BACKWARDS:
+            title = f"processor time of a step / of a plain loop: Llama of {LAYERS} layers, {what}, {way} stages"
+            yield row(title, "ratio", found[way] / found["plain"], None, most(1.03))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in beside_a_loop():
+        print(line, flush=True)
+    for line in throughput.rows("benchmarks.llama", f"Llama of {LAYERS} layers", ["1F1B"]):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    throughput.rank(task(), *sys.argv[1:]) if ranks.inside() else main()
