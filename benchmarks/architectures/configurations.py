@@ -200,6 +200,8 @@ def _small_numbers(name: str, values: list[int] | tuple[int, ...], small: _Small
         return list(values)[:LAYERS]
     if re.search(r"depths|num_layers|layer_repeats|^layers$", name):
         return [min(value, 2) for value in values]
+    if re.search(r"decoder_in_channels$", name):
+        return [WIDTH for _ in values]
     if re.search(r"heads", name):
         return [max(1, value // min(values)) for value in values]
     if re.search(r"image_size|img_size", name):

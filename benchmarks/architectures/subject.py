@@ -14,7 +14,7 @@ from optree import tree_leaves
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-MOST = 60_000_000
+MOST = 80_000_000
 
 
 class UntriedError(Exception):
