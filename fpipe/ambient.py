@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast around a step.
+"""Autocast and inference mode around a step.
 
-It means what it means around a plain forward: the model and the loss run under it, and the backward does not. So it is
-turned off for the step, and becomes part of what the model is captured for.
+Autocast means what it means around a plain forward: the model and the loss run under it, and the backward does not. So
+it is turned off for the step, and becomes part of what the model is captured for. In inference mode there are no
+gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from fpipe.errors import InputError
 from fpipe.variant import Casts, Variant
 
 KINDS = ("cpu", "cuda")
@@ -26,6 +28,15 @@ def lifted(variant: Variant) -> Iterator[Variant]:
         for kind, _ in casts:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield replace(variant, casts=casts)
+
+
+def require_gradients() -> None:
+    """Raise `InputError` in inference mode, in which nothing is kept for a backward."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "a step: got torch.inference_mode around it, expected none: it computes gradients. Call it outside, or "
+            "call evaluate(pipe)."
+        )
 
 
 def ambient() -> Casts:

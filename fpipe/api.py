@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fpipe import random
-from fpipe.ambient import lifted
+from fpipe.ambient import lifted, require_gradients
 from fpipe.answers import Answering
 from fpipe.arguments import require_arguments, require_backward, require_trained
 from fpipe.batching.batch import Batch, Batching
@@ -156,7 +157,7 @@ def pipeline(
         kept = example if captures.batchings[True].example.answers else example.without_values()
 
         def rebuild(model: nn.Module | Sequence[Callable[..., Any]]) -> Pipeline:
-            with lifted(TRAINING), ranks.guarded("pipe.rebuilt"):
+            with torch.inference_mode(False), lifted(TRAINING), ranks.guarded("pipe.rebuilt"):
                 module = as_module(model)
                 require_arguments(module, (), loss, schedule)
                 return built(module, kept)
@@ -168,7 +169,7 @@ def pipeline(
         require_trained(pipe.training.assembly, schedule)
         return pipe
 
-    with lifted(TRAINING), ranks.guarded("pipeline"):
+    with torch.inference_mode(False), lifted(TRAINING), ranks.guarded("pipeline"):
         meet(ranks, schedule, batchings[True])
         return built(module, whole)
 
@@ -202,6 +203,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
         params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> tuple[Step, State]:
         with lifted(variant) as what, pipe.ranks.guarded("a step"):
+            require_gradients()
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             require_flags(params, pipe.training.assembly.captured.trainable, pipe.made)
@@ -254,6 +256,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     ) -> tuple[Step, State]:
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
+        require_gradients()
         with lifted(variant) as what:
             batch = pipe.batch(what, inputs, targets)
             plan = pipe.plan(what, batch.signature)

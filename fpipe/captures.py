@@ -119,10 +119,10 @@ class Captures:
         return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches, casts=variant.casts)
 
     def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Captured:
-        with fake_mode():
+        with torch.inference_mode(False), fake_mode():
             leaves = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in microbatch.leaves]
         objective = replace(self.objective(variant, microbatch), ask=ask)
-        with nullcontext() if variant.training else evaluation(self.model):
+        with torch.inference_mode(False), nullcontext() if variant.training else evaluation(self.model):
             captured = self.front_end(self.model, objective, leaves)
         require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
         return replace(captured, backward=variant.training and self.backward, hooks=self.hooks)

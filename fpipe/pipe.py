@@ -149,7 +149,13 @@ class Pipeline:
         what = variant, batching.example if signature is None else signature
         if what not in self.plans:
             try:
-                with lifted(variant), turn(), disguised(), random.preserved([torch.device("cpu")]):
+                with (
+                    torch.inference_mode(False),
+                    lifted(variant),
+                    turn(),
+                    disguised(),
+                    random.preserved([torch.device("cpu")]),
+                ):
                     self.plans[what] = self._plan(*what)
             except PipelineError as error:
                 if what[1] == batching.example:
