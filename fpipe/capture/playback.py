@@ -29,6 +29,7 @@ from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value,
 from fpipe.capture.inner import Inner, Noted, inner
 from fpipe.capture.modes import Modes, contexts, under_modes
 from fpipe.capture.reentrant import Reentrant
+from fpipe.capture.rewriting import Rewriting
 from fpipe.capture.snapshot import Held, kept
 from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
 from fpipe.errors import CutError
@@ -91,6 +92,7 @@ class Playback:
         self, tape: Tape, seats: Seats, sources: set[Value], needed: Sequence[Value], written: Sequence[Held] = ()
     ) -> None:
         self.tape, self.seats, self.sources, self.written = tape, seats, sources, written
+        self.rewriting = Rewriting(tape)
         self.position = {unit: k for k, unit in enumerate(tape.units)}
         self.maker = {value: k for k, unit in enumerate(tape.units) for value in unit.makes}
         self.last_use = {value: k for k, unit in enumerate(tape.units) for value in unit.reads}
@@ -164,6 +166,9 @@ class Playback:
             return "draws random numbers in a checkpointed function"
         if self._fused(span) and self.tape.drawn(span.first_tick, span.last_tick):
             return "draws random numbers beside attention on torch's fast path"
+        if any(map(self.rewriting.inside, span.inner)):
+            again = ", which another runs again" if span.checkpoint else ""
+            return f"changes a buffer in a checkpointed function{again}"
         if any(map(_is_reentrant, span.inner)):
             return "holds a reentrant checkpoint, which use_reentrant=False changes"
         return None
@@ -194,6 +199,7 @@ class Playback:
     def _whole(self, span: Span) -> Step:
         """A span, called as it is."""
         span = self._differentiable(span) if span.reentrant else span
+        draws = self.tape.drawn(span.first_tick, span.last_tick)
         inside = range(span.start, span.stop)
         new = {value: leaf for leaf, value in span.returned.items() if self.maker.get(value) in inside}
         assigned = {one.value: one for one in span.assigned if self.maker.get(one.value) in inside}
@@ -213,9 +219,10 @@ class Playback:
 
         simple = not (span.touched or span.constants or others)
         step = Step(span.invocation.reads, (*new, *assigned, *others), simply if simple else call)
+        if self.rewriting.of(span):
+            step = self.rewriting.step(span, step, lambda one: _seeded(one, next(iter(draws.values()), None)))
         step = answering(step, self.tape.answered(span.first_tick, span.last_tick))
         step = self._with_ghosts(span, _attached(span, step) if span.branching else step)
-        draws = self.tape.drawn(span.first_tick, span.last_tick)
         if span.checkpoint:
             return _seeded(step, next(iter(draws.values()), None))
         return _keyed(step, draws) if draws else step

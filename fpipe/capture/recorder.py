@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, all_true, checked, computed
 from fpipe.capture.collectives import has_handle, received
-from fpipe.capture.contract import Constant, Labels, Observed, Source, Unit, Value
+from fpipe.capture.contract import Buffer, Constant, Labels, Observed, Source, Unit, Value
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import asking_line
@@ -337,6 +337,8 @@ class Recorder(TorchFunctionMode):
 
     def tape(self) -> Tape:
         """What was recorded."""
+        held = self.values
+        buffers = {held.storage[value] for value, source in held.sources.items() if isinstance(source, Buffer)}
         return Tape(
             tuple(self.units),
             self.modes,
@@ -348,6 +350,7 @@ class Recorder(TorchFunctionMode):
             {function: self.calls[function] for function in self._counted()},
             tuple(self.hooked),
             tuple(tick for function in FUSED for tick in self.calls[function]),
+            tuple(k for k, unit in enumerate(self.units) if self.written[unit] & buffers),
             self.values.tensors,
         )
 
