@@ -10,6 +10,7 @@ may then wait for messages that never come.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -155,6 +156,41 @@ for _k, (_name, _front) in enumerate((name, front) for name, one in ZOO.items() 
 for _name in ("skips", "chained"):
     for _kind in SCHEDULES:
         CASES[f"{_name}-export-{_kind}"] = _zoo(_name, "export", _kind)
+
+
+@case
+def what_is_trained_is_verified_from_shares(rank, size):
+    """Each rank passes its share; all of it is put together for the reference and the model run eagerly."""
+    pipe, model, inputs, targets = build(ZOO["normalised"], one_f_one_b(ranks=size, microbatches=3), 6)
+    params, buffers = pipe.init(model)
+    moved = {name: (3 * p.detach()).requires_grad_() for name, p in params.items()}
+    shifted = {name: buffer + 1 for name, buffer in buffers.items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = fpipe.verify(pipe, model, inputs, targets, params=moved, buffers=shifted, steps=2)
+    assert found.eager == found.reference > 2
+    assert all(same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
+    other = copy.deepcopy(model)
+    next(module for module in other.modules() if isinstance(module, nn.BatchNorm1d)).eps = 0.5
+    with raises(fpipe.MismatchError, "got other bits than the model run eagerly"):
+        fpipe.verify(pipe, other, inputs, targets, params=moved)
+
+
+@case
+def a_change_that_one_rank_makes_is_raised_on_all(rank, size):
+    pipe, model, inputs, targets = build(ZOO["normalised"], one_f_one_b(ranks=size, microbatches=3), 6)
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    step(*state, inputs, targets)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+    if rank == size - 1:
+        norms[0].eps = 0.1
+    with raises(fpipe.PipelineError, "attribute 'eps': got 0.1, expected 1e-05"):
+        step(*state, inputs, targets)
+    norms[0].eps = 0.1
+    again = pipe.rebuilt(model)
+    assert again.ranks is pipe.ranks
+    require_whole(
+        run(again, model, inputs, targets), loop(model, ZOO["normalised"].loss, inputs, targets, 3), rank, size
+    )
 
 
 @case
@@ -988,6 +1024,8 @@ def after_the_group_is_gone(rank, size):
 
 # What four ranks add nothing to, and what takes long.
 NEEDS_TWO = {
+    "what_is_trained_is_verified_from_shares",
+    "a_change_that_one_rank_makes_is_raised_on_all",
     "fused_pairs_in_a_vee",
     "two_stages_on_each_rank",
     "wrapped_models",
