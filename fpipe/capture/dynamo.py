@@ -22,6 +22,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fpipe.capture.aten import read
 from fpipe.capture.contract import Captured
+from fpipe.capture.disguise import undisguised
 from fpipe.capture.export import Flat
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.guards import blame, refuse_hooks, without_autocast
@@ -84,7 +85,7 @@ def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) 
 
 def _trace(whole: _Whole, batch: Any) -> ExportedProgram:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), undisguised():
             # in-place changes of buffers, of which it warns, are in the graph
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
             return torch.export.export(whole, batch, strict=True)
