@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import time
 import warnings
@@ -43,7 +44,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--capture", default="trace", help="the front end")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
-    parser.add_argument("--seconds", type=float, default=300, help="the time limit of an architecture")
+    parser.add_argument("--seconds", type=float, default=300, help="the limit of an architecture, in CPU seconds")
     parser.add_argument("--gigabytes", type=float, default=8, help="the memory limit of an architecture")
     parser.add_argument("--results", type=Path, default=Path(gettempdir()) / "fpipe_architectures.jsonl")
     parser.add_argument("--page", type=Path, help=f"the page to write; by default {PAGE.name}, if all were asked for")
@@ -71,6 +72,7 @@ def attempt(kind: str, names: Sequence[str], asked: argparse.Namespace, at: str)
     warnings.filterwarnings("ignore")
     limit = int(asked.gigabytes * (1 << 30))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(asked.seconds), int(asked.seconds)))
     torch.set_num_threads(1)
     for found in trials(Trial(kind, names[0], at), names, asked.variants, asked.capture):
         add(asked.results, found)
@@ -100,7 +102,7 @@ def attempts(todo: Iterable[tuple[str, Sequence[str]]], asked: argparse.Namespac
 def finish(process: BaseProcess, running: dict[BaseProcess, Any], asked: argparse.Namespace, at: str) -> bool:
     """Let go of a process that has ended or taken too long, and say how it went; tell whether it has."""
     kind, names, began = running[process]
-    late = time.monotonic() - began > asked.seconds
+    late = time.monotonic() - began > 10 * asked.seconds  # it hangs; on a busy machine, work takes a while
     if process.is_alive() and not late:
         return False
     if process.is_alive():
@@ -109,7 +111,8 @@ def finish(process: BaseProcess, running: dict[BaseProcess, Any], asked: argpars
     del running[process]
     found = known(asked.results, at).get(kind) or Trial(kind, names[0], at)
     if not found.finished:
-        why = f"more than {asked.seconds:.0f} seconds" if late else f"the process ended with {process.exitcode}"
+        slow = late or process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        why = f"more than {asked.seconds:.0f} seconds" if slow else f"the process ended with {process.exitcode}"
         stop(found, why, asked.variants)
         add(asked.results, found)
     said = (found.untried and f"not tried: {found.untried}") or "; ".join(found.wrong.values()) or "bitwise"
