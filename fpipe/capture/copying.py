@@ -32,15 +32,16 @@ class Functions:
     """The functions around a model that hold parts of it; `made` has a copy of each, by the function's identity."""
 
     def __init__(self, model: nn.Module) -> None:
-        own, everything = Walk(), Walk(functions=True)
-        own.follow([model])
-        everything.follow([model])
+        walk = Walk()
+        walk.follow([model])
+        own = {id(one) for one in walk.containers.values()}
+        walk.enter()
         tensors = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
-        for function in everything.functions:
+        for function in walk.functions:
             _require_no_globals(function, tensors)
-        self.parts = tensors | {id(one) for one in own.containers.values()}
+        self.parts = tensors | own
         self.cells: dict[int, tuple[CellType, CellType]] = {}
-        self.found = [one for one in everything.functions if self._holds_part(one)]
+        self.found = [one for one in walk.functions if self._holds_part(one)]
         self.made: dict[int, Any] = {id(one): self._copy(one) for one in self.found}
 
     def fill(self, memo: dict[int, Any]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dis
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,14 +68,17 @@ class Snapshot:
     held: Mapping[object, Held]
 
     @classmethod
-    def of(cls, copied: nn.Module, original: nn.Module, *others: object) -> Snapshot:
-        """Note what the copy of a model, other roots, and the functions that all of them reach hold."""
-        own, theirs, everything = Walk(), Walk(), Walk(functions=True)
-        own.follow([copied])
-        theirs.follow([original])
-        everything.follow([copied, *others])
-        mine = own.containers.keys() - theirs.containers.keys()
-        return cls({key: Held(one, contents(one), key not in mine) for key, one in everything.containers.items()})
+    def of(cls, copied: nn.Module, shared: Collection[object], *others: object) -> Snapshot:
+        """Note what the copy of a model, other roots, and the functions that all of them reach hold.
+
+        `shared` are the keys of the containers that the model itself reaches.
+        """
+        walk = Walk()
+        walk.follow([copied])
+        mine = walk.containers.keys() - shared
+        walk.enter()
+        walk.follow(others)
+        return cls({key: Held(one, contents(one), key not in mine) for key, one in walk.containers.items()})
 
     def changed(self) -> Iterator[Held]:
         """The containers that have other contents now."""
@@ -102,13 +105,13 @@ def kept(written: Sequence[Held], tensors: Sequence[Tensor], inside: AbstractCon
 
 
 class Walk:
-    """Finds the `containers` that objects reach, by key, and the `functions`, into which it goes if it is told to.
+    """Finds the `containers` that objects reach, by key, and the `functions`, into which it goes once it is told to.
 
     Everything that it has seen stays alive, so that identities are unique.
     """
 
-    def __init__(self, functions: bool = False) -> None:
-        self.into = functions
+    def __init__(self) -> None:
+        self.into = False
         self.seen: dict[int, Any] = {}
         self.containers: dict[object, Any] = {}
         self.functions: list[FunctionType] = []
@@ -123,14 +126,23 @@ class Walk:
             self.seen[id(one)] = one
             if isinstance(one, FunctionType):
                 self.functions.append(one)
-                if not self.into:
-                    continue
-                names = Names(one.__globals__, assigned(one.__code__))
-                if names.names:
-                    self.containers[id(names.table), names.names] = names
-            elif isinstance(one, dict | list | set | deque | CellType):
+                stack += self._inside(one) if self.into else []
+                continue
+            if isinstance(one, dict | list | set | deque | CellType):
                 self.containers[id(one)] = one
             stack += children(one)
+
+    def enter(self) -> None:
+        """Go into the functions that were met, and into those that will be."""
+        self.into = True
+        self.follow([one for function in list(self.functions) for one in self._inside(function)])
+
+    def _inside(self, function: FunctionType) -> list[Any]:
+        """What a function holds; the globals that it assigns to are noted."""
+        names = Names(function.__globals__, assigned(function.__code__))
+        if names.names:
+            self.containers[id(names.table), names.names] = names
+        return children(function)
 
 
 def children(one: Any) -> list[Any]:

@@ -35,7 +35,7 @@ from fpipe.capture.reentrant import require_own_parameters
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, settle
 from fpipe.capture.skeleton import on_meta, skeleton
-from fpipe.capture.snapshot import Held, Snapshot
+from fpipe.capture.snapshot import Held, Snapshot, Walk
 from fpipe.capture.tape import Span
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
@@ -119,7 +119,9 @@ class _Tracer:
 
     def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...]]:
         """The second of two runs, its loss and outputs, and what a run changes; what contexts hold is put back."""
-        roots = self.skeleton, self.model, self.objective.loss
+        original = Walk()
+        original.follow([self.model])
+        roots = self.skeleton, original.containers.keys(), self.objective.loss
         before = Snapshot.of(*roots)
         try:
             asked: list[Answer] = []
