@@ -216,14 +216,14 @@ def test_verify_from_the_values_in_training():
 
 
 class Tiring(nn.Module):
-    """Does something else from the twelfth call on."""
+    """Does something else from its thirtieth call on."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.linear(x) if next(self.calls) < 12 else self.linear(x) * 2
+        return self.linear(x) if next(self.calls) < 30 else self.linear(x) * 2
 
 
 def test_several_steps_of_verify_find_a_model_that_changes_after_some_calls():
@@ -234,7 +234,7 @@ def test_several_steps_of_verify_find_a_model_that_changes_after_some_calls():
     pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=HOW, cuts=["1"], backward="graph")
     assert fpipe.verify(pipe, model, (x,)).eager
     with pytest.raises(fpipe.MismatchError):
-        fpipe.verify(pipe, model, (x,), steps=12)
+        fpipe.verify(pipe, model, (x,), steps=20)
 
 
 def test_steps_of_verify_train(built):
