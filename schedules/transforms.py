@@ -134,8 +134,9 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
     """Weight gradients as late as `memory` lets them be, in units of a rank's activations of one microbatch.
 
     What holds a `W` back is the room between the rank's own peak and `memory`, so with room for `n` more activations
-    every `W` moves to the place of the `n`th one after it, and the last `n` to the end, or before the `G` or `U` that
-    uses them. Where cotangents arrive in the meantime, those go first; and the ranks that wait at the end have work.
+    every `W` moves to the place of the `n`th one after it, and the last `n` to the end, before any `U`, or
+    before the `G` that uses them. Where cotangents arrive in the meantime, those go first; and the ranks that wait at
+    the end have work.
     Gradients accumulate in the same order.
 
     The peak is what the schedule declares; if it declares none, what the rank's actions come to, which are then
@@ -160,8 +161,9 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
                 yield owed.popleft()
             continue
         if kind in ("G", "U"):
-            yield from (late for late in owed if late.stage == stage)
-            owed = deque(late for late in owed if late.stage != stage)
+            used = {stage} if kind == "G" else {late.stage for late in owed}  # an update may use what stages share
+            yield from (late for late in owed if late.stage in used)
+            owed = deque(late for late in owed if late.stage not in used)
         yield action
     yield from owed
 
