@@ -117,6 +117,7 @@ STATE = {
     "a frozen weight": Question(lambda m, h, g: m.frozen.requires_grad, freeze),
     "a weight's requires_grad": Question(lambda m, h, g: m.a.weight.requires_grad),
     "isinstance of a parameter": Question(lambda m, h, g: isinstance(m.a.weight, nn.Parameter)),
+    "a weight's class": Question(lambda m, h, g: type(m.a.weight) is nn.Parameter),
     "whether a weight is a leaf": Question(lambda m, h, g: m.a.weight.is_leaf),
     "a weight's gradient": Question(lambda m, h, g: m.a.weight.grad is None),
     "how many parameters": Question(lambda m, h, g: len(list(m.parameters())) == 4),
@@ -141,6 +142,8 @@ TRACING = {
     "isinstance of torch's FakeTensor": Question(lambda m, h, g: isinstance(h, torch._subclasses.FakeTensor)),
     "transformers' is_tracing": Question(lambda m, h, g: import_utils.is_tracing(h)),
     "transformers' is_torchdynamo_compiling": Question(lambda m, h, g: import_utils.is_torchdynamo_compiling()),
+    "the class of a tensor": Question(lambda m, h, g: type(h) is Tensor),
+    "the name of its class": Question(lambda m, h, g: type(h).__name__ == "Tensor"),
     "whether it is on meta": Question(lambda m, h, g: h.is_meta or h.device.type == "meta"),
     "whether gradients are on": Question(lambda m, h, g: torch.is_grad_enabled()),
     "whether h wants a gradient": Question(lambda m, h, g: h.requires_grad),
@@ -202,16 +205,7 @@ CONSTANTS = {
     "a list of a table": Question(lambda m, h, g: sum(m.table.tolist()), holding(table=torch.tensor([0.0, 1.0]))),
 }
 
-ASKED: dict[str, Question] = {**STATE, **TRACING, **BATCH, **CONSTANTS}
-
-# Python answers these by itself, so nobody notices that they are asked, and fake tensors are of another class.
-UNNOTICED = {
-    "a weight's class": Question(lambda m, h, g: type(m.a.weight) is nn.Parameter),
-    "the class of a tensor": Question(lambda m, h, g: type(h) is Tensor),
-    "the name of its class": Question(lambda m, h, g: type(h).__name__ == "Tensor"),
-}
-
-CATALOG: dict[str, Question] = {**ASKED, **UNNOTICED}
+CATALOG: dict[str, Question] = {**STATE, **TRACING, **BATCH, **CONSTANTS}
 
 
 class Asking(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from models import Result, differences, few, mse
-from questions import ASKED, BATCH, LENGTH, UNNOTICED, WORDS, Asking, Given, Net
+from questions import BATCH, CATALOG, LENGTH, WORDS, Asking, Given, Net
 
 import fpipe
 from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
@@ -114,7 +114,7 @@ HOWS = [
 @st.composite
 def settings_of(draw):
     """A row of layers that ask, cut anywhere, under any schedule."""
-    questions = draw(st.lists(st.sampled_from(list(ASKED)), min_size=1, max_size=2))
+    questions = draw(st.lists(st.sampled_from(list(CATALOG)), min_size=1, max_size=2))
     how = draw(st.sampled_from(HOWS))
     whole = draw(st.booleans())
     inside = [] if whole else [f"layers.{k}.b" for k in range(len(questions))]
@@ -124,7 +124,7 @@ def settings_of(draw):
     return Setting(tuple(questions), how, cuts, draw(st.sampled_from(["autograd", "graph"])), whole)
 
 
-@settings(max_examples=few(12))
+@settings(max_examples=few(5))
 @given(settings_of(), st.lists(st.sampled_from(KINDS), min_size=2, max_size=4))
 def test_whatever_is_asked_the_result_is_that_of_one_device_or_refused(setting, kinds):
     event("exact" if outcome(setting, kinds) == "exact" else "refused")
@@ -137,6 +137,7 @@ REFUSED = {  # with the words of the reason
     "keeps what it saw first": "that an earlier call made and kept",
     "remembers the last batch": "that an earlier call made and kept",
     "a weight's gradient": "leaves gradients alone",
+    "a weight's class": "got a forward that asks for it",
     "a constant buffer": "got a question about values",
     "a buffer of flags": "got a question about values",
     "a weight's sum": "got a question about values",
@@ -158,17 +159,6 @@ def test_what_is_answered_and_what_is_refused(question):
     """With a cut through the module that asks; more may be answered one day, but nothing less."""
     found = outcome(Setting((question,), HOWS[0], ("layers.0.b",)), ["full", "padded", "full", "padded in part"])
     assert found == "exact" if question in OFTEN else found == "exact" or REFUSED[question] in found
-
-
-@pytest.mark.parametrize("question", UNNOTICED)
-def test_what_nobody_can_notice_is_found_by_verify(question):
-    model, how = Net([question]), HOWS[0]
-    inputs, targets = batch("full", how.microbatches)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["head"], backward="graph"
-    )
-    with pytest.raises(fpipe.MismatchError, match="loss: got other bits"):
-        fpipe.verify(pipe, model, inputs, targets)
 
 
 def test_the_catalog_is_one_of_questions():
