@@ -46,7 +46,9 @@ class Branching(nn.Module):
 
 @BACKWARDS
 @pytest.mark.parametrize(
-    ("loss", "named"), [(branching, "loss"), (Branching(), "loss"), (Branching(), Branching)], ids=str
+    ("loss", "named"),
+    [(branching, "loss"), (Branching(), "loss"), (Branching(), Branching)],
+    ids=["function", "name", "class"],
 )
 def test_a_loss_named_in_unsplittable_may_read_values(loss, named, backward):
     pipe, inputs, targets = built(model := Two(), loss, backward, unsplittable=[named])
