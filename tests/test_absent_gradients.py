@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import WIDTH, Result, assert_same, few, gradients_of, loop, mse
 from torch import nn
@@ -222,6 +222,8 @@ class Chain(nn.Module):
     st.sampled_from([one_f_one_b(3, 4), zb_h1(3, 4)]),
     st.sampled_from(["graph", "aot_eager"]),
 )
+@example("detached", [True, False, True, False], one_f_one_b(3, 4), "graph")
+@example("detached", [False, True, False, True], zb_h1(3, 4), "graph")
 def test_recorded_stages_skip_absent_cotangents(kind, answers, how, backward):
     model = Chain(kind)
     inputs, targets = batch([[answer] for answer in answers])
