@@ -211,7 +211,7 @@ def test_a_question_that_the_batch_alone_does_not_decide_is_refused(ask, depends
     with pytest.raises(fpipe.CaptureError, match=depends) as caught:
         built(ask)
     assert "test_answers.py, line" in str(caught.value)
-    assert "name the module in unsplittable" in str(caught.value)
+    assert "and name this in unsplittable" in str(caught.value)
 
 
 def test_a_module_that_runs_as_it_is_asks_the_batch_itself():

@@ -146,14 +146,15 @@ def test_a_part_s_constants_may_not_depend_on_the_microbatch():
         fpipe.pipeline(parts, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"], capture="modules")
 
 
-def test_autocast_around_the_step_is_refused_rather_than_lost():
-    """Metadata were inferred without it. Inside the model's modules autocast is kept (see `contexts` in the zoo)."""
+def test_autocast_around_the_step_is_that_of_the_model_and_the_loss():
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     case = Case(lambda: parts, rows_of(), mse, ("", "1", ""))
     pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture="modules")
-    step = fpipe.value_and_grad(pipe)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(fpipe.InputError, match="autocast"):
-        step(*pipe.init(model), inputs, targets)
+    plain = run(pipe, model, inputs, targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(pipe, model, inputs, targets)
+        assert_same(got, run_reference(pipe, model, inputs, targets))
+    assert not torch.equal(got.loss, plain.loss)
 
 
 @pytest.mark.parametrize("capture", FRONTS)

@@ -720,11 +720,11 @@ PLACES = [f"blocks.{k}{inner}" for k in range(4) for inner in ("", ".a", ".b")]
 
 
 def collect(root: Hooked, weight: float, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-    root.collected.append(out * 1 if weight == 1 else out)
+    root.collected.append(out * weight)
 
 
 def collect_first(root: Hooked, weight: float, module: nn.Module, args: tuple[Tensor]) -> None:
-    root.collected.append(args[0])
+    root.collected.append(args[0] * weight)
 
 
 def scale(root: Hooked, weight: float, module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
@@ -765,6 +765,20 @@ class Hooked(Stack):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return sum((one * (k + 1) for k, one in enumerate(self.collected)), x + self.shift)
+
+
+@pytest.mark.xfail(strict=True, reason="a hook finds Python state that another stage has left only by its tensors")
+def test_a_hook_that_looks_into_a_list_finds_what_modules_of_other_stages_have_put_there():
+    """The list holds the very tensor that the module gets, so nothing shows that the hook has read it."""
+
+    def keep(root: Hooked, weight: float, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+        root.collected.append(out)
+
+    torch.manual_seed(0)
+    model, (inputs, targets) = Hooked([("blocks.0", keep, 1), ("blocks.1", mix, 0.5)], False, False), rows_of()(4)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["blocks.1"])
+    fpipe.verify(pipe, model, inputs, targets)
 
 
 CUTS = (*AT, *INSIDE, "blocks.3.b")

@@ -78,7 +78,6 @@ SHARED = {  # inputs, targets, how they are cut, and whom the error names
     "shifted rows": lambda x, y: (rows_of_others(x), y, 0, r"shares with inputs\[1\]"),
     "two tensors of an array": lambda x, y: (one_array(x), y, 0, r"shares with inputs\[1\]"),
     "windows": lambda x, y: (windows(x), y, 0, r"inputs\[0\]: got microbatches that share memory"),
-    "one for all": lambda x, y: ((x[:2], y), y.clone(), ((None, 0), 0), r"inputs\[0\]: got microbatches that share"),
     "by a function": lambda x, y: (
         (x, y),
         y.clone(),

@@ -74,10 +74,13 @@ class Leaf:
         return found
 
     def memory(self, tensor: Tensor, known: tuple[Tensor, ...], microbatches: int) -> tuple[Tensor, ...]:
-        """Where the microbatches of `tensor` lie on one device, given what is known of it."""
+        """Where the microbatches of `tensor` lie on one device, given what is known of it.
+
+        One that is given whole to every microbatch is a value to each: what one changes, others do not see.
+        """
         if callable(self.dim):
             return known if tensor.stride() == self.spec.sized(tuple(tensor.shape)).stride else (*known, tensor)
-        return (tensor,) * (microbatches if self.dim is None else 1)
+        return (tensor,)
 
     def specs(self, known: Sequence[Tensor]) -> tuple[Spec, ...]:
         """The specs of what is known of a leaf."""

@@ -8,7 +8,8 @@ computed for real if they follow from constants alone. No other fake tensor stay
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -55,7 +56,7 @@ def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[H
             old.restore()
         elif any(True for part in one.contents for _ in _fakes(part, mode)):
             fill(one.container, _without_fakes(one, old, mode))
-    return tuple([one._replace(contents=contents(one.container)) for one in written])
+    return tuple([one._replace(contents=contents(one.container)) for one in _with_inner(written)])
 
 
 def _without_fakes(held: Held, old: Held | None, mode: FakeTensorMode) -> tuple[Any, ...]:
@@ -85,3 +86,18 @@ def _replaced(part: Any, real: Mapping[int, Tensor]) -> Any:
         made = [_replaced(one, real) for one in part]
         return type(part)(*made) if hasattr(part, "_fields") else tuple(made)
     return real.get(id(part), part)
+
+
+def _with_inner(written: Iterable[Held]) -> Iterator[Held]:
+    """Yield the containers and those in them.
+
+    A forward that begins with `self.found = []` fills a new list; played in part, it fills the one that it left behind.
+    """
+    seen, stack = set[int](), list(written)
+    while stack:
+        one = stack.pop()
+        if id(one.container) not in seen:
+            seen.add(id(one.container))
+            yield one
+            inner = [child for child in contents(one.container) if isinstance(child, dict | list | set | deque)]
+            stack += [Held(child, (), one.outside) for child in inner]
