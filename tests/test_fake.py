@@ -199,3 +199,12 @@ def test_effects_are_of_what_is_called_not_of_what_it_consists_of():
         torch.empty(2) + 1
     assert called == above.calls
     assert len(called) > 10
+
+
+def test_statistics_of_a_norm_of_other_precision_than_its_weights_are_in_single():
+    """As under autocast. The fake kernel of torch has them in half, and stages would seem to keep less than they do."""
+    tensors = torch.randn(6, 4, dtype=torch.bfloat16), *torch.rand(4, 4).unbind()
+    real = torch.native_batch_norm(*tensors, True, 0.1, 1e-5)
+    with fake_mode() as mode:
+        made = torch.native_batch_norm(*[fake(mode, one, one.device) for one in tensors], True, 0.1, 1e-5)
+    assert [one.dtype for one in made] == [one.dtype for one in real] == [torch.bfloat16, torch.float32, torch.float32]

@@ -38,6 +38,11 @@ def _images(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last if last and not tensor.is_contiguous() else suggest_memory_format(tensor)
 
 
+def _is_mixed(tensor: Tensor, weight: Tensor | None) -> bool:
+    """Whether a norm has inputs in half precision and weights in single; its statistics are then in single, too."""
+    return weight is not None and weight.dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
 # In which format is what an operation returns (the first of it), given its arguments.
 LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
     {
@@ -139,6 +144,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             out: Any = super().dispatch(func, types, args, kwargs)
         else:
             out = self._kernel(func, args, kwargs, device)
+        if func is aten.native_batch_norm.default and _is_mixed(*args[:2]):
+            with self:
+                out = out[0], *[one.float() for one in out[1:]]
         return self._laid_out(out, LAID_OUT[func](args)) if func in LAID_OUT else out
 
     def _found(self, tensor: Tensor) -> Any:
