@@ -7,6 +7,7 @@ import pickle
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from models import few
 
 from schedules import (
     KINDS,
@@ -175,7 +176,7 @@ def test_a_pair_is_two_actions_one_behind_the_other():
     check(s)
 
 
-@settings(deadline=None)
+@settings(max_examples=few(25))
 @given(orders())
 def test_a_program_is_written_with_its_transfers(case):
     program = lower(*case)
@@ -191,7 +192,7 @@ def test_a_program_is_written_with_its_transfers(case):
         assert graph_of(again, None) == program.graph, "one rank sends nothing"
 
 
-@settings(deadline=None)
+@settings(max_examples=few(25))
 @given(orders())
 def test_a_schedule_is_written_with_the_graph_that_it_is_for(case):
     s = connect(*case)
