@@ -23,7 +23,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
 from fpipe.errors import CaptureError
 from fpipe.tree import Structure, flatten
@@ -106,35 +105,6 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
         )
 
     with patch.object(torch.autocast, "__enter__", enter):
-        yield
-
-
-@contextmanager
-def watched_parts(model: nn.Module, prefix: str) -> Iterator[None]:
-    """Refuse, inside, what is lost even where parts run as they are.
-
-    Tensors assigned to a module, since only in-place changes come out, and reentrant checkpoints, which cannot be
-    differentiated with respect to chosen tensors.
-    """
-    modules = places(model, prefix)
-
-    def reentrant(cls: Any, /, *args: object) -> NoReturn:
-        raise CaptureError(
-            f"{here(modules, f'part {prefix}')}: got a reentrant checkpoint, expected a non-reentrant one: it does not "
-            "work with autograd.grad. Pass use_reentrant=False to checkpoint()."
-        )
-
-    def assignment(module: nn.Module, name: str, where: str) -> NoReturn:
-        raise CaptureError(
-            f"{where}: got an assignment of a tensor to {name!r}, expected buffers that are changed in place; the new "
-            f"value would be lost. Register it as a buffer and write self.{name}.copy_(...) instead."
-        )
-
-    with (
-        patch.object(CheckpointFunction, "apply", classmethod(reentrant)),
-        _assignments(modules, lambda old, new: isinstance(new, Tensor) and new is not old, assignment),
-        _NoForeignParameters(modules, f"part {prefix}"),
-    ):
         yield
 
 
