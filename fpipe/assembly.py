@@ -206,6 +206,7 @@ class _Builder:
             differentiated=differentiated,
             inner=differentiated if inner else (),
             modified=tuple(argument[v] for v in layout.inputs if v in layout.modified),
+            reassigned=tuple((layout.buffers.index(b), value[new]) for b, new in layout.reassigned.items()),
             passed=tuple(argument[v] for v in passed),
             outputs=tuple((value[v], metadata.specs[v]) for v in layout.leaving),
             loss=value[loss] if loss in layout.results and loss in metadata.differentiable else None,

@@ -156,6 +156,7 @@ def _units(pipe: Pipeline, plan: Plan) -> Iterator[str]:
     for cut in plan.cuts:
         for unit in cut.captured.units:
             yield f"{unit.path or '(root)'}: {unit.does} of {unit.reads} makes {unit.makes}"
+        yield from (f"buffer {buffer} becomes {new}" for buffer, new in cut.captured.reassigned.items())
 
 
 def _parameters(plan: Plan) -> list[str]:

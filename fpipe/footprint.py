@@ -102,10 +102,10 @@ def _total(held: Mapping[int, int], stays: Collection[int]) -> int:
 
 
 def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
-    """The stage's buffers; of those that it modifies each microbatch has a version of its own."""
-    modified = {k - len(stage.parameters) for k in stage.wiring.modified}
+    """The stage's buffers; of those that it changes each microbatch has a version of its own."""
+    changed = stage.wiring.changed
     buffers = [fakes[Buffer(name)] for name in stage.buffers]
-    return tuple([buffer.clone() if k in modified else buffer for k, buffer in enumerate(buffers)])
+    return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
 
 
 def _arriving(ports: Sequence[Port]) -> Tensors:

@@ -44,6 +44,7 @@ class Layout:
     - `earlier`, `later`: the parameters that it shares with the user before and after it, for their cotangents.
     - `shares`: the parameters of which it computes the gradient, or part of it, that other stages hold too.
     - `modified`: what it modifies in place, and must therefore copy first.
+    - `reassigned`: buffers that it assigns anew, and the values that they have afterwards.
     """
 
     units: tuple[Unit, ...]
@@ -58,6 +59,7 @@ class Layout:
     later: Routes
     shares: Routes
     modified: frozenset[Value]
+    reassigned: Mapping[Value, Value]
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -86,6 +88,7 @@ def layouts(
     stages = [captured.units[start:end] for start, end in bounds]
     homes = {value: s for s, units in enumerate(stages) for unit in units for value in unit.makes}
     users = _users(stages, results)
+    reassigned = _reassigned(captured, observed, stages, homes, users)
     written = [frozenset().union(*(observed.written[unit] for unit in units)) for units in stages]
     for s, memory in enumerate(written):
         _refuse_shared_writes(s, memory, captured, observed, homes, users)
@@ -108,6 +111,7 @@ def layouts(
             modified=frozenset(
                 v for v in users if s in users[v] and homes.get(v) != s and observed.storage[v] in written[s]
             ),
+            reassigned={buffer: new for buffer, new in reassigned.items() if homes[new] == s},
         )
         for s, units in enumerate(stages)
     )
@@ -123,6 +127,32 @@ def _users(stages: Sequence[Sequence[Unit]], results: tuple[Value, ...]) -> dict
     for value in results:
         users[value].add(len(stages) - 1)
     return {value: sorted(found) for value, found in users.items()}
+
+
+def _reassigned(
+    captured: Captured,
+    observed: Observed,
+    stages: Sequence[Sequence[Unit]],
+    homes: Mapping[Value, int],
+    users: dict[Value, list[int]],
+) -> Mapping[Value, Value]:
+    """Return the buffers that are assigned anew and the values that they get; the stage that assigns one uses it.
+
+    Raises `ClashError` if another stage uses the buffer, which it would have to be sent, or changes the new value.
+    """
+    for buffer, new in captured.reassigned.items():
+        home, memory = homes[new], observed.storage[new]
+        later = [s for s, units in enumerate(stages) if s > home and any(memory in observed.written[u] for u in units)]
+        others = [s for s in (*users.get(buffer, ()), *later) if s != home]
+        if others:
+            raise ClashError(
+                f"got the buffer {captured.sources[buffer][0]!r} that is assigned anew there and used in stage "
+                f"{others[0]} too, expected all of it in one stage. Move the cut.",
+                home,
+                new,
+            )
+        users[buffer] = [home]
+    return captured.reassigned
 
 
 _Table = dict[int, dict[int, list[Value]]]

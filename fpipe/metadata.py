@@ -109,8 +109,9 @@ def is_asking(captured: Captured) -> bool:
 
 
 def made_by(layout: Layout) -> tuple[Value, ...]:
-    """The values that leave a stage and were made there, each once."""
-    return tuple(dict.fromkeys(value for value in layout.leaving if value not in layout.inputs))
+    """The values that leave a stage, or a buffer's place in it, and were made there, each once."""
+    leaving = (*layout.leaving, *layout.reassigned.values())
+    return tuple(dict.fromkeys(value for value in leaving if value not in layout.inputs))
 
 
 def _forward(

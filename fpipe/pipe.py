@@ -328,7 +328,7 @@ class Pipeline:
 
 def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
     """Raise `CutError` if a stage on several ranks modifies a buffer: each replica would see some microbatches only."""
-    modified = [name for k, name in enumerate(stage.buffers, len(stage.parameters)) if k in stage.wiring.modified]
+    modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.changed]
     if modified and len(ranks) > 1:
         raise CutError(
             f"stage {stage.index}: got modified buffers {modified} on ranks {list(ranks)}, expected none: each "

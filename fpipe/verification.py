@@ -63,6 +63,7 @@ def eagerly(
     """
     losses, columns = [], []
     sums = {name: ReplicaSum(order) for name, order in orders.items()}
+    before = dict(model.named_buffers())
     with _put_back(model):
         for i in range(objective.microbatches):
             value, outputs = objective(model, [_copy(parts[i]) for _, parts in sorted(batch.items())])
@@ -78,7 +79,7 @@ def eagerly(
             columns.append([leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {name: total for name, terms in sums.items() if (total := terms.total()) is not None}
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        buffers = {name: _carried(buffer, before.get(name)) for name, buffer in model.named_buffers()}
     joined = None if joining is None else joining.join(list(zip(*columns, strict=True)))
     return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)
 
@@ -96,6 +97,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def _put_back(model: nn.Module) -> Iterator[None]:
     """Begin without gradients; afterwards, gradients and buffers are as they were."""
     grads = [(p, p.grad) for p in model.parameters()]
+    places = [(one._buffers, name, buffer) for one in model.modules() for name, buffer in one._buffers.items()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for p, _ in grads:
         p.grad = None
@@ -104,8 +106,16 @@ def _put_back(model: nn.Module) -> Iterator[None]:
     finally:
         for p, grad in grads:
             p.grad = grad
+        for table, name, buffer in places:
+            table[name] = buffer
         for buffer, old in buffers:
             buffer.copy_(old)
+
+
+def _carried(buffer: Tensor, before: Tensor | None) -> Tensor:
+    """A copy of a buffer after a run; of a cache that has grown, as it was, since steps do not carry it on."""
+    has_grown = before is not None and (before.shape, before.dtype) != (buffer.shape, buffer.dtype)
+    return before.clone() if has_grown and before is not None else buffer.clone()
 
 
 def require_equal(got: Computed, expected: Computed, against: str, tolerance: float = 0) -> int:

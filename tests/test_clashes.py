@@ -15,7 +15,8 @@ SOURCES = {0: Batch(0), 1: Buffer("b"), 2: Parameter("p"), 3: Constant(None), 4:
 
 @st.composite
 def programs(draw):
-    """Units that read values, make one, which may be a view, and may write memory of what they read."""
+    """Units that read values, make one, which may be a view, and may write memory of what they read; one may make the
+    next value of the buffer."""
     count = draw(st.integers(2, 6))
     storage, views, written, units = {value: value for value in SOURCES}, set(), {}, []
     for k in range(count):
@@ -30,8 +31,15 @@ def programs(draw):
         units.append(unit)
     observed = Observed(storage, written, {}, frozenset(views))
     outputs = tuple(draw(st.lists(st.sampled_from(sorted(storage)[5:]), max_size=2, unique=True)))
+    new = draw(st.sampled_from([None, *sorted(storage)[5:]]))
     return SimpleNamespace(
-        units=tuple(units), sources=SOURCES, loss=None, outputs=outputs, observed=observed, trainable=frozenset()
+        units=tuple(units),
+        sources=SOURCES,
+        loss=None,
+        outputs=outputs,
+        observed=observed,
+        trainable=frozenset(),
+        reassigned={} if new is None else {1: new},
     )
 
 

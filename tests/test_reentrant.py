@@ -168,22 +168,3 @@ def test_gradient_checkpointing_of_transformers(backward, settings):
     cuts = ["model.layers.1"]
     pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.loss, schedule=how, cuts=cuts, backward=backward)
     assert fpipe.verify(pipe, model, batch).eager
-
-
-class Cached(nn.Module):
-    """Grows a buffer with what it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("places", torch.zeros(0, 1), persistent=False)
-
-    def forward(self, x):
-        if len(self.places) < len(x):
-            self.places = torch.arange(len(x), dtype=x.dtype)[:, None]
-        return x + self.places[: len(x)]
-
-
-def test_a_cache_in_a_buffer_is_refused_with_the_way_out():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Cached())
-    with pytest.raises(fpipe.CaptureError, match=r"module 1 \(Cached\).*'places'.*attribute that is no buffer"):
-        fpipe.pipeline(model, example=(torch.rand(4, WIDTH),), loss=torch.mean, schedule=HOWS["1F1B"], cuts=["1"])

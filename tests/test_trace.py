@@ -497,17 +497,6 @@ class Once(nn.Module):
         return h
 
 
-class Reassigned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x):
-        self.mean = 0.5 * self.mean + x.detach().mean(0)
-        return self.linear(x) + self.mean
-
-
 class Foreign(nn.Module):
     def __init__(self):
         super().__init__()
@@ -521,7 +510,6 @@ for what, part, words in (
     ("a counter", Counting(), ["1", "'count'"]),
     ("state of the last call", Carrying(), ["1", "made and kept", "buffer"]),
     ("another way the first time", Once(), ["again", "first time"]),
-    ("a reassigned buffer", Reassigned(), ["1", "'mean'", "copy_"]),
     ("a parameter that is none", Foreign(), ["1", "requires a gradient", "Register"]),
 ):
     REFUSED[what] = (nn.Sequential(nn.Linear(WIDTH, WIDTH), part), ["1"], words)

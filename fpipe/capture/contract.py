@@ -204,6 +204,7 @@ class Captured:
     - `dynamic`: names of the parameters that may be used or not, depending on data; none if nothing branches on data.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
     - `hooks`: hooks on the gradients of parameters, by name.
+    - `reassigned`: buffers that the model assigns anew, and the values that they have afterwards.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, since kernels are chosen by that too.
     """
@@ -222,6 +223,7 @@ class Captured:
     fuse: Fuse = field(default=interpret)
     backward: bool = True
     hooks: Hooks = field(default_factory=dict)
+    reassigned: Mapping[Value, Value] = field(default_factory=dict)
 
 
 class FrontEnd(Protocol):

@@ -99,7 +99,11 @@ def require_own_buffers(model: nn.Module, captured: Captured) -> None:
     """Raise `CaptureError` if the captured copy of `model` reads one of its buffers, which a step changes, itself."""
     observed, sources = observe(captured), captured.sources
     written = frozenset().union(*observed.written.values())
-    changed = {s.name for v, s in sources.items() if isinstance(s, Buffer) and observed.storage[v] in written}
+    changed = {
+        source.name
+        for value, source in sources.items()
+        if isinstance(source, Buffer) and (observed.storage[value] in written or value in captured.reassigned)
+    }
     buffers = {id(buffer): name for name, buffer in model.named_buffers() if name in changed}
     for source in sources.values():
         if isinstance(source, Constant) and id(source.tensor) in buffers:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
@@ -59,6 +59,7 @@ class _Patched(NamedTuple):
     call: Any
     apply: Any
     assign: Any
+    register: Any
     saved: Any
     entered: Any
     left: Any
@@ -71,6 +72,7 @@ class _Patched(NamedTuple):
             nn.Module.__call__,
             torch.autograd.Function.apply,
             nn.Module.__setattr__,
+            nn.Module.register_buffer,
             torch.autograd.graph.saved_tensors_hooks.__enter__,
             torch.autocast.__enter__,
             torch.autocast.__exit__,
@@ -99,6 +101,7 @@ class _Watching:
         """What stands where in torch."""
         yield nn.Module, "__call__", _function(self._called)
         yield nn.Module, "__setattr__", _function(self._assigned)
+        yield nn.Module, "register_buffer", _function(self._registered)
         yield torch.autograd.Function, "apply", classmethod(_function(self._applied))
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _function(self._saved)
         yield torch.autocast, "__enter__", _function(self._entered)
@@ -122,18 +125,25 @@ class _Watching:
 
     def _assigned(self, module: nn.Module, name: str, value: object) -> None:
         if id(module) in self.ours and self.active:
-            state = {**module._buffers, **module._parameters}
-            if name in state and value is not state[name]:
-                old = state[name]
-                alike = isinstance(value, Tensor) and old is not None and value.shape == old.shape
-                repair = f"Write self.{name}.copy_(...) instead"
-                cache = "Keep what follows from shapes alone in an attribute that is no buffer"
+            if name in module._parameters and value is not module._parameters[name]:
                 raise CaptureError(
-                    f"{self.spans.here()}: got an assignment of a tensor to {name!r}, expected buffers that are "
-                    f"changed in place; the new value would be lost. {repair if alike else cache}."
+                    f"{self.spans.here()}: got an assignment to the parameter {name!r}, expected parameters to be read "
+                    "only; the new value would be lost. Compute a new tensor from it (torch.nn.utils.parametrize)."
                 )
-            self.spans.assigned(module, name, value, self.recorder.values)
+            if name not in module._buffers:  # these are registered again
+                self.spans.assigned(module, name, value, self.recorder.values)
         self.torch.assign(module, name, value)
+
+    def _registered(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if id(module) in self.ours and self.active and name in module._buffers:
+            if self.recorder.inside:
+                raise CaptureError(
+                    f"{self.spans.here()}: got an assignment to the buffer {name!r} inside a torch call, such as a "
+                    "custom autograd function, expected one in a forward. Return the tensor, and assign it outside."
+                )
+            tensor = self.recorder.reassigned.assign(module, name, tensor, self.recorder.call)
+            self.spans.assigned(module, name, tensor, self.recorder.values)
+        self.torch.register(module, name, tensor, *args, **kwargs)
 
     def _applied(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction and not self.idle:

@@ -32,7 +32,7 @@ from fpipe.capture.reentrant import Reentrant
 from fpipe.capture.rewriting import Rewriting
 from fpipe.capture.snapshot import Held, kept
 from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
-from fpipe.errors import CutError
+from fpipe.errors import CutError, InputError
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
@@ -293,12 +293,27 @@ def _require_open(span: Span, obstacle: str | None) -> None:
 
 def _attached(span: Span, step: Step) -> Step:
     module = span.invocation.function  # of a module, or of the loss
+    assigned = {(id(one.module._buffers), one.name) for one in span.assigned}
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         held = module.parameters() if isinstance(module, nn.Module) else ()
-        return attached(step.call(key, *tensors), (*tensors, *held))
+        before = [*_buffers(module)]
+        made = step.call(key, *tensors)
+        for table, name, tensor in before:
+            if table.get(name) is not tensor and (id(table), name) not in assigned:
+                raise InputError(
+                    f"module {span.path or '(root)'}: got an assignment to the buffer {name!r}, expected none, since "
+                    "the branch taken at capture made none: it would be lost. Write copy_() instead."
+                )
+        return attached(made, (*tensors, *held))
 
     return step._replace(call=call)
+
+
+def _buffers(module: object) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The buffers in a module and in those inside: where they are kept, and under which name."""
+    for one in module.modules() if isinstance(module, nn.Module) else ():
+        yield from [(one._buffers, name, tensor) for name, tensor in one._buffers.items()]
 
 
 def _keyed(step: Step, draws: Mapping[tuple[Any, int], Draw]) -> Step:

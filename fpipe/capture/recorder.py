@@ -31,6 +31,7 @@ from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects, is_collective
 from fpipe.capture.origins import History, Origin, for_real
 from fpipe.capture.questions import Ask, Told, refuse_questions
+from fpipe.capture.reassignment import Reassignments
 from fpipe.capture.replaced import ASKING, refusal, require_answerable
 from fpipe.capture.selection import counts, deciding, given
 from fpipe.capture.spans import Spans
@@ -65,7 +66,7 @@ class Recorder(TorchFunctionMode):
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
       function was called. `hooked`: before which units tensors began to be saved through hooks.
     - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
-    - `ask`: answers questions about the batch.
+    - `ask`: answers questions about the batch. `reassigned`: the buffers that were assigned anew.
     - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
       got; `communicating`: whether a collective is called there.
     - `depth`: of autocast; `regions`: how many outermost autocasts there were.
@@ -83,6 +84,7 @@ class Recorder(TorchFunctionMode):
         self.ask = ask
         self.spans = Spans(model, opaque, generators)
         self.values = Values(sources, self.spans.here)
+        self.reassigned = Reassignments(self.values, self.spans.here)
         self.effects = Effects()
         self.effects.calling = self._communicate
         self.units: list[Unit] = []
@@ -308,6 +310,11 @@ class Recorder(TorchFunctionMode):
         """What the units were seen to do."""
         values, asking = self.values, any(self.calls[function] for function in ASKING)
         return Observed(values.storage, self.written, self.random, values.views(), asking)
+
+    def require_carried(self) -> None:
+        """Raise `CaptureError` unless what was assigned to buffers can be carried on, or made again."""
+        self.reassigned.require_carried(frozenset().union(*self.written.values()), self._origin)
+        self.reassigned.require_not_repeated(self.spans.outermost, self.units)
 
     def constants(self) -> Constants:
         """What depends on neither parameters, buffers nor the batch, and is not random."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters and buffers stay in their places while a model runs.
 
-A step puts tensors where the modules keep theirs, and takes them out again. A forward that replaces one, or gives it
-other data, would so lose what it put there, from the second step on.
+A step puts tensors where the modules keep theirs, and takes them out again. A forward that replaces one in a way that
+nobody sees, or gives it other data, would so lose what it put there, from the second step on.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from fpipe.capture.contract import Buffer, Source
+from fpipe.capture.contract import Buffer, Value
 from fpipe.capture.observation import memory
+from fpipe.capture.recorder import Recorder
 from fpipe.errors import CaptureError
 
 
-def require_seated(source: Source, seats: Sequence[tuple[dict[str, Any], str]], tensor: Tensor, storage: int) -> None:
-    """Raise `CaptureError` unless `tensor` is in all of its seats still, in the memory `storage`."""
-    if all(table.get(name) is tensor for table, name in seats) and memory(tensor) == storage:
+def require_seated(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[str, Any], str]]) -> None:
+    """Raise `CaptureError` unless a parameter or buffer is in all of its seats, or what the run assigned there."""
+    values = recorder.values
+    source, tensor = values.sources[value], values.tensors[recorder.reassigned.now.get(value, value)]
+    if (
+        all(table.get(name) is tensor for table, name in seats)
+        and memory(values.tensors[value]) == values.storage[value]
+    ):
         return
     _, name = seats[0]
     if isinstance(source, Buffer):

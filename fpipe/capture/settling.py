@@ -29,13 +29,14 @@ def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeT
     for key, one in now.held.items():
         wanted = {id(tensor) for part in one.contents for tensor in _fakes(part, mode)} & values.keys()
         if wanted:
-            real = {k: tensor for k in wanted if (tensor := _real(recorder, values[k])) is not None}
-            filled = one._replace(contents=tuple([_replaced(part, real) for part in one.contents]))
-            missing = len(real) < len(wanted)
+            found = {k: tensor for k in wanted if (tensor := real(recorder, values[k])) is not None}
+            filled = one._replace(contents=tuple([_replaced(part, found) for part in one.contents]))
+            missing = len(found) < len(wanted)
             fill(one.container, _without_fakes(filled, before.held.get(key), mode) if missing else filled.contents)
 
 
-def _real(recorder: Recorder, value: Value) -> Tensor | None:
+def real(recorder: Recorder, value: Value) -> Tensor | None:
+    """Return the tensor that a constant value has; `None` if it cannot be computed, on a device that is not there."""
     try:
         return recorder.real(value)
     except Exception:  # whatever a device does that is not there

@@ -61,6 +61,7 @@ class Spans:
         for span in self.stack:
             if (module, name) not in span.touched:
                 span.touched.append((module, name))
+            span.assigned = [one for one in span.assigned if (one.module, one.name) != (module, name)]
             if isinstance(value, Tensor) and id(value) in values.known:
                 span.assigned.append(Attribute(module, name, values.known[id(value)]))
 

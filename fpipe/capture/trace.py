@@ -33,9 +33,9 @@ from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import require_own_parameters
 from fpipe.capture.seats import require_seated
-from fpipe.capture.settling import fill_caches, settle
+from fpipe.capture.settling import fill_caches, real, settle
 from fpipe.capture.skeleton import on_meta, skeleton
-from fpipe.capture.snapshot import Held, Snapshot, Walk
+from fpipe.capture.snapshot import Held, Snapshot, Walk, contents
 from fpipe.capture.tape import Span
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
@@ -100,7 +100,7 @@ class _Tracer:
         wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
         require_own_parameters(tape.spans, tape.units, values.sources, wanting)
         results, made = tuple(map(values.read, tensors)), None if loss is None else values.read(loss)
-        needed = results if made is None else (*results, made)
+        needed = (*results, *(() if made is None else (made,)), *recorder.reassigned.next.values())
         playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written)
         return Captured(
             units=tape.units,
@@ -115,6 +115,7 @@ class _Tracer:
             observed=recorder.observed(),
             dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
             fuse=playback.fuse,
+            reassigned=recorder.reassigned.next,
         )
 
     def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...]]:
@@ -127,17 +128,31 @@ class _Tracer:
             asked: list[Answer] = []
             first = Recorder(self.skeleton, self.sources(), _noting(self.objective.ask, asked), self.opaque)
             self._run(first)
+            first.reassigned.restore()
             held = plain_state(self.skeleton)
+            self._keep_caches(first)
             fill_caches(before, Snapshot.of(*roots), first, self.mode)
             settled = Snapshot.of(*roots)
             recorder = Recorder(self.skeleton, self.sources(), _repeating(asked), self.opaque)
             loss, outputs = self._run(recorder)
+            recorder.reassigned.restore()
             require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
             _require_alike(first, recorder)
         except BaseException:
             before.restore()
             raise
-        return recorder, loss, outputs, settle(before, settled, self.mode)
+        changed = [Held(one.table, contents(one.table), False) for one in recorder.reassigned.found.values()]
+        return recorder, loss, outputs, (*settle(before, settled, self.mode), *changed)
+
+    def _keep_caches(self, recorder: Recorder) -> None:
+        """Leave caches in buffers that a run made of constants in their places, as what they are for every run."""
+        constants = recorder.constants().values
+        for one in recorder.reassigned.caches:
+            tensor = real(recorder, one.new) if one.new in constants else None
+            if tensor is not None:
+                one.table[one.name], place = tensor, (id(one.table), one.name)
+                for seats in self.seats.values():
+                    seats[:] = [(table, name) for table, name in seats if (id(table), name) != place]
 
     def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
         """The loss and the outputs of one run; raises `CaptureError` if it draws from other generators than torch's."""
@@ -174,8 +189,9 @@ class _Tracer:
                 made = objective(called, leaves)
                 for error in filter(None, recorder.raised):
                     raise error  # the forward caught it
+                recorder.require_carried()
                 for value, where in self._seats_by_value().items():
-                    require_seated(recorder.values.sources[value], where, fakes[value], recorder.values.storage[value])
+                    require_seated(recorder, value, where)
                 return made
         except PipelineError:
             raise
@@ -226,7 +242,8 @@ def _recorded(loss: Loss, recorder: Recorder) -> Loss:
 def _require_alike(first: Recorder, second: Recorder) -> None:
     """Raise `CaptureError` unless a model did the same in its second run, or less: constants may have been kept."""
     created = second.created() - first.created()
-    if first.varying() != second.varying() or created:
+    assigned = first.reassigned.next.keys() != second.reassigned.next.keys()
+    if first.varying() != second.varying() or created or assigned:
         where = next((f"module {path or '(root)'}" for path, _ in created), "model")
         raise CaptureError(
             f"{where}: got a forward that does something else when it is called again, expected one that keeps "

@@ -58,6 +58,7 @@ class _Check:
         self._sources(captured, model, leaves)
         known = self._units(captured)
         self._results(captured, objective, known)
+        self._reassigned(captured)
         self._calls(captured)
 
     def _sources(self, captured: Captured, model: nn.Module, leaves: int) -> None:
@@ -125,6 +126,16 @@ class _Check:
                 "as many",
                 "Take both from fpipe.tree.flatten(outputs)",
             )
+
+    def _reassigned(self, captured: Captured) -> None:
+        made = {value for unit in captured.units for value in unit.makes}
+        for buffer, new in captured.reassigned.items():
+            if not isinstance(captured.sources.get(buffer), Buffer) or new not in made:
+                self._refuse(
+                    f"got {captured.sources.get(buffer)} (value {buffer}) that is assigned value {new}, expected a "
+                    "buffer and a value that a unit makes",
+                    "Let a unit make the buffer's next value",
+                )
 
     def _calls(self, captured: Captured) -> None:
         around: list[int] = []

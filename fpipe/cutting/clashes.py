@@ -37,6 +37,9 @@ def _forbidden(
 ) -> Iterator[Forbidden]:
     """The stages that are refused on account of `value` as the one from `start` to `stop` is, itself first."""
     units, source = captured.units, captured.sources.get(value)
+    if value in captured.reassigned.values():
+        yield from _apart(captured, observed, value, start, stop)
+        return
     made = next((k for k, unit in enumerate(units) if value in unit.makes), -1)
     uses = [k for k, unit in enumerate(units) if value in unit.reads or (unit is units[-1] and value in results)]
     modified = [k for k in range(start, stop) if observed.storage[value] in observed.written[units[k]]]
@@ -51,3 +54,16 @@ def _forbidden(
             yield Forbidden(range(made + 1, k + 1), stops)
         if isinstance(source, Buffer):
             yield Forbidden(range(uses[0] + 1, k + 1), range(k + 1, len(units) + 1))
+
+
+def _apart(captured: Captured, observed: Observed, new: Value, start: int, stop: int) -> Iterator[Forbidden]:
+    """The stages that assign a buffer anew as its value `new`, and do not hold all that uses the buffer."""
+    units, memory = captured.units, observed.storage[new]
+    buffers = {buffer for buffer, value in captured.reassigned.items() if value == new}
+    at = next(k for k, unit in enumerate(units) if new in unit.makes)
+    uses = [k for k, unit in enumerate(units) if not buffers.isdisjoint(unit.reads)]
+    uses += [k for k, unit in enumerate(units) if k >= at and memory in observed.written[unit]]
+    first, last = min([at, *uses]), max([at, *uses])
+    yield Forbidden(range(start, start + 1), range(stop, stop + 1))
+    yield Forbidden(range(first + 1, at + 1), range(at + 1, len(units) + 1))
+    yield Forbidden(range(at + 1), range(at + 1, last + 1))

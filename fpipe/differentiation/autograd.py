@@ -109,10 +109,11 @@ class Autograd:
         if before:
             self._require_unwritten(arguments, before)
         values = (*made, *[arguments[k] for k in wiring.passed])
-        first = len(params)
-        new = tuple(arguments[first : first + len(buffers)]) if wiring.modified else buffers
+        new = arguments[len(params) : len(params) + len(buffers)] if wiring.modified else [*buffers]
+        for k, value in wiring.reassigned:
+            new[k] = _carried(values[value], buffers[k])
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
-        return outputs, new, self._residuals(start, values, given, foreign) if wiring.leaves else None
+        return outputs, tuple(new), self._residuals(start, values, given, foreign) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept.
@@ -237,6 +238,17 @@ class Autograd:
             return nullcontext()
         modified = self.wiring.modified
         return self.function.scope(tuple([t.clone() if k in modified else t for k, t in enumerate(given)]))
+
+
+def _carried(new: Tensor, old: Tensor) -> Tensor:
+    """Return what a buffer is assigned in memory of its own: it may lie in the batch's."""
+    if new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
+        got = f"{Spec.of(new)}{' that requires a gradient' if new.requires_grad else ''}"
+        raise InputError(
+            f"a buffer that is assigned anew: got {got}, expected {Spec.of(old)} that requires none, as at capture. "
+            "Assign the same shape and dtype in every branch, detached."
+        )
+    return new.detach().clone()
 
 
 def _dropped(saved: object) -> None:

@@ -27,6 +27,7 @@ class Wiring:
     - `inner`: those of them that the function must not see as leaves, which they are not on one device: autocast
       remembers what it has cast of leaves, and then their gradients are summed before they are cast back.
     - `modified`: arguments that the function modifies in place, cloned first.
+    - `reassigned`: pairs of the number of a buffer and of the value that it has afterwards.
     - `passed`: arguments that are needed behind the function: values passed on, shared parameters.
     - `outputs`: the values that leave, in order, and their layouts.
     - `loss`: the value from which the backward begins, on the stage that computes the loss.
@@ -40,12 +41,19 @@ class Wiring:
     differentiated: tuple[int, ...]
     inner: tuple[int, ...]
     modified: tuple[int, ...]
+    reassigned: tuple[tuple[int, int], ...]
     passed: tuple[int, ...]
     outputs: tuple[tuple[int, Spec], ...]
     loss: int | None
     roots: tuple[int, ...]
     leaves: tuple[int, ...]
     cotangents: tuple[Spec, ...]
+
+    @property
+    def changed(self) -> frozenset[int]:
+        """The numbers of the buffers that a forward changes."""
+        modified = {k - self.parameters for k in self.modified} & {*range(self.buffers)}
+        return frozenset(modified | {buffer for buffer, _ in self.reassigned})
 
 
 class Functions(Protocol):
