@@ -305,3 +305,30 @@ def test_a_loss_asks_about_targets():
     )
     for some in (labels, labels.flip(0), torch.ones(4, dtype=torch.int64)):
         fpipe.verify(pipe, model, (x,), some)
+
+
+def aligned(hidden, mask):
+    """Weigh by how likely labels are whose number the mask tells, as recognizers of speech do in their forward."""
+    likely = torch.nn.functional.log_softmax(hidden, -1).transpose(0, 1)
+    mask, times = mask[:, :2], torch.full((len(mask),), 3)
+    labels = torch.ones_like(mask, dtype=torch.int64).masked_select(mask)
+    return hidden * torch.nn.functional.ctc_loss(likely, labels, times, mask.sum(-1), zero_infinity=True)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_connectionist_losses_read_lengths_in_the_step(backward):
+    model, pipe = built(aligned, backward=backward)
+    require_same(model, pipe, batch(FULL, PADDED))
+    lengths = torch.tensor([2, 1, 1, 2])
+
+    def loss(out, targets):
+        labels, lengths = targets
+        return torch.nn.functional.ctc_loss(
+            out.log_softmax(-1).transpose(0, 1), labels, torch.full((len(labels),), 3), lengths
+        )
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    inputs, targets = (torch.randn(4, 3, 4),), (torch.ones(4, 2, dtype=torch.int64), lengths)
+    options = {"schedule": gpipe(ranks=2, microbatches=2), "cuts": ["1"], "backward": backward}
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, **options)
+    fpipe.verify(pipe, model, inputs, targets)

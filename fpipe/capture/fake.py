@@ -54,6 +54,21 @@ LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
     }
 )
 
+
+def _alignments(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """What CTC says of each sequence, and of the ways to read it; there, lengths are taken for the longest possible."""
+    time, *batch, _classes = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty((*batch, time, 2 * targets.shape[-1] + 1))
+
+
+# What an operation returns whose shapes only its values tell, though nobody but its own backward uses those.
+SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        aten._ctc_loss.Tensor: _alignments,
+        aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_, **__: torch.empty_like(log_probs),
+    }
+)
+
 KERNELS = frozenset(
     {
         *(aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.permute.default),
@@ -137,6 +152,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped(*args, **kwargs)
+        if func in SHAPED:
+            with self:
+                return SHAPED[func](*args, **kwargs)
         if func is aten.nonzero.default and self.nothing is not None:
             return self._found(args[0])
         device = self._home(func, args, kwargs) if func in KERNELS else None
