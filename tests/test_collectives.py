@@ -127,3 +127,14 @@ def test_a_stage_with_collectives_is_not_recorded(layer):
     pipe, _ = built(layer, "whole", "graph")
     assert "whose handle no graph waits for" in pipe.stages[0].functions.remark
     assert pipe.stages[1].functions.remark == "as a graph"
+
+
+class Waiting(Layer):
+    def forward(self, x):
+        dist.barrier()
+        return self.inner(x)
+
+
+def test_a_barrier_is_refused():
+    with pytest.raises(fpipe.CaptureError, match=r"module 1 \(Waiting\): got a barrier"):
+        built(Waiting, "whole", "autograd")

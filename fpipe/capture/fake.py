@@ -135,7 +135,12 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if is_collective(func):
             with quietly():
                 return torchs(func, types, args, kwargs)
-        return self.memo.result(func, args, kwargs, lambda: torchs(func, types, args, kwargs))
+
+        def run() -> Any:
+            with torch._C.DisableTorchFunction():  # what torch calls to make fakes is not the model's
+                return torchs(func, types, args, kwargs)
+
+        return self.memo.result(func, args, kwargs, run)
 
     @contextmanager
     def watched(self, effects: Effects) -> Iterator[None]:

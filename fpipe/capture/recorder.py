@@ -211,10 +211,15 @@ class Recorder(TorchFunctionMode):
         """An operator is called; if it is a collective that no torch call shows, its module stays whole."""
         if not is_collective(func):
             return
+        name = func._schema.name.partition("::")[2].rstrip("_")
+        if name == "barrier":
+            raise CaptureError(
+                f"{self.spans.here()}: got a barrier of torch.distributed, expected a forward that waits for nothing "
+                "but data: each stage runs on some of the processes alone. Call it outside of the model."
+            )
         self.communicating = True
         if self.inside:
             return
-        name = func._schema.name.partition("::")[2].rstrip("_")
         self.spans.seal(f"a collective of torch.distributed ({name})")
         start = self.spans.stack[-1].start if self.spans.stack else 0
         earlier = {*self.values.sources, *(value for unit in self.units[:start] for value in unit.makes)}
