@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -242,14 +242,6 @@ class Nest:
 Part = Leaf | Again | Nest
 
 
-def unwound(part: Part) -> Part:
-    """The same, not checkpointed."""
-    if not isinstance(part, Nest):
-        return part
-    kind = "plain" if part.kind == "checkpoint" else part.kind
-    return replace(part, kind=kind, parts=tuple(map(unwound, part.parts)))
-
-
 @dataclass(frozen=True)
 class Description:
     """A model: its parts, what is tied (`b` of one layer and `a` of another), and what it returns and takes.
@@ -287,16 +279,6 @@ class Description:
 
     def has(self, *kinds: str) -> bool:
         return any(part.kind in kinds for part in self.walk() if not isinstance(part, Again))
-
-    @property
-    def unwound(self) -> Description:
-        """The same without checkpoints around parts."""
-        return replace(self, parts=tuple(map(unwound, self.parts)))
-
-    @property
-    def rewinds(self) -> bool:
-        """Whether checkpoints may read buffers that others have changed since: then no loop tells what is right."""
-        return self.has("checkpoint") and self.has("average") and self.repeats
 
     @property
     def repeats(self) -> bool:

@@ -123,3 +123,63 @@ class Nested(nn.Module):
 def test_a_checkpoint_in_a_checkpoint_is_refused():
     with pytest.raises(fpipe.CutError, match="changes a buffer in a checkpointed function, which another runs again"):
         built(Nested(), HOWS["1F1B"], "2", "autograd")
+
+
+class Averaging(nn.Module):
+    """Subtracts a running mean, which it changes before, in or after its checkpoint."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.inner, self.when = nn.Linear(4, 4), when
+        self.register_buffer("mean", torch.zeros(4))
+
+    def average(self, when, x):
+        if when == self.when:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+
+    def forward(self, x):
+        def centered(x):
+            self.average("in", x)
+            return (self.inner(x) - self.mean).sin() * x
+
+        self.average("before", x)
+        y = checkpoint(centered, x, use_reentrant=False)
+        self.average("after", x)
+        return y
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_runs_again_finds_buffers_as_the_forward_has_left_them(when, how, backward):
+    pipe, model, x, y = built(Averaging(when), how, "2", backward)
+    got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    want = loop(model, mse, (x,), y, 3)
+    assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
+    assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)
+
+
+def test_a_checkpoint_that_reads_what_it_changes_is_refused():
+    with pytest.raises(fpipe.CaptureError, match=r"module 1, sub: got a checkpointed function that reads a buffer"):
+        built(Averaging("in"), HOWS["1F1B"], "2", "autograd")
+
+
+class Shared(nn.Module):
+    """Normalizes twice with one module, of which the first is in a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = checkpoint(lambda x: self.norm(self.inner(x)), x, use_reentrant=False)
+        return self.norm(x * 2)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_the_second_time_comes_after_the_whole_forward(backward):
+    pipe, model, x, y = built(Shared(), HOWS["1F1B"], "2", backward)
+    got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    want = loop(model, mse, (x,), y, 3)
+    assert want.buffers["1.norm.num_batches_tracked"] == 9
+    assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)

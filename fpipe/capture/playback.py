@@ -29,7 +29,7 @@ from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value,
 from fpipe.capture.inner import Inner, Noted, inner
 from fpipe.capture.modes import Modes, contexts, under_modes
 from fpipe.capture.reentrant import Reentrant
-from fpipe.capture.rewriting import Rewriting
+from fpipe.capture.rewriting import Rewriting, once_more
 from fpipe.capture.snapshot import Held, kept
 from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
 from fpipe.errors import CutError, InputError
@@ -109,7 +109,8 @@ class Playback:
         if not units:
             return Function(sequence([], inputs, outputs))
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
-        steps = under_modes([*self._steps(self.tape.spans, start, stop)], outputs)
+        again = [(span.modes, self._again(span)) for span in self.rewriting.within(self.tape.spans, start, stop)]
+        steps = under_modes([*self._steps(self.tape.spans, start, stop), *again], outputs)
         run = sequence(steps, inputs, outputs)
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
@@ -219,13 +220,17 @@ class Playback:
 
         simple = not (span.touched or span.constants or others)
         step = Step(span.invocation.reads, (*new, *assigned, *others), simply if simple else call)
-        if self.rewriting.of(span):
-            step = self.rewriting.step(span, step, lambda one: _seeded(one, next(iter(draws.values()), None)))
         step = answering(step, self.tape.answered(span.first_tick, span.last_tick))
         step = self._with_ghosts(span, _attached(span, step) if span.branching else step)
         if span.checkpoint:
             return _seeded(step, next(iter(draws.values()), None))
         return _keyed(step, draws) if draws else step
+
+    def _again(self, span: Span) -> Step:
+        """A checkpointed function as its backward runs it, for what it changes."""
+        draws = self.tape.drawn(span.first_tick, span.last_tick)
+        step = answering(once_more(span), self.tape.answered(span.first_tick, span.last_tick))
+        return _seeded(step, next(iter(draws.values()), None))
 
     def _differentiable(self, span: Span) -> Span:
         """A reentrant checkpoint as one whose gradients can be asked for."""

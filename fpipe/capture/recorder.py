@@ -362,7 +362,7 @@ class Recorder(TorchFunctionMode):
             {function: self.calls[function] for function in self._counted()},
             tuple(self.hooked),
             tuple(tick for function in FUSED for tick in self.calls[function]),
-            tuple(k for k, unit in enumerate(self.units) if self.written[unit] & buffers),
+            {k: changed for k, unit in enumerate(self.units) if (changed := self.written[unit] & buffers)},
             self.values.tensors,
         )
 

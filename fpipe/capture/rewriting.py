@@ -5,31 +5,56 @@ Problem. On one device such a function changes its buffers twice for each microb
 backward runs it. In a pipeline forwards of later microbatches come in between, and buffers are threaded through
 forwards alone.
 
-Idea. What a normalization adds to its statistics depends on the microbatch only, so the second change may come right
-after the first: the function runs once more behind its forward, and all that it makes is dropped.
+Idea. What a normalization adds to its statistics depends on the microbatch only, so the second change may come before
+the next microbatch: when a stage has run forward, these functions run once more, the last one first as in a backward,
+and all that they make is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fpipe.capture.contract import Step, Tensors
+from fpipe.capture.contract import Step, Tensors, Unit
+from fpipe.capture.observation import memory
 from fpipe.capture.tape import Span, Tape
+from fpipe.errors import CaptureError
+
+NORMS = frozenset({"batch_norm", "instance_norm"})
+"""They change running statistics, which then they do not read."""
 
 
 class Rewriting:
     """Which checkpointed functions of a tape change buffers, and are run again by a backward.
 
-    `writers` are the positions of the units that change buffers.
+    Raises `CaptureError` if one computes something of a buffer that one changes, unless it is only the buffer's next
+    value: on one device the backward would not compute what the forward did.
     """
 
     def __init__(self, tape: Tape) -> None:
-        self.tape, self.writers = tape, tape.rewriters
+        self.tape = tape
+        again = [*_checkpointed(tape.spans)]
+        changed = {one for span in again if self.of(span) for k in self._writers(span) for one in tape.rewriters[k]}
+        for unit in (unit for span in again for unit in tape.units[span.start : span.stop] if changed):
+            self._require_unread(unit, changed)
+
+    def _writers(self, span: Span) -> list[int]:
+        return [position for position in self.tape.rewriters if span.start <= position < span.stop]
+
+    def _require_unread(self, unit: Unit, changed: Collection[int]) -> None:
+        fakes, name = self.tape.fakes, unit.does.partition("[")[0]
+        reads = not changed.isdisjoint(memory(fakes[value]) for value in unit.reads)
+        if reads and name not in NORMS and any(memory(fakes[value]) not in changed for value in unit.makes):
+            raise CaptureError(
+                f"module {unit.path or '(root)'}, {name}: got a checkpointed function that reads a buffer which one "
+                "changes, expected one that only updates it: when the backward runs it again, on one device it "
+                "computes something else than the forward did. Change the buffer before the checkpoint, or drop the "
+                "checkpoint and let the schedule recompute the stage (schedules.recompute)."
+            )
 
     def inside(self, span: Span) -> bool:
         """Whether a checkpointed function inside a span, or the span itself, is one."""
@@ -37,27 +62,32 @@ class Rewriting:
 
     def of(self, span: Span) -> bool:
         """Whether a span is one."""
-        writes = any(span.start <= position < span.stop for position in self.writers)
-        return span.checkpoint and writes and any(self.tape.fakes[v].requires_grad for v in span.returned.values())
+        runs_again = span.checkpoint and any(self.tape.fakes[v].requires_grad for v in span.returned.values())
+        return runs_again and bool(self._writers(span))
 
-    def step(self, span: Span, step: Step, seeded: Callable[[Step], Step]) -> Step:
-        """Return the step, which changes buffers as the backward would; `seeded` makes it draw the same numbers."""
-        plain = copy(span.invocation)
-        plain.function = _plainly
+    def within(self, spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
+        """Yield those from unit `start` to `stop`, in the order in which a backward runs them."""
+        for span in reversed(spans):
+            if span.stop > start and span.start < stop:
+                yield from [span] if self.of(span) else self.within(span.inner, start, stop)
 
-        def once_more(key: int, *tensors: Tensor) -> Tensors:
-            with saved_tensors_hooks(_dropped, _dropped):
-                plain(tensors)
-            return ()
 
-        second = seeded(Step(span.invocation.reads, (), once_more))
+def _checkpointed(spans: Iterable[Span]) -> Iterator[Span]:
+    for span in spans:
+        yield from [span] if span.checkpoint else _checkpointed(span.inner)
 
-        def call(key: int, *tensors: Tensor) -> Tensors:
-            made = step.call(key, *tensors)
-            second.call(key, *tensors)
-            return made
 
-        return step._replace(call=call)
+def once_more(span: Span) -> Step:
+    """Return the step that changes buffers as the backward of a checkpointed function does."""
+    plain = copy(span.invocation)
+    plain.function = _plainly
+
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        with saved_tensors_hooks(_dropped, _dropped):
+            plain(tensors)
+        return ()
+
+    return Step(span.invocation.reads, (), call)
 
 
 def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

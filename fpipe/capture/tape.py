@@ -168,7 +168,7 @@ class Tape:
     - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: between
       the hooks and the first unit there may be calls that left none.
     - `fused`: ticks at which torch's modules took their fast path, which they do only where no mode is on.
-    - `rewriters`: positions of the units that change buffers.
+    - `rewriters`: positions of the units that change buffers, and the memories of these.
     - `fakes`: the tensors of the run, by value.
     """
 
@@ -182,7 +182,7 @@ class Tape:
     calls: Mapping[Any, Sequence[int]]
     hooked: Sequence[int]
     fused: Sequence[int]
-    rewriters: Sequence[int]
+    rewriters: Mapping[int, frozenset[int]]
     fakes: Mapping[Value, Tensor]
 
     def drawn(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:

@@ -113,7 +113,8 @@ class Autograd:
         for k, value in wiring.reassigned:
             new[k] = _carried(values[value], buffers[k])
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
-        return outputs, tuple(new), self._residuals(start, values, given, foreign) if wiring.leaves else None
+        scoped = (*given[: len(params)], *new, *given[len(params) + len(buffers) :])
+        return outputs, tuple(new), self._residuals(start, values, given, scoped, foreign) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
         """The outputs and buffers of `forward`, bit for bit, and nothing kept.
@@ -125,13 +126,13 @@ class Autograd:
             outputs, new, _ = self.forward(params, buffers, inputs, key)
         return outputs, new
 
-    def _residuals(self, start: int, values: Tensors, given: Tensors, foreign: bool) -> Residuals:
+    def _residuals(self, start: int, values: Tensors, given: Tensors, scoped: Tensors, foreign: bool) -> Residuals:
         wiring = self.wiring
         roots = [_edge(values[k]) for k in wiring.roots]
         if wiring.loss is not None:
             loss = values[wiring.loss]
             roots.insert(0, loss if loss.requires_grad else None)
-        scoped = given if self.function.scope is not None else ()
+        scoped = scoped if self.function.scope is not None else ()
         return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), foreign, scoped)
 
     def _require_unwritten(self, arguments: Sequence[Tensor], before: Sequence[int]) -> None:
@@ -233,7 +234,10 @@ class Autograd:
             return graph._engine_run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
 
     def _placed(self, given: Tensors) -> AbstractContextManager[None]:
-        """The context for a backward in which a part may be run again: what that modifies is cloned, and dropped."""
+        """The context for a backward in which a part may be run again: what that modifies is cloned, and dropped.
+
+        As on one device, it finds buffers as the forward has left them.
+        """
         if self.function.scope is None:
             return nullcontext()
         modified = self.wiring.modified
