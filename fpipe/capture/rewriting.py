@@ -12,7 +12,7 @@ and all that they make is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from copy import copy
 from typing import Any
 
@@ -45,7 +45,7 @@ class Rewriting:
     def _writers(self, span: Span) -> list[int]:
         return [position for position in self.tape.rewriters if span.start <= position < span.stop]
 
-    def _require_unread(self, unit: Unit, changed: Collection[int]) -> None:
+    def _require_unread(self, unit: Unit, changed: Set[int]) -> None:
         fakes, name = self.tape.fakes, unit.does.partition("[")[0]
         reads = not changed.isdisjoint(memory(fakes[value]) for value in unit.reads)
         if reads and name not in NORMS and any(memory(fakes[value]) not in changed for value in unit.makes):
