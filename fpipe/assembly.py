@@ -34,8 +34,9 @@ from schedules import Graph, Placement, linear
 class Assembly:
     """A model cut into stages.
 
-    `uncut()` makes `whole`. `graph` is what schedules see; `devices` are those on which random numbers are drawn.
-    `layouts` say which values the stages read, make, get and give.
+    `uncut()` makes `whole`. `graph` is what schedules see; `devices` are those on which random numbers are drawn,
+    `undecided` those on which they may be, as data decide. `layouts` say which values the stages read, make, get and
+    give.
     """
 
     captured: Captured
@@ -43,6 +44,7 @@ class Assembly:
     uncut: Callable[[], Stage]
     graph: Graph
     devices: tuple[torch.device, ...]
+    undecided: tuple[torch.device, ...]
     layouts: tuple[Layout, ...]
 
     @cached_property
@@ -117,7 +119,7 @@ def assemble(
         (stage,) = _stages(again, [layout], [function], linear(ranks=1))
         return stage
 
-    return Assembly(captured, stages, whole, _graph(stages), tuple(devices), found)
+    return Assembly(captured, stages, whole, _graph(stages), tuple(devices), observed.undecided, found)
 
 
 def _stages(

@@ -314,7 +314,7 @@ class Pipeline:
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(plan.linked[rank], transport, inputs)
 
-        with random.preserved(plan.devices), plan.context():
+        with random.preserved(plan.generators), plan.context():
             if record is None:
                 return self.ranks.run(execution)
             return recorded(self.ranks, plan.timed, inputs, self.device, record)

@@ -59,6 +59,11 @@ class Plan:
         return tuple(dict.fromkeys(device for cut in self.cuts for device in cut.devices))
 
     @cached_property
+    def generators(self) -> tuple[torch.device, ...]:
+        """Where random numbers are drawn, or may be, as data decide."""
+        return tuple(dict.fromkeys([*self.devices, *(device for cut in self.cuts for device in cut.undecided)]))
+
+    @cached_property
     def held(self) -> tuple[Stage, ...]:
         """The stages of this process's ranks."""
         return tuple(s for s in self.assembly.stages if set(self.placement.replicas(s.index)) & set(self.ranks))

@@ -7,11 +7,14 @@ runs in another order and in several processes, draws other numbers than one dev
 Idea. As in JAX, randomness is a function of a key. Here the key is (seed, microbatch, call path of the operation in
 the uncut model and its ordinal there): nothing in it depends on cuts, schedule or ranks. Before each random operation
 the device's default generator is seeded with the key, and after the step the user's generator state is restored.
+
+Inside a module that branches on data, which operations run is not known beforehand. There the key is that of the call
+of the module: the generator is seeded as the call begins, and all operations in it draw from it in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -30,6 +33,18 @@ def label(path: str, ordinal: int) -> int:
     return _digest(f"{path}#{ordinal}")
 
 
+def stream_label(path: str, call: int) -> int:
+    """Return the name of all that one call of a module draws, by the module's path and which of its calls it is.
+
+    No random operation has it as its `label`.
+    """
+    return _digest(f"{path}#call {call}")
+
+
+class Unseeded(int):
+    """The key of a step without a seed, which must not draw."""
+
+
 def reseed(key: int, label: int, device: torch.device) -> None:
     """Make the next random operation on `device` depend on `key` and `label` only."""
     generator(device).manual_seed(key ^ label)
@@ -46,6 +61,27 @@ def generator(device: torch.device) -> torch.Generator:
         f"got a random operation on device {device}, expected cpu or cuda. Move the model there, or make it "
         "deterministic (dropout 0)."
     )
+
+
+def is_fresh(device: torch.device) -> bool:
+    """Return whether nothing was drawn from the default generator of `device` since it was seeded."""
+    current = generator(device)
+    fresh = torch.Generator(device).manual_seed(current.initial_seed())
+    return torch.equal(current.get_state(), fresh.get_state())
+
+
+def states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    """Return the states of the default generators of `devices`."""
+    return [generator(device).get_state() for device in devices]
+
+
+@contextmanager
+def repeated(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Draw, inside, what was drawn from these states on; afterwards, go on from where the generators are now."""
+    with preserved(devices):
+        for device, state in zip(devices, states, strict=True):
+            generator(device).set_state(state)
+        yield
 
 
 @contextmanager

@@ -65,14 +65,17 @@ def _rows(read: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], microbatc
 def keys(plan: Plan, seed: int | None) -> list[int]:
     """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed.
 
-    Keys take a while to make, and nobody looks at them where nothing is drawn.
+    Keys take a while to make, and nobody looks at them where nothing is drawn. Where data decide whether anything is,
+    drawing without a seed is refused when it happens.
     """
     if seed is None and plan.devices:
         raise InputError(
             "seed: got none, expected an integer: the model draws random numbers. Pass seed=step, a new one each step."
         )
     count = len(plan.assemblies)
-    return [random.key(seed or 0, i) for i in range(count)] if plan.devices else [0] * count
+    if seed is None or not plan.generators:
+        return [random.Unseeded()] * count
+    return [random.key(seed, i) for i in range(count)]
 
 
 def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:

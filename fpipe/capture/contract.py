@@ -183,6 +183,7 @@ class Observed:
     - `random`: the units that draw random numbers, and how they are keyed.
     - `views`: the values that are views of others.
     - `asking`: whether tensors are asked for their node in autograd's graph, or whether they are leaves of it.
+    - `undecided`: the devices on which random numbers may be drawn, as data decide.
     """
 
     storage: Mapping[Value, int]
@@ -190,6 +191,7 @@ class Observed:
     random: Mapping[Unit, Labels]
     views: frozenset[Value]
     asking: bool = False
+    undecided: tuple[torch.device, ...] = ()
 
 
 @dataclass(frozen=True)

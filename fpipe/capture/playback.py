@@ -4,14 +4,12 @@
 The modules are those of a skeleton without tensors. The stage's parameters and buffers are put in their places for the
 time of a call, by writing into the tables in which modules keep them, and taken out again behind it.
 
-Random numbers are drawn as if every torch call were played alone: under `Keyed`, each call that drew at capture is
-preceded by its own seed, wherever it stands. A checkpointed function with random calls inside is seeded once, before
-it, since its second run starts from the generator's state before the first; what is around it is never played whole.
+Random numbers are drawn as if every torch call were played alone, and every call that branches on data as a whole (see
+`fpipe.capture.keying`). What is around a checkpointed function with random calls inside is never played whole.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
@@ -20,19 +18,19 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from fpipe import random
 from fpipe.capture.answering import answering
 from fpipe.capture.assumption import attached
 from fpipe.capture.contract import Function, Labels, Step, Tensors, Unit, Value, sequence, single
 from fpipe.capture.inner import Inner, Noted, inner
+from fpipe.capture.keying import bounds, calls, keyed, seeded, streaming
 from fpipe.capture.modes import Modes, contexts, under_modes
 from fpipe.capture.reentrant import Reentrant
 from fpipe.capture.rewriting import Rewriting, once_more
 from fpipe.capture.snapshot import Held, kept
-from fpipe.capture.tape import Draw, Span, Tape, pick, require_constants
+from fpipe.capture.tape import Span, Tape, pick, require_constants
 from fpipe.errors import CutError, InputError
+from fpipe.random import stream_label
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
@@ -59,27 +57,6 @@ class Seated:
     def __exit__(self, *error: object) -> None:
         for (table, name, _), old in zip(self.seats, self.before, strict=True):
             table[name] = old
-
-
-class Keyed(TorchFunctionMode):
-    """Seeds the generator before each torch call of `draws`, known by function and number."""
-
-    def __init__(self, key: int, draws: Mapping[tuple[Any, int], Draw]) -> None:
-        super().__init__()
-        self.key, self.draws, self.calls = key, draws, Counter[Any]()
-
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        draw = self.draws.get((func, self.calls[func]))
-        self.calls[func] += 1
-        if draw is not None:
-            seed(self.key, draw)
-        return func(*args, **(kwargs or {}))
-
-
-def seed(key: int, draw: Draw) -> None:
-    """Make what follows depend on `key` and the label of `draw`."""
-    for device in draw.devices:
-        random.reseed(key, draw.label, device)
 
 
 class Playback:
@@ -123,7 +100,12 @@ class Playback:
                 return run(key, *tensors)
 
         self._require_own_casts(start, stop)
-        return Function(played, placed if any(start <= position < stop for position in self.tape.hooked) else None)
+        return Function(played, placed if self._runs_again(start, stop) else None)
+
+    def _runs_again(self, start: int, stop: int) -> bool:
+        """Whether a backward may run something again from unit `start` to `stop`, in some branch or other."""
+        branching = any(span.start < stop and start < span.stop for span in self.tape.streams)
+        return branching or any(start <= position < stop for position in self.tape.hooked)
 
     def _steps(self, spans: Sequence[Span], start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
         """The steps from unit `start` to `stop`: whole spans where possible, what they consist of elsewhere."""
@@ -137,9 +119,21 @@ class Playback:
                 yield span.modes, self._whole(span)
             else:
                 _require_open(span, self.obstacle(span))
-                yield from self._steps(span.inner, first, last)
+                yield from self._opened(span, first, last)
             at = last
         yield from self._units(at, stop)
+
+    def _opened(self, span: Span, start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
+        """What a span consists of from unit `start` to `stop`; if it draws from a stream, its ends are marked."""
+        if span.stream is None:
+            yield from self._steps(span.inner, start, stop)
+            return
+        if (start, stop) != (span.start, span.stop):
+            raise _uncallable(span, "control flow on data", "lies on both sides of a cut")
+        first, last = bounds(span)
+        yield span.modes, first
+        yield from self._steps(span.inner, start, stop)
+        yield span.modes, last
 
     def _units(self, start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
         for unit in self.tape.units[start:stop]:
@@ -147,7 +141,7 @@ class Playback:
             draws = self.tape.drawn(first, last)
             labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
             step = answering(single(unit, labels), self.tape.answered(first, last))
-            yield self.tape.modes[unit], step if labels or not draws else _keyed(step, draws)
+            yield self.tape.modes[unit], step if labels or not draws else keyed(step, draws, (), {}, unit.path)
 
     def obstacle(self, span: Span) -> str | None:
         """Why a span cannot be called from outside, or `None` if it can."""
@@ -193,7 +187,7 @@ class Playback:
         return f"made by {unit.does.split('[')[0]} in module {unit.path or '(root)'}"
 
     def _random_checkpoint(self, span: Span) -> bool:
-        if span.checkpoint and self.tape.drawn(span.first_tick, span.last_tick):
+        if span.checkpoint and (span.stream or self.tape.drawn(span.first_tick, span.last_tick)):
             return True
         return any(self._random_checkpoint(inner) for inner in span.inner)
 
@@ -222,24 +216,43 @@ class Playback:
         step = Step(span.invocation.reads, (*new, *assigned, *others), simply if simple else call)
         step = answering(step, self.tape.answered(span.first_tick, span.last_tick))
         step = self._with_ghosts(span, _attached(span, step) if span.branching else step)
+        if span.stream:
+            return streaming(step, span)
         if span.checkpoint:
-            return _seeded(step, next(iter(draws.values()), None))
-        return _keyed(step, draws) if draws else step
+            return seeded(step, self._seed(span))
+        within = calls(span.inner)
+        counts = self.tape.counted(span.first_tick, span.last_tick)
+        return keyed(step, draws, within, counts, where) if draws or within else step
+
+    def _devices(self, span: Span) -> tuple[torch.device, ...]:
+        """The devices on which a span may draw, one inside a stream included."""
+        stream = self.tape.stream(span.first_tick)
+        draws = self.tape.drawn(span.first_tick, span.last_tick)
+        return (
+            stream.devices if stream else tuple(dict.fromkeys(one for draw in draws.values() for one in draw.devices))
+        )
 
     def _again(self, span: Span) -> Step:
         """A checkpointed function as its backward runs it, for what it changes."""
-        draws = self.tape.drawn(span.first_tick, span.last_tick)
         step = answering(once_more(span), self.tape.answered(span.first_tick, span.last_tick))
-        return _seeded(step, next(iter(draws.values()), None))
+        return seeded(step, self._seed(span))
+
+    def _seed(self, span: Span) -> Labels | None:
+        """How a checkpointed function is seeded; inside a stream it is not, unless it is to be run again later."""
+        stream = self.tape.stream(span.first_tick)
+        if stream is None or span.stream:
+            draw = next(iter(self.tape.drawn(span.first_tick, span.last_tick).values()), None)
+            return span.stream or (None if draw is None else Labels(draw.label, draw.devices))
+        again = Labels(stream_label(str(stream.label), span.start), stream.devices)
+        return again if self.rewriting.of(span) else None
 
     def _differentiable(self, span: Span) -> Span:
         """A reentrant checkpoint as one whose gradients can be asked for."""
-        draws = self.tape.drawn(span.first_tick, span.last_tick)
         used = dict.fromkeys(value for unit in self.tape.units[span.start : span.stop] for value in unit.reads)
         seats = [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
         how = Reentrant(
             modes=contexts(span.modes._replace(grad=True)),
-            devices=tuple(dict.fromkeys(device for draw in draws.values() for device in draw.devices)),
+            devices=self._devices(span),
             parameters=lambda: [table[name] for table, name in seats],
         )
         invocation = copy(span.invocation)
@@ -289,11 +302,14 @@ def _is_reentrant(span: Span) -> bool:
 
 def _require_open(span: Span, obstacle: str | None) -> None:
     if span.sealed:
-        why = "lies on both sides of a cut" if obstacle is None else obstacle
-        raise CutError(
-            f"module {span.path or '(root)'}: got {span.sealed} in a call that {why}, expected one that can be run "
-            "as a whole. Move the cut out of it, pass what it uses as arguments, and return what others use."
-        )
+        raise _uncallable(span, span.sealed, "lies on both sides of a cut" if obstacle is None else obstacle)
+
+
+def _uncallable(span: Span, what: str, why: str) -> CutError:
+    return CutError(
+        f"module {span.path or '(root)'}: got {what} in a call that {why}, expected one that can be run as a whole. "
+        "Move the cut out of it, pass what it uses as arguments, and return what others use."
+    )
 
 
 def _attached(span: Span, step: Step) -> Step:
@@ -319,23 +335,6 @@ def _buffers(module: object) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """The buffers in a module and in those inside: where they are kept, and under which name."""
     for one in module.modules() if isinstance(module, nn.Module) else ():
         yield from [(one._buffers, name, tensor) for name, tensor in one._buffers.items()]
-
-
-def _keyed(step: Step, draws: Mapping[tuple[Any, int], Draw]) -> Step:
-    def call(key: int, *tensors: Tensor) -> Tensors:
-        with Keyed(key, draws):
-            return step.call(key, *tensors)
-
-    return step._replace(call=call)
-
-
-def _seeded(step: Step, draw: Draw | None) -> Step:
-    def call(key: int, *tensors: Tensor) -> Tensors:
-        if draw is not None:
-            seed(key, draw)
-        return step.call(key, *tensors)
-
-    return step._replace(call=call)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, all_true, checked, computed
 from fpipe.capture.collectives import has_handle, received
-from fpipe.capture.contract import Buffer, Constant, Labels, Observed, Source, Unit, Value
+from fpipe.capture.contract import Buffer, Constant, Observed, Source, Unit, Value
+from fpipe.capture.draws import Drawn, Draws
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import asking_line
@@ -35,10 +36,9 @@ from fpipe.capture.reassignment import Reassignments
 from fpipe.capture.replaced import ASKING, refusal, require_answerable
 from fpipe.capture.selection import counts, deciding, given
 from fpipe.capture.spans import Spans
-from fpipe.capture.tape import Draw, Invocation, Span, Tape, constants_at, pick, tensors_at
+from fpipe.capture.tape import Invocation, Span, Tape, constants_at, pick, tensors_at
 from fpipe.capture.values import Values
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.random import label
 from fpipe.tree import flatten
 
 EFFECTS = (
@@ -62,7 +62,7 @@ class Recorder(TorchFunctionMode):
     """Records while it is entered, inside a fake mode.
 
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
-      `casts`, `random`: what is known of each.
+      `casts`: what is known of each; `random`: when those that draw do.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
       function was called. `hooked`: before which units tensors began to be saved through hooks.
     - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
@@ -92,11 +92,10 @@ class Recorder(TorchFunctionMode):
         self.ticks: dict[Unit, tuple[int, int]] = {}
         self.written: dict[Unit, frozenset[int]] = {}
         self.casts: dict[Unit, frozenset[Value]] = {}
-        self.random: dict[Unit, Labels] = {}
-        self.draws: list[Draw] = []
+        self.random: dict[Unit, int] = {}
+        self.draws = Draws()
         self.told: list[Told] = []
         self.calls = defaultdict[Any, list[int]](list)
-        self.ordinals = defaultdict[str, int](int)
         self.hooked: list[int] = []
         self.raised: list[PipelineError | None] = []
         self.used: dict[Value, None] = {}
@@ -170,6 +169,7 @@ class Recorder(TorchFunctionMode):
         self.spans.seal("control flow on data")
         for span in self.spans.stack:
             span.branching = True
+        self.draws.begin_stream(self.spans.outermost_branching, self.values.tensors.values())
         module = self.spans.module
         parameters, buffers = ([], []) if module is None else ([*module.parameters()], [*module.buffers()])
         self.used.update(dict.fromkeys(self.values.within([*parameters, *buffers])))
@@ -179,10 +179,8 @@ class Recorder(TorchFunctionMode):
         """Run a torch call; if it draws random numbers, give it a label."""
         drawn, self.effects.drawn = self.effects.drawn, {}
         out = run()
-        if self.effects.drawn and not (self.draws and self.draws[-1].tick > tick):  # not by a call inside
-            path = self.spans.path
-            self.draws.append(Draw(tick, function, label(path, self.ordinals[path]), tuple(self.effects.drawn)))
-            self.ordinals[path] += 1
+        if self.effects.drawn and not self.draws.has_from(tick + 1):  # not by a call inside
+            self.draws.found.append(Drawn(tick, function, self.spans.path, tuple(self.effects.drawn)))
         self.effects.drawn |= drawn
         return out
 
@@ -193,7 +191,7 @@ class Recorder(TorchFunctionMode):
         picks = self._new(tensors_at(out))
         makes = tuple(self.values.made(tensor) for tensor in picks.values())
         written = frozenset(self.effects.written & self.values.memories)
-        drawn = [draw for draw in self.draws[-1:] if draw.tick >= tick]
+        drawn = self.draws.has_from(tick)
         used = [value for value in self.used if value not in invocation.reads]
         asked = bool(self.told) and self.told[-1].tick == tick
         if not (makes or written or drawn or used or asked or self.communicating or function in EFFECTS):
@@ -205,7 +203,7 @@ class Recorder(TorchFunctionMode):
         self.modes[unit], self.ticks[unit], self.written[unit] = self.now(), (tick, self.tick), written
         self.casts[unit] = frozenset(v for v in unit.reads if self.values.storage[v] in self.effects.cast)
         if drawn:
-            self.random[unit] = Labels(drawn[0].label, drawn[0].devices)
+            self.random[unit] = self.draws.found[-1].tick
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """An operator is called; if it is a collective that no torch call shows, its module stays whole."""
@@ -314,7 +312,9 @@ class Recorder(TorchFunctionMode):
     def observed(self) -> Observed:
         """What the units were seen to do."""
         values, asking = self.values, any(self.calls[function] for function in ASKING)
-        return Observed(values.storage, self.written, self.random, values.views(), asking)
+        labels = self.draws.labels()
+        random = {unit: labels[tick] for unit, tick in self.random.items()}
+        return Observed(values.storage, self.written, random, values.views(), asking, self.draws.undecided)
 
     def require_carried(self) -> None:
         """Raise `CaptureError` unless what was assigned to buffers can be carried on, or made again."""
@@ -343,10 +343,6 @@ class Recorder(TorchFunctionMode):
         constant = set(self.constants().units)
         return [(unit.path, unit.does) for unit in self.units if unit not in constant or not unit.reads + unit.makes]
 
-    def _counted(self) -> set[Any]:
-        """Return the functions of which it matters which of their calls a call is."""
-        return {draw.function for draw in self.draws} | {told.function for told in self.told}
-
     def tape(self) -> Tape:
         """What was recorded."""
         held = self.values
@@ -357,9 +353,11 @@ class Recorder(TorchFunctionMode):
             self.ticks,
             self.casts,
             tuple(self.spans.outermost),
-            tuple(self.draws),
+            tuple(self.draws.streams),
+            self.draws.named(),
             tuple(self.told),
-            {function: self.calls[function] for function in self._counted()},
+            {told.function: self.calls[told.function] for told in self.told},
+            {draw.function: self.draws.outside(self.calls[draw.function]) for draw in self.draws.found},
             tuple(self.hooked),
             tuple(tick for function in FUSED for tick in self.calls[function]),
             {k: changed for k, unit in enumerate(self.units) if (changed := self.written[unit] & buffers)},

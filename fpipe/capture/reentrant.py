@@ -52,9 +52,7 @@ class Reentrant:
     def again(self, states: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """The context of the second run: the modes and the random numbers of the first."""
         stack = ExitStack()
-        stack.enter_context(random.preserved(self.devices))
-        for device, state in zip(self.devices, states, strict=True):
-            random.generator(device).set_state(state)
+        stack.enter_context(random.repeated(self.devices, states))
         stack.enter_context(torch.enable_grad())
         for context in self.modes:
             stack.enter_context(context())
@@ -69,7 +67,7 @@ class Node(torch.autograd.Function):
         """Run the function on the first `count` of `given`; the others are parameters that it uses."""
         args = given[:count]
         ctx.how, ctx.function, ctx.count, ctx.total = how, function, count, len(given)
-        ctx.states = [random.generator(device).get_state() for device in how.devices]
+        ctx.states = random.states(how.devices)
         ctx.others = {k: arg for k, arg in enumerate(args) if not isinstance(arg, Tensor)}
         ctx.save_for_backward(*[arg for arg in args if isinstance(arg, Tensor)])
         return function(*args)

@@ -74,7 +74,15 @@ class Spans:
     @property
     def opaque(self) -> bool:
         """Whether a module runs that never runs but as itself, whatever it does inside."""
-        return any(f"{span.path}.".startswith(f"{name}.") for span in self.stack for name in self.within)
+        return any(map(self._is_within, self.stack))
+
+    @property
+    def outermost_branching(self) -> Span:
+        """The outermost call of those that may branch on data, or that torch runs again and that hold such a one."""
+        return next(span for span in self.stack if span.checkpoint or self._is_within(span))
+
+    def _is_within(self, span: Span) -> bool:
+        return any(f"{span.path}.".startswith(f"{name}.") for name in self.within)
 
     @property
     def path(self) -> str:

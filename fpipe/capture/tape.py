@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.capture.closures import apart
-from fpipe.capture.contract import Tensors, Unit, Value
+from fpipe.capture.contract import Labels, Tensors, Unit, Value
 from fpipe.capture.modes import Modes
 from fpipe.capture.questions import Answer, Told
 from fpipe.errors import InputError
@@ -126,6 +126,7 @@ class Span:
     - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function;
       `reentrant`: whether torch would differentiate it by a backward inside the backward.
     - `branching`: whether what happens in it depends on data.
+    - `stream`: how all that is drawn in it is keyed, if that depends on data; `None` inside such a call, or outside.
     """
 
     path: str
@@ -137,6 +138,7 @@ class Span:
     checkpoint: bool = False
     reentrant: bool = False
     branching: bool = False
+    stream: Labels | None = None
     stop: int = 0
     last_tick: int = 0
     sealed: str = ""
@@ -162,9 +164,11 @@ class Tape:
 
     - `units`: the torch calls; `modes`, `ticks`: of each, what it depends on, and from when to when it ran.
     - `casts`: which of the values that it reads each unit casts to another dtype, as autocast does.
-    - `spans`: the outermost spans. `draws`: what drew random numbers, in order.
+    - `spans`: the outermost spans. `streams`: those of all spans that draw from a stream.
+    - `draws`: what drew random numbers, in order, outside of streams.
     - `told`: what read values and was answered, in order.
-    - `calls`: per function of these, the ticks of all its calls.
+    - `calls`: per function that was answered, the ticks of all its calls; `outside`: per function that draws, the ticks
+      of its calls outside of streams.
     - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: between
       the hooks and the first unit there may be calls that left none.
     - `fused`: ticks at which torch's modules took their fast path, which they do only where no mode is on.
@@ -177,24 +181,39 @@ class Tape:
     ticks: Mapping[Unit, tuple[int, int]]
     casts: Mapping[Unit, frozenset[Value]]
     spans: tuple[Span, ...]
+    streams: tuple[Span, ...]
     draws: tuple[Draw, ...]
     told: tuple[Told, ...]
     calls: Mapping[Any, Sequence[int]]
+    outside: Mapping[Any, Sequence[int]]
     hooked: Sequence[int]
     fused: Sequence[int]
     rewriters: Mapping[int, frozenset[int]]
     fakes: Mapping[Value, Tensor]
 
     def drawn(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
-        """What draws from tick `first` to `last`, by function and which of its calls in that time it is."""
+        """Return what draws from tick `first` to `last`, by function and which of its calls in that time it is.
+
+        What draws from a stream is left out, and so are the calls made there.
+        """
         found = [draw for draw in self.draws if first <= draw.tick < last]
-        return {(draw.function, self._number(draw, first)): draw for draw in found}
+        return {(draw.function, _number(self.outside[draw.function], draw.tick, first)): draw for draw in found}
+
+    def stream(self, tick: int) -> Labels | None:
+        """Return the stream that a call at `tick` draws from, if any."""
+        return next((one.stream for one in self.streams if one.first_tick <= tick < one.last_tick), None)
+
+    def counted(self, first: int, last: int) -> dict[Any, int]:
+        """Return how often each function that draws is called from tick `first` to `last`, outside of streams."""
+        functions = dict.fromkeys(draw.function for draw in self.draws if first <= draw.tick < last)
+        return {function: _number(self.outside[function], last, first) for function in functions}
 
     def answered(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
         """Return the answers given from tick `first` to `last`, by function and which of its calls in that time."""
         found = [told for told in self.told if first <= told.tick < last]
-        return {(told.function, self._number(told, first)): told.answer for told in found}
+        return {(told.function, _number(self.calls[told.function], told.tick, first)): told.answer for told in found}
 
-    def _number(self, call: Draw | Told, first: int) -> int:
-        ticks = self.calls[call.function]
-        return bisect_left(ticks, call.tick) - bisect_left(ticks, first)
+
+def _number(ticks: Sequence[int], tick: int, first: int) -> int:
+    """Return how many of these ticks are from `first` to `tick`, the latter excluded."""
+    return bisect_left(ticks, tick) - bisect_left(ticks, first)
