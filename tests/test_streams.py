@@ -371,3 +371,30 @@ def test_modules_that_are_skipped_at_random_are_the_same_everywhere():
         results.append(run(pipe, model, (x,), x, seed=SEED))
         assert_same(results[-1], run_reference(pipe, model, (x,), x, seed=SEED))
     assert_same(*results)
+
+
+class Sharing(nn.Module):
+    """Drops out with a module that others use, too, before it branches."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), drop
+
+    def forward(self, x):
+        x = self.drop(x)
+        return self.linear(x) if x.sum() > 0 else x
+
+
+def test_draws_in_branches_count_for_no_draw_outside(monkeypatch):
+    drop, x, found = nn.Dropout(0.5), torch.ones(4, WIDTH), set()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), drop, Sharing(drop), drop)
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=gpipe(1, 2), unsplittable=Sharing)
+    reseed = random.reseed
+
+    def noted(key, label, device):
+        found.add(label)
+        reseed(key, label, device)
+
+    monkeypatch.setattr(random, "reseed", noted)
+    run(pipe, model, (x,), x, seed=SEED)
+    assert found == {random.label("1", 0), random.stream_label("2", 0), random.label("1", 1)}
