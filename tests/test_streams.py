@@ -15,6 +15,8 @@ from models import WIDTH, Result, assert_same, few, mse, run, run_reference
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
 import fpipe
 from fpipe import random
@@ -398,3 +400,22 @@ def test_draws_in_branches_count_for_no_draw_outside(monkeypatch):
     monkeypatch.setattr(random, "reseed", noted)
     run(pipe, model, (x,), x, seed=SEED)
     assert found == {random.label("1", 0), random.stream_label("2", 0), random.label("1", 1)}
+
+
+def test_a_translation_model_drops_the_same_tokens_and_activations_everywhere():
+    """One of transformers, whose experts drop out activations, and whose sparse layers drop tokens."""
+    sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2, "layerdrop": 0.0}
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sizes.items()}
+    config = NllbMoeConfig(
+        vocab_size=32, d_model=16, num_experts=4, expert_capacity=8, use_cache=False, moe_token_dropout=0.4, **sizes
+    )
+    torch.manual_seed(0)
+    model, ids = NllbMoeForConditionalGeneration(config), torch.randint(3, 32, (4, 6))
+    batch, options = {"input_ids": ids, "labels": ids}, {"loss": lambda out: out.loss, "unsplittable": NllbMoeSparseMLP}
+    results = []
+    for how in (one_f_one_b(2, 4), gpipe(1, 4)):
+        pipe = fpipe.pipeline(model, example=batch, schedule=how, stages=how.stages, **options)
+        assert fpipe.verify(pipe, model, batch, seed=SEED).reference
+        step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), batch, seed=SEED)
+        results.append(Result(step.loss, None, grads, step.buffers))
+    assert_same(*results)
