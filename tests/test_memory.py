@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from models import ZOO, build, few
+from models import ZOO, Assigned, Average, Case, build, few, linears, mse, rows_of
 from random_models import case_of, descriptions, places
 from test_random_models import built_or_refused, schedules
 from torch import Tensor
@@ -163,13 +163,12 @@ def levels(pipe, model, inputs, targets, seed=SEED):
 
 
 def hand_over_buffers(run, stages, memory):
-    """Give a run copies of the buffers that it modifies, as every later version is: nobody else keeps them."""
+    """Give a run copies of the buffers that it changes, as every later version is: nobody else keeps them."""
     run.inputs = run.inputs._replace(buffers={})
     with memory:
         for s, buffers in run.buffers.items():
             stage = stages[s]
-            modified = {k - len(stage.parameters) for k in stage.wiring.modified}
-            run.buffers[s] = tuple(copies((b,))[0] if k in modified else b for k, b in enumerate(buffers))
+            run.buffers[s] = tuple(copies((b,))[0] if k in stage.wiring.changed else b for k, b in enumerate(buffers))
 
 
 def probed(instructions, measure):
@@ -254,6 +253,13 @@ def test_what_is_held_after_every_action(name, how, backward):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
     with without_onednn(name == "recurrent"):
         require_as_simulated(*built(name, SCHEDULES[how], backward=backward))
+
+
+@pytest.mark.parametrize("how", SCHEDULES)
+def test_what_buffers_that_are_assigned_hold(how):
+    case = Case(lambda: linears(Assigned, Average, Assigned), rows_of(), mse, ("1", "3", "5"))
+    for one in (SCHEDULES[how], recompute(SCHEDULES[how])):
+        require_as_simulated(*build(case, one, 2 * one.microbatches, capture="trace"))
 
 
 @pytest.mark.parametrize("how", SCHEDULES)

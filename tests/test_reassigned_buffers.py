@@ -226,6 +226,50 @@ def test_a_cut_between_two_uses_of_such_a_buffer_is_refused_and_not_chosen():
     assert_as_one_device(pipe, model, x, y)
 
 
+class Keeping(nn.Module):
+    """Gets what its block had assigned first, and has overwritten since."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.block, self.outer = [], Block(after=self.twice), nn.Linear(WIDTH, WIDTH)
+
+    def twice(self, block, h):
+        block.mean = h.detach().mean(0)
+        self.kept.append(block.mean)
+        block.mean = block.mean + 1
+        return h
+
+    def forward(self, x):
+        h = self.block(self.outer(x))
+        return h * self.kept.pop()
+
+
+@BACKWARDS
+def test_what_was_assigned_before_is_not_taken_for_what_is_there_now(backward):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping())
+    pipe, x, y = built(model, HOWS["1F1B"], ["1.block"], backward)
+    assert_as_one_device(pipe, model, x, y)
+
+
+@BACKWARDS
+def test_a_returned_buffer_lies_in_memory_of_its_own(backward):
+    """Neither in that of the batch, nor in that of what the model holds."""
+    first, held = torch.ones(9, WIDTH), torch.ones(WIDTH)
+
+    def remember(block, x):
+        block.last, block.mean = x[-1], held
+        return x * held
+
+    model = nn.Sequential(Block(before=remember), nn.Linear(WIDTH, WIDTH))
+    pipe, *_ = built(model, HOWS["1F1B"], ["1"], backward)
+    params, buffers = pipe.init(model)
+    after = fpipe.value_and_grad(pipe)(params, buffers, (first,), first)[0].buffers
+    first.zero_()
+    after["0.mean"].zero_()
+    assert after["0.last"].tolist() == [1] * WIDTH
+    assert held.tolist() == [1] * WIDTH
+
+
 class Between(nn.Module):
     """Reads the buffer in front of its layer, and assigns it behind."""
 
