@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "distributed")]
 
 torch.set_num_threads(1)
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("quick", deadline=None, max_examples=100, suppress_health_check=SLOW)
-settings.register_profile("nightly", deadline=None, max_examples=3000, suppress_health_check=SLOW)
+PHASES = [phase for phase in Phase if phase is not Phase.explain]  # which traces every line, and explains little
+EVERYWHERE = settings(deadline=None, suppress_health_check=SLOW, phases=PHASES)
+settings.register_profile("quick", EVERYWHERE, max_examples=50)
+settings.register_profile("nightly", EVERYWHERE, max_examples=1500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
@@ -790,5 +791,9 @@ def run_reference(pipe, model, inputs, targets, seed=None) -> Result:
 
 
 def few(examples: int) -> int:
-    """How many examples of a slow property: as many in a hundred as the profile has in all."""
-    return max(1, examples * settings.default.max_examples // 100)
+    """How many examples of a slow property by day; by night, as many times more as of all others."""
+    return examples * max(1, settings.default.max_examples // 50)
+
+
+NIGHTLY = settings.default.max_examples > 100
+by_night = pytest.mark.skipif(not NIGHTLY, reason="takes long; make nightly runs it")

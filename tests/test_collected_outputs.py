@@ -17,7 +17,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import WIDTH, Result, assert_same, few, loop, mse, rows_of, run, run_reference
+from models import NIGHTLY, WIDTH, Result, assert_same, few, loop, mse, rows_of, run, run_reference
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,6 @@ from fpipe.capture.snapshot import Walk, contents
 from schedules import one_f_one_b
 
 ROWS, WORDS = 4, 31
-NIGHTLY = settings.default.max_examples > 100
 BACKWARDS = ["autograd", "graph"]
 
 

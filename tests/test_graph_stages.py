@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from models import ZOO, Case, assert_same, build, few, loop, mse, rows_of, run, run_reference
+from models import ZOO, Case, assert_same, build, by_night, few, loop, mse, rows_of, run, run_reference
 from random_models import case_of, descriptions, places
 from test_random_models import schedules
 from test_splitting import PARTS, W, Written
@@ -245,6 +245,7 @@ def test_through_a_compiler(name):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
+@by_night
 def test_compiled_stages_are_close():
     built = build(
         ZOO["mlp"], split_backward(one_f_one_b(ranks=2, microbatches=2)), 4, capture="trace", backward="inductor"
