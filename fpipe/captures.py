@@ -110,7 +110,7 @@ class Captures:
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
         what = variant, microbatch
         itself = name_of(self.front_end) in ("trace", "modules")
-        recorded = opened(self.made[what].calls, self.cut[what]) if itself else None
+        recorded = opened(self.made[what].calls_at(self.cut[what]), self.cut[what]) if itself else None
         return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:

@@ -775,7 +775,6 @@ class Hooked(Stack):
         return sum((one * (k + 1) for k, one in enumerate(self.collected)), x + self.shift)
 
 
-@pytest.mark.xfail(strict=True, reason="a hook finds Python state that another stage has left only by its tensors")
 def test_a_hook_that_looks_into_a_list_finds_what_modules_of_other_stages_have_put_there():
     """The list holds the very tensor that the module gets, so nothing shows that the hook has read it."""
 

@@ -16,7 +16,7 @@ Invariants. Units are in execution order: every value is made before it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -158,6 +158,11 @@ def sequence(steps: Sequence[Step], inputs: tuple[Value, ...], outputs: tuple[Va
     return run
 
 
+def none_differs(positions: Sequence[int]) -> Collection[int]:
+    """Return no call: every call does the same wherever the model is cut."""
+    return ()
+
+
 class Call(NamedTuple):
     """One call of a module: what runs inside it are the units `start` to `stop`, the latter excluded.
 
@@ -205,6 +210,8 @@ class Captured:
     - `observed`: what the units were seen to do, if the front end knows.
     - `dynamic`: names of the parameters that may be used or not, depending on data; none if nothing branches on data.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
+    - `differing`: of a cut before these units, the numbers of the calls that are not made as themselves, since they
+      would do something else without what those of other stages leave in Python.
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model assigns anew, and the values that they have afterwards.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
@@ -223,9 +230,15 @@ class Captured:
     observed: Observed | None = None
     dynamic: frozenset[str] = frozenset()
     fuse: Fuse = field(default=interpret)
+    differing: Callable[[Sequence[int]], Collection[int]] = field(default=none_differs)
     backward: bool = True
     hooks: Hooks = field(default_factory=dict)
     reassigned: Mapping[Value, Value] = field(default_factory=dict)
+
+    def calls_at(self, positions: Sequence[int]) -> tuple[Call, ...]:
+        """Return the calls of modules as they are made if the model is cut before these units."""
+        differing = self.differing(positions)
+        return tuple([one._replace(apart=one.apart or k in differing) for k, one in enumerate(self.calls)])
 
 
 class FrontEnd(Protocol):

@@ -11,9 +11,10 @@ Random numbers are drawn as if every torch call were played alone, and every cal
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +27,9 @@ from fpipe.capture.inner import Inner, Noted, inner
 from fpipe.capture.keying import bounds, calls, keyed, seeded, streaming
 from fpipe.capture.modes import Modes, contexts, under_modes
 from fpipe.capture.reentrant import Reentrant
+from fpipe.capture.rehearsal import Rehearsal, Rehearse, Rehearsed
 from fpipe.capture.rewriting import Rewriting, once_more
-from fpipe.capture.snapshot import Held, kept
+from fpipe.capture.snapshot import Held, attributes_restored, kept
 from fpipe.capture.tape import Span, Tape, pick, require_constants
 from fpipe.errors import CutError, InputError
 from fpipe.random import stream_label
@@ -35,6 +37,8 @@ from fpipe.random import stream_label
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
+Part: TypeAlias = Span | Unit | tuple[Modes, Step]
+"""What is played: a call as itself, a torch call, or what is done before or after others."""
 
 
 class Seated:
@@ -62,13 +66,21 @@ class Seated:
 class Playback:
     """Fuses stretches of a tape into functions.
 
-    `needed` are the values that leave the model; `written` the containers that a run of it changes.
+    `needed` are the values that leave the model; `written` the containers that a run of it changes. `rehearsal` tells
+    what calls do without those of other stretches; `rehearsed` is what it told, by first and last position.
     """
 
     def __init__(
-        self, tape: Tape, seats: Seats, sources: set[Value], needed: Sequence[Value], written: Sequence[Held] = ()
+        self,
+        tape: Tape,
+        seats: Seats,
+        sources: set[Value],
+        needed: Sequence[Value],
+        written: Sequence[Held],
+        rehearsal: Rehearsal,
     ) -> None:
         self.tape, self.seats, self.sources, self.written = tape, seats, sources, written
+        self.rehearsal, self.rehearsed = rehearsal, dict[tuple[int, int], Rehearsed]()
         self.rewriting = Rewriting(tape)
         self.position = {unit: k for k, unit in enumerate(tape.units)}
         self.maker = {value: k for k, unit in enumerate(tape.units) for value in unit.makes}
@@ -87,13 +99,15 @@ class Playback:
             return Function(sequence([], inputs, outputs))
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
         again = [(span.modes, self._again(span)) for span in self.rewriting.within(self.tape.spans, start, stop)]
-        steps = under_modes([*self._steps(self.tape.spans, start, stop), *again], outputs)
+        rehearsed = self.rehearse([(start, stop)])[0]
+        steps = under_modes([*self._steps(start, stop, rehearsed.differing), *again], outputs)
         run = sequence(steps, inputs, outputs)
+        written = [*{id(one.container): one for one in (*rehearsed.changed, *self.written)}.values()]
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
         def placed(tensors: Tensors) -> AbstractContextManager[None]:
             seated = Seated(seats, tensors)
-            return kept(self.written, tensors, seated) if self.written else seated
+            return kept(written, tensors, seated) if written else seated
 
         def played(key: int, *tensors: Tensor) -> Tensors:
             with placed(tensors):
@@ -107,41 +121,73 @@ class Playback:
         branching = any(span.start < stop and start < span.stop for span in self.tape.streams)
         return branching or any(start <= position < stop for position in self.tape.hooked)
 
-    def _steps(self, spans: Sequence[Span], start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
-        """The steps from unit `start` to `stop`: whole spans where possible, what they consist of elsewhere."""
+    def rehearse(self, stretches: Sequence[tuple[int, int]]) -> list[Rehearsed]:
+        """Return, for each stretch of units, which calls must not be made as themselves, and what the others change."""
+        new = [stretch for stretch in stretches if stretch not in self.rehearsed]
+        if new:
+            with self.rehearsal.begun() as rehearse:
+                self.rehearsed.update({(start, stop): self._rehearsed(start, stop, rehearse) for start, stop in new})
+        return [self.rehearsed[stretch] for stretch in stretches]
+
+    def apart(self, positions: Sequence[int]) -> frozenset[Span]:
+        """Return the calls that are not made as themselves if the tape is cut before these units, though they could."""
+        stretches = [*pairwise((0, *positions, len(self.tape.units)))]
+        return frozenset(span for found in self.rehearse(stretches) for span in found.differing)
+
+    def _rehearsed(self, start: int, stop: int, rehearse: Rehearse) -> Rehearsed:
+        """Open what differs, until nothing does: what is opened changes no state any longer that others may use."""
+        differing: dict[Span, str] = {}
+        while True:
+            parts = [*self._parts(self.tape.spans, start, stop, differing)]
+            whole = len(parts) == 1 and stop - start == len(self.tape.units)  # as it was recorded
+            found = rehearse([one for one in parts if isinstance(one, Span) and not whole])
+            if not found.differing:
+                return found._replace(differing=differing)
+            differing.update(found.differing)
+
+    def _steps(self, start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[tuple[Modes, Step]]:
+        """The steps from unit `start` to `stop`."""
+        for one in self._parts(self.tape.spans, start, stop, differing):
+            if isinstance(one, Span):
+                yield one.modes, self._whole(one)
+            else:
+                yield (self.tape.modes[one], self._unit(one)) if isinstance(one, Unit) else one
+
+    def _parts(self, spans: Sequence[Span], start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[Part]:
+        """Whole spans where possible, what they consist of elsewhere."""
         at = start
         for span in spans:
             first, last = max(span.start, start), min(span.stop, stop)
             if first >= last:
                 continue
-            yield from self._units(at, first)
-            if (first, last) == (span.start, span.stop) and self.obstacle(span) is None:
-                yield span.modes, self._whole(span)
+            yield from self.tape.units[at:first]
+            obstacle = self.obstacle(span) or differing.get(span)
+            if (first, last) == (span.start, span.stop) and obstacle is None:
+                yield span
             else:
-                _require_open(span, self.obstacle(span))
-                yield from self._opened(span, first, last)
+                _require_open(span, obstacle)
+                yield from self._opened(span, first, last, differing)
             at = last
-        yield from self._units(at, stop)
+        yield from self.tape.units[at:stop]
 
-    def _opened(self, span: Span, start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
+    def _opened(self, span: Span, start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[Part]:
         """What a span consists of from unit `start` to `stop`; if it draws from a stream, its ends are marked."""
         if span.stream is None:
-            yield from self._steps(span.inner, start, stop)
+            yield from self._parts(span.inner, start, stop, differing)
             return
         if (start, stop) != (span.start, span.stop):
             raise _uncallable(span, "control flow on data", "lies on both sides of a cut")
         first, last = bounds(span)
         yield span.modes, first
-        yield from self._steps(span.inner, start, stop)
+        yield from self._parts(span.inner, start, stop, differing)
         yield span.modes, last
 
-    def _units(self, start: int, stop: int) -> Iterator[tuple[Modes, Step]]:
-        for unit in self.tape.units[start:stop]:
-            first, last = self.tape.ticks[unit]
-            draws = self.tape.drawn(first, last)
-            labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
-            step = answering(single(unit, labels), self.tape.answered(first, last))
-            yield self.tape.modes[unit], step if labels or not draws else keyed(step, draws, (), {}, unit.path)
+    def _unit(self, unit: Unit) -> Step:
+        first, last = self.tape.ticks[unit]
+        draws = self.tape.drawn(first, last)
+        labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
+        step = answering(single(unit, labels), self.tape.answered(first, last))
+        return step if labels or not draws else keyed(step, draws, (), {}, unit.path)
 
     def obstacle(self, span: Span) -> str | None:
         """Why a span cannot be called from outside, or `None` if it can."""
@@ -335,18 +381,3 @@ def _buffers(module: object) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """The buffers in a module and in those inside: where they are kept, and under which name."""
     for one in module.modules() if isinstance(module, nn.Module) else ():
         yield from [(one._buffers, name, tensor) for name, tensor in one._buffers.items()]
-
-
-@contextmanager
-def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Afterwards, these attributes of modules are as before: every call finds the same, and no tensor is kept alive."""
-    missing = object()
-    before = [(vars(module), name, vars(module).get(name, missing)) for module, name in touched]
-    try:
-        yield
-    finally:
-        for table, name, old in before:
-            if old is missing:
-                table.pop(name, None)
-            else:
-                table[name] = old

@@ -61,8 +61,8 @@ class Constants(NamedTuple):
 class Recorder(TorchFunctionMode):
     """Records while it is entered, inside a fake mode.
 
-    - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `modes`, `ticks`, `written`,
-      `casts`: what is known of each; `random`: when those that draw do.
+    - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `invocations`, `modes`, `ticks`,
+      `written`, `casts`: what is known of each; `random`: when those that draw do.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
       function was called. `hooked`: before which units tensors began to be saved through hooks.
     - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
@@ -88,6 +88,7 @@ class Recorder(TorchFunctionMode):
         self.effects = Effects()
         self.effects.calling = self._communicate
         self.units: list[Unit] = []
+        self.invocations: dict[Unit, Invocation] = {}
         self.modes: dict[Unit, Modes] = {}
         self.ticks: dict[Unit, tuple[int, int]] = {}
         self.written: dict[Unit, frozenset[int]] = {}
@@ -165,7 +166,10 @@ class Recorder(TorchFunctionMode):
         return history.origin(values)
 
     def _branches(self) -> None:
-        """The innermost module goes one way or the other: it may use all that it holds, and write to any buffer."""
+        """The innermost module goes one way or the other.
+
+        It may use all that it holds and all that it gets, and write to any buffer.
+        """
         self.spans.seal("control flow on data")
         for span in self.spans.stack:
             span.branching = True
@@ -173,6 +177,7 @@ class Recorder(TorchFunctionMode):
         module = self.spans.module
         parameters, buffers = ([], []) if module is None else ([*module.parameters()], [*module.buffers()])
         self.used.update(dict.fromkeys(self.values.within([*parameters, *buffers])))
+        self.used.update(dict.fromkeys(v for span in self.spans.innermost for v in span.invocation.reads))
         self.effects.written |= {self.values.storage[value] for value in self.values.within(buffers)}
 
     def _drawing(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
@@ -200,6 +205,7 @@ class Recorder(TorchFunctionMode):
             self.spans.seal("a function of functions, such as vmap, over one that uses tensors from outside")
         unit = self._unit(function, invocation, used, makes, tuple(picks))
         self.units.append(unit)
+        self.invocations[unit] = invocation
         self.modes[unit], self.ticks[unit], self.written[unit] = self.now(), (tick, self.tick), written
         self.casts[unit] = frozenset(v for v in unit.reads if self.values.storage[v] in self.effects.cast)
         if drawn:
@@ -349,6 +355,7 @@ class Recorder(TorchFunctionMode):
         buffers = {held.storage[value] for value, source in held.sources.items() if isinstance(source, Buffer)}
         return Tape(
             tuple(self.units),
+            self.invocations,
             self.modes,
             self.ticks,
             self.casts,

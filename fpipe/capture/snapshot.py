@@ -104,6 +104,21 @@ def kept(written: Sequence[Held], tensors: Sequence[Tensor], inside: AbstractCon
                 one.restore()
 
 
+@contextmanager
+def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Afterwards, these attributes of modules are as before: every call finds the same, and no tensor is kept alive."""
+    missing = object()
+    before = [(vars(module), name, vars(module).get(name, missing)) for module, name in touched]
+    try:
+        yield
+    finally:
+        for table, name, old in before:
+            if old is missing:
+                table.pop(name, None)
+            else:
+                table[name] = old
+
+
 class Walk:
     """Finds the `containers` that objects reach, by key, and the `functions`, into which it goes once it is told to.
 

@@ -77,6 +77,12 @@ class Spans:
         return any(map(self._is_within, self.stack))
 
     @property
+    def innermost(self) -> list[Span]:
+        """The call of the innermost module that runs, and checkpointed functions in it."""
+        last = next((k for k, span in enumerate(reversed(self.stack)) if not span.checkpoint), 0)
+        return self.stack[-last - 1 :]
+
+    @property
     def outermost_branching(self) -> Span:
         """The outermost call of those that may branch on data, or that torch runs again and that hold such a one."""
         return next(span for span in self.stack if span.checkpoint or self._is_within(span))

@@ -162,7 +162,8 @@ class Draw(NamedTuple):
 class Tape:
     """A recorded run.
 
-    - `units`: the torch calls; `modes`, `ticks`: of each, what it depends on, and from when to when it ran.
+    - `units`: the torch calls; `invocations`, `modes`, `ticks`: of each, the function and its arguments, what else it
+      depends on, and from when to when it ran.
     - `casts`: which of the values that it reads each unit casts to another dtype, as autocast does.
     - `spans`: the outermost spans. `streams`: those of all spans that draw from a stream.
     - `draws`: what drew random numbers, in order, outside of streams.
@@ -177,6 +178,7 @@ class Tape:
     """
 
     units: tuple[Unit, ...]
+    invocations: Mapping[Unit, Invocation]
     modes: Mapping[Unit, Modes]
     ticks: Mapping[Unit, tuple[int, int]]
     casts: Mapping[Unit, frozenset[Value]]

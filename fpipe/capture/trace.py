@@ -12,10 +12,11 @@ models do at their first call only (install hooks, fill caches) has happened the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -32,11 +33,12 @@ from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import require_own_parameters
+from fpipe.capture.rehearsal import Again, Rehearsal
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, real, settle
 from fpipe.capture.skeleton import on_meta, skeleton
 from fpipe.capture.snapshot import Held, Snapshot, Walk, contents
-from fpipe.capture.tape import Span
+from fpipe.capture.tape import Span, Tape
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
 
@@ -94,14 +96,16 @@ class _Tracer:
 
     def captured(self) -> Captured:
         """Run the model, recorded, and see whether it would do the same again."""
-        recorder, loss, outputs, written = copy_context().run(self._settled)
+        recorder, loss, outputs, written, state = copy_context().run(self._settled)
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
         wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
         require_own_parameters(tape.spans, tape.units, values.sources, wanting)
         results, made = tuple(map(values.read, tensors)), None if loss is None else values.read(loss)
         needed = (*results, *(() if made is None else (made,)), *recorder.reassigned.next.values())
-        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written)
+        rehearsal = self._rehearsal(tape, values.sources, state)
+        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written, rehearsal)
+        calls = [*_within(tape.spans)]
         return Captured(
             units=tape.units,
             sources=values.sources,
@@ -111,15 +115,19 @@ class _Tracer:
             fakes={value: fake(self.mode, values.tensors[value], self.device) for value in values.sources},
             mode=self.mode,
             trainable=self.trainable,
-            calls=tuple(_calls(tape.spans, playback)),
+            calls=tuple([_call(span, playback) for span in calls]),
             observed=recorder.observed(),
             dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
             fuse=playback.fuse,
             reassigned=recorder.reassigned.next,
+            differing=lambda positions: _numbers(calls, playback.apart(positions)),
         )
 
-    def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...]]:
-        """The second of two runs, its loss and outputs, and what a run changes; what contexts hold is put back."""
+    def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...]]:
+        """The second of two runs, its loss and outputs, what a run changes, and what any call may change.
+
+        What contexts hold is put back.
+        """
         original = Walk()
         original.follow([self.model])
         roots = self.skeleton, original.containers.keys(), self.objective.loss
@@ -142,7 +150,8 @@ class _Tracer:
             before.restore()
             raise
         changed = [Held(one.table, contents(one.table), False) for one in recorder.reassigned.found.values()]
-        return recorder, loss, outputs, (*settle(before, settled, self.mode), *changed)
+        written = (*settle(before, settled, self.mode), *changed)
+        return recorder, loss, outputs, written, tuple(settled.held.values())
 
     def _keep_caches(self, recorder: Recorder) -> None:
         """Leave caches in buffers that a run made of constants in their places, as what they are for every run."""
@@ -175,17 +184,12 @@ class _Tracer:
         """The loss and the outputs of one run."""
         fakes = recorder.values.tensors
         leaves = tuple(fakes[v] for v, source in recorder.values.sources.items() if isinstance(source, Batch))
-        seats = [(*seat, value) for value, seats in self._seats_by_value().items() for seat in seats]
         objective, loss = self.objective, self.objective.loss
         if loss is not None:
             objective = replace(objective, loss=_recorded(loss, recorder))
         called = self.via(self.skeleton, recorder)
         try:
-            with (
-                Seated(seats, fakes),
-                self.mode.watched(recorder.effects),
-                intercepted(recorder, self.skeleton, self.whole),
-            ):
+            with self._seated(fakes), self._inside(recorder):
                 made = objective(called, leaves)
                 for error in filter(None, recorder.raised):
                     raise error  # the forward caught it
@@ -202,6 +206,22 @@ class _Tracer:
                 f"{module}: got {type(error).__name__}: {error}{source_of(error.__traceback__)}, expected a forward "
                 f"that runs on a copy of the model, on fake tensors, which have shapes but no values. {repair}"
             ) from error
+
+    @contextmanager
+    def _inside(self, recorder: Recorder) -> Iterator[None]:
+        """The context in which a recorder sees what the skeleton does."""
+        with self.mode.watched(recorder.effects), intercepted(recorder, self.skeleton, self.whole):
+            yield
+
+    def _seated(self, fakes: Mapping[Value, Tensor]) -> Seated:
+        return Seated([(*seat, value) for value, seats in self._seats_by_value().items() for seat in seats], fakes)
+
+    def _rehearsal(self, tape: Tape, sources: Mapping[Value, Source], state: Sequence[Held]) -> Rehearsal:
+        def fresh() -> Mapping[Value, Tensor]:
+            return {value: tensor for value, (_, tensor) in self.sources().items()}
+
+        again = partial(Again, self.skeleton, tape, sources, self.opaque)
+        return Rehearsal(tape, again, self._inside, fresh, self._seated, state)
 
     def _seats_by_value(self) -> dict[Value, list[Seat]]:
         return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}
@@ -223,10 +243,19 @@ def _seats(model: nn.Module) -> dict[Source, list[Seat]]:
     return found
 
 
-def _calls(spans: Sequence[Span], playback: Playback) -> Iterator[Call]:
+def _within(spans: Sequence[Span]) -> Iterator[Span]:
+    """All spans, each before those inside it."""
     for span in spans:
-        yield Call(span.path, span.kind, span.start, span.stop, span.sealed, playback.obstacle(span) is not None)
-        yield from _calls(span.inner, playback)
+        yield span
+        yield from _within(span.inner)
+
+
+def _call(span: Span, playback: Playback) -> Call:
+    return Call(span.path, span.kind, span.start, span.stop, span.sealed, playback.obstacle(span) is not None)
+
+
+def _numbers(spans: Sequence[Span], wanted: Collection[Span]) -> frozenset[int]:
+    return frozenset(k for k, span in enumerate(spans) if span in wanted)
 
 
 def _recorded(loss: Loss, recorder: Recorder) -> Loss:

@@ -33,6 +33,7 @@ class Values:
         self.known = {id(tensor): value for value, tensor in self.tensors.items()}
         self.storage = {value: memory(tensor) for value, tensor in self.tensors.items()}
         self.memories = set(self.storage.values())
+        self.earlier: list[Tensor] = []
 
     def made(self, tensor: Tensor) -> Value:
         """The value of a new tensor."""
@@ -42,6 +43,15 @@ class Values:
         self.known[id(tensor)] = value
         self.memories.add(self.storage[value])
         return value
+
+    def know(self, tensors: Mapping[Value, Tensor]) -> None:
+        """Let these be the tensors of these values from now on; those that were are known still."""
+        self.earlier += [self.tensors[value] for value in tensors if value in self.tensors]
+        with torch._C.DisableTorchFunction():  # this is no call of the model's
+            self.storage.update({value: memory(tensor) for value, tensor in tensors.items()})
+        self.tensors.update(tensors)
+        self.known.update({id(tensor): value for value, tensor in tensors.items()})
+        self.memories.update(self.storage.values())
 
     def within(self, tree: Any) -> list[Value]:
         """The values of the tensors in a tree, as far as they are known."""

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules leave in Python is found by modules of other stages, as on one device: numbers, lists, tensors in them.
+
+Blocks of a model write to lists, dicts and attributes that all of them share, and read them. Wherever the model is cut,
+the result is that of a plain loop over microbatches.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import WIDTH, assert_same, few, loop, mse, rows_of, run
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from schedules import one_f_one_b
+
+BACKWARDS = ["autograd", "graph"]
+CUTS = ["blocks.1", "blocks.1.b", "blocks.2", "blocks.3", "blocks.3.b"]
+number: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
+gain = 1.0
+
+
+class Counter:
+    """Counts, in an object and in its class."""
+
+    all = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+Act = Callable[["Shared", Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """Two linears, after which it acts on what the model shares, itself or by a hook."""
+
+    def __init__(self, shared: Shared, acts: Sequence[Act], hooked: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.__dict__["shared"], self.acts, self.hooked = shared, acts, hooked
+        if hooked:
+            self.register_forward_hook(Block.act)
+
+    def act(self, args: tuple[Tensor], out: Tensor) -> Tensor:
+        for act in self.acts:
+            out = act(self.shared, out)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + self.b(torch.tanh(self.a(x)))
+        return out if self.hooked else self.act((x,), out)
+
+
+class Shared(nn.Module):
+    """Blocks that share state, which is made new, or emptied, before they run or after."""
+
+    def __init__(self, acts: Sequence[Sequence[Act]], hooked: bool = False, reset: str = "before") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reset, self.counter = reset, Counter()
+        self.renew()
+        self.blocks = nn.ModuleList([Block(self, one, hooked) for one in acts])
+
+    def renew(self) -> None:
+        self.count, self.found, self.table, self.last = 0, [], {}, None
+        self.counter.count = 0
+
+    def empty(self) -> None:
+        self.count = self.counter.count = Counter.all = 0
+        self.last = None
+        self.found.clear()
+        self.table.clear()
+        number.set(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reset == "anew":
+            self.renew()
+        if self.reset == "before":
+            self.empty()
+        for block in self.blocks:
+            x = block(x)
+        if self.reset == "after":
+            self.empty()
+        return x
+
+
+def count(shared: Shared, out: Tensor) -> Tensor:
+    shared.count += 1
+    return out
+
+
+def scale(shared: Shared, out: Tensor) -> Tensor:
+    return out * (1 + shared.count)
+
+
+def append(shared: Shared, out: Tensor) -> Tensor:
+    shared.found.append(out)
+    return out
+
+
+def append_number(shared: Shared, out: Tensor) -> Tensor:
+    shared.found.append(2.0)
+    return out
+
+
+def add_last(shared: Shared, out: Tensor) -> Tensor:
+    return out + shared.found[-1] if shared.found else out
+
+
+def add_first(shared: Shared, out: Tensor) -> Tensor:
+    return out + shared.found[0] if shared.found else out
+
+
+def length(shared: Shared, out: Tensor) -> Tensor:
+    return out * (1 + len(shared.found))
+
+
+def store(shared: Shared, out: Tensor) -> Tensor:
+    shared.table["out"], shared.last = out, out
+    return out
+
+
+def load(shared: Shared, out: Tensor) -> Tensor:
+    return out + shared.table["out"].mean() if "out" in shared.table else out.sin()
+
+
+def recall(shared: Shared, out: Tensor) -> Tensor:
+    return out if shared.last is None else out * shared.last.mean()
+
+
+def counter(shared: Shared, out: Tensor) -> Tensor:
+    shared.counter.count += 1
+    return out * shared.counter.count
+
+
+def in_class(shared: Shared, out: Tensor) -> Tensor:
+    Counter.all += 1
+    return out * Counter.all
+
+
+def in_context(shared: Shared, out: Tensor) -> Tensor:
+    number.set(number.get() + 1)
+    return out * number.get()
+
+
+def branch(shared: Shared, out: Tensor) -> Tensor:
+    return out.sin() if shared.count > 1 else out.cos()
+
+
+def choose(shared: Shared, out: Tensor) -> Tensor:
+    return out.to(torch.float64 if shared.count > 1 else torch.float32).float()
+
+
+ACTS = [count, scale, append, append_number, add_last, add_first, length, store, load, recall, counter, branch, choose]
+
+
+def assert_as_one_device(make: Callable[[], nn.Module], cuts: Sequence[str], backward: str = "autograd") -> None:
+    (inputs, targets), model = rows_of()(6), make()
+    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=list(cuts), backward=backward
+    )
+    Counter.all = 0
+    want = loop(make(), mse, inputs, targets, 3)
+    for _ in range(2):
+        assert_same(run(pipe, model, inputs, targets), want)
+
+
+SHARING: dict[str, list[Act]] = {
+    "an attribute": [count, scale],
+    "a branch on an attribute": [count, branch],
+    "a dtype that an attribute decides": [count, choose],
+    "the length of a list": [append_number, length],
+    "the last tensor of a list": [add_last, append],
+    "the first tensor of a list": [add_first, append],
+    "a dict": [load, store],
+    "an attribute that holds a tensor": [recall, store],
+    "an object": [counter],
+    "a class": [in_class],
+    "a context variable": [in_context],
+}
+
+
+@pytest.mark.parametrize("reset", ["before", "after", "anew"])
+@pytest.mark.parametrize("kind", SHARING)
+def test_modules_find_what_those_of_other_stages_leave_in(kind, reset):
+    if reset == "anew" and kind in ("a class", "a context variable"):
+        pytest.skip("they are never new")
+    number.set(0)
+    Counter.all = 0
+    assert_as_one_device(lambda: Shared([SHARING[kind]] * 4, reset=reset), ["blocks.1", "blocks.3"])
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_hooks_find_what_modules_of_other_stages_leave_inside_blocks_that_are_cut(backward):
+    acts = [[count, append], [count, scale, length], [count, add_last], [scale]]
+    assert_as_one_device(lambda: Shared(acts, hooked=True), ["blocks.1.b", "blocks.2"], backward)
+
+
+@settings(max_examples=few(8))
+@given(
+    st.lists(st.lists(st.sampled_from(ACTS), max_size=3), min_size=4, max_size=4),
+    st.booleans(),
+    st.sampled_from(["before", "after", "anew"]),
+    st.sets(st.sampled_from(CUTS), min_size=1, max_size=3),
+    st.sampled_from(BACKWARDS),
+)
+def test_blocks_that_share_state_compute_what_one_device_computes(acts, hooked, reset, cuts, backward):
+    assert_as_one_device(lambda: Shared(acts, hooked, reset), sorted(cuts), backward)
+
+
+class Counting(nn.Module):
+    """Multiplies by the number of calls before this one."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.__dict__["shared"], self.linear = shared, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.count += 1
+        return self.linear(x) * self.shared.count
+
+
+class Sealed(nn.Module):
+    """A checkpoint, which cannot be opened, around a module that reads what others leave."""
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()
+        self.inner = Counting(shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_a_module_that_cannot_be_opened_is_refused_if_it_reads_what_other_stages_leave():
+    model, (inputs, targets) = Shared([[]] * 4), rows_of()(4)
+    model.blocks = nn.ModuleList([Sealed(model) for _ in range(4)])
+    said = (
+        r"module blocks\.0: got activation checkpointing in a call that uses Python state that is another one in its "
+        r"stage \(got mul\[5\] in module blocks\.0\.inner, expected mul\[1\] in module blocks\.0\.inner\).*pass what "
+        r"it uses as arguments"
+    )
+    with pytest.raises(fpipe.CutError, match=said):
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.2"])
+
+
+class Amplifying(Counting):
+    """The same, by a global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * gain
+
+
+def test_what_a_module_reads_outside_of_the_model_is_watched_if_it_must_be_opened(monkeypatch):
+    model, (inputs, targets) = Shared([[]] * 4), rows_of()(4)
+    model.blocks = nn.ModuleList([Amplifying(model) for _ in range(4)])
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.2"]
+    )
+    run(pipe, model, inputs, targets)
+    monkeypatch.setitem(globals(), "gain", 2.0)
+    with pytest.raises(fpipe.InputError, match=r"global 'gain': got 2\.0, expected 1\.0"):
+        run(pipe, model, inputs, targets)
+
+
+class Voting(nn.Module):
+    """Counts the batches that it likes, as data decide; the model makes the list new before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.liked = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.square().sum() > 0:
+            self.liked.append(1)
+        return self.linear(x) * len(self.liked)
+
+
+class Poll(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Voting(), Voting()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.liked = []
+            x = block(x)
+        return x
+
+
+def test_a_list_that_a_forward_begins_anew_is_put_back_where_data_decide_what_is_in_it():
+    (inputs, targets), model = rows_of()(6), Poll()
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["blocks.1"],
+        unsplittable=Voting,
+    )  # fmt: skip
+    assert_same(run(pipe, model, inputs, targets), loop(Poll(), mse, inputs, targets, 3))
+
+
+class Merging(nn.Module):
+    """Uses its second argument only if data say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x + y if x.square().sum() > 0 else x
+
+
+class Skipping(nn.Module):
+    """Hands what it has computed first to the module at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Merging()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(self.second(y), y.sin())
+
+
+@pytest.mark.parametrize("cuts", [["second"], ["last"]])
+def test_a_module_that_branches_on_data_gets_all_its_arguments(cuts):
+    (inputs, targets), model = rows_of()(6), Skipping()
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=cuts, unsplittable=Merging
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(Skipping(), mse, inputs, targets, 3))
