@@ -70,6 +70,7 @@ selective = partial(inside, context_fn=partial(create_selective_checkpoint_conte
 AROUND = {
     "plain": None,
     "checkpoint": inside,
+    "generator not put back": partial(inside, preserve_rng_state=False),
     "products saved": selective,
     "products saved, by a list": partial(
         inside, context_fn=partial(create_selective_checkpoint_contexts, [aten.addmm.default])

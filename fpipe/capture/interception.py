@@ -235,6 +235,8 @@ class _Watching:
         with self.spans.running(span):
             yield
         self.recorder.ended(span, sys._getframe(1).f_locals["ret"])
+        if span.stream is not None or self.recorder.draws.has_from(span.first_tick):
+            how["preserve_rng_state"] = True  # else the second run draws what the schedule has left in the generator
         yield from generator
 
 
