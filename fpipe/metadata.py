@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import READING, Answers, assuming, surely_reached
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
+from fpipe.capture.fake import noted
+from fpipe.capture.observation import Effects
 from fpipe.differentiation.splitting import Graph, search
 from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
@@ -229,17 +231,23 @@ def _grads(
     incoming: Sequence[Tensor | None],
     mode: FakeTensorMode,
 ) -> Tensors:
+    effects = Effects()
     try:
-        with assuming(mode) as answers, run.function.placed(tuple(run.leaves.values())):
+        with assuming(mode) as answers, noted(mode, effects), run.function.placed(tuple(run.leaves.values())):
             found = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
-        run.watch.answered(answers)
-        return found
     except RuntimeError as error:
         raise CaptureError(
             f"stage {s}: got {type(error).__name__} in its backward: {error}, expected one that runs. Call backward() "
             "on the loss of the model itself, which should raise too; compute new tensors where it changes some in "
             "place that its backward needs."
         ) from error
+    run.watch.answered(answers)
+    if effects.drawn and run.function.scope is None:  # else a checkpoint may draw again what it has drawn
+        raise CaptureError(
+            f"stage {s}: got a backward that draws random numbers, expected only forwards that do: their numbers "
+            "follow from the step's seed. Draw them in the forward of the custom autograd function, and save them."
+        )
+    return found
 
 
 def _unsure(captured: Captured, value: Value) -> bool:

@@ -5,9 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import fpipe
 from fpipe import InputError
 from fpipe.random import generator, key, label, preserved, reseed
+from schedules import one_f_one_b
 
 CPU = torch.device("cpu")
 
@@ -56,3 +59,28 @@ def test_the_user_s_state_comes_back_even_after_an_error():
 def test_a_device_without_generator_is_refused():
     with pytest.raises(InputError, match="got a random operation on device meta, expected cpu or cuda"):
         generator(torch.device("meta"))
+
+
+class Rounded(torch.autograd.Function):
+    """Adds noise to the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + torch.randn_like(grad)
+
+
+class Rounding(nn.Module):
+    def forward(self, x):
+        return Rounded.apply(x)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_backward_that_draws_is_refused(backward):
+    model, x = nn.Sequential(nn.Linear(2, 2), Rounding(), nn.Linear(2, 2)), torch.randn(4, 2)
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "backward": backward}
+    with pytest.raises(fpipe.CaptureError, match=r"stage 0: got a backward that draws random numbers"):
+        fpipe.pipeline(model, example=(x,), loss=torch.sum, **options)

@@ -145,12 +145,8 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watched(self, effects: Effects) -> Iterator[None]:
         """The mode, in which `effects` are noted; what torch.compile has made runs as it was written."""
-        with torch.compiler.set_stance("force_eager"), self:
-            self.effects = effects
-            try:
-                yield
-            finally:
-                self.effects = None
+        with torch.compiler.set_stance("force_eager"), self, noted(self, effects):
+            yield
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What an operation returns, as fakes."""
@@ -218,6 +214,19 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return (self._laid_out(out[0], memory_format), *out[1:])
         with self:
             return out.contiguous(memory_format=memory_format)
+
+
+@contextmanager
+def noted(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
+    """Note, inside, what operations on fakes of `mode` do, if it can tell."""
+    if not isinstance(mode, Fakes):
+        yield
+        return
+    before, mode.effects = mode.effects, effects
+    try:
+        yield
+    finally:
+        mode.effects = before
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
