@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front ends: what they take, what they deliver, and what they say of models that they cannot take."""
 
+import itertools
+
 import pytest
 import torch
 from models import WIDTH, ZOO, Case, assert_same, build, loop, mse, rows_of, run, run_reference
@@ -131,19 +133,29 @@ def test_one_module_in_two_places(capture):
     assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
 
 
-def test_a_part_s_constants_may_not_depend_on_the_microbatch():
-    """What is no tensor was read at capture; a part that returns another value later is stopped."""
-    calls = []
+def fickle_parts(count):
+    return [nn.Linear(WIDTH, WIDTH), lambda x: {"x": x * 2, "count": count()}, lambda tree: tree["x"]]
 
-    def fickle(x):
-        calls.append(1)
-        return {"x": x * 2, "count": len(calls)}
 
-    parts = [nn.Linear(WIDTH, WIDTH), fickle, lambda tree: tree["x"]]
-    x = torch.randn(4, WIDTH)
-    how = gpipe(ranks=2, microbatches=2)
-    with pytest.raises(fpipe.InputError, match=r"module 1: got \[1\] among what it returned, expected \[2\]"):
-        fpipe.pipeline(parts, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"], capture="modules")
+FICKLE = {"schedule": gpipe(ranks=2, microbatches=2), "cuts": ["1"], "capture": "modules", "loss": mse}
+
+
+def test_a_part_s_constants_may_not_depend_on_the_call():
+    calls, x = [], torch.randn(4, WIDTH)
+    parts = fickle_parts(lambda: calls.append(1) or len(calls))
+    with pytest.raises(fpipe.CutError, match=r"module 1: .* Python state .*got \[1\] returned, expected \[2\]"):
+        fpipe.pipeline(parts, example=(x,), targets=x, **FICKLE)
+
+
+def test_a_part_that_returns_another_constant_later_is_stopped():
+    """What is no tensor was read at capture."""
+    ticks, x = itertools.count(), torch.randn(4, WIDTH)
+    parts = fickle_parts(lambda: next(ticks) // 50)
+    pipe = fpipe.pipeline(parts, example=(x,), targets=x, **FICKLE)
+    state = pipe.init(parts)
+    with pytest.raises(fpipe.InputError, match=r"module 1: got \[1\] among what it returned, expected \[0\]"):
+        for _ in range(50):
+            fpipe.value_and_grad(pipe)(*state, (x,), x)
 
 
 def test_autocast_around_the_step_is_that_of_the_model_and_the_loss():

@@ -451,7 +451,7 @@ VALUES = st.recursive(
 def exact(value):
     """A value with the type of everything in it."""
     if isinstance(value, dict):
-        return dict, sorted((key, exact(one)) for key, one in value.items() if one is not None)
+        return dict, sorted((key, exact(one)) for key, one in value.items())
     if isinstance(value, list):
         return list, [exact(one) for one in value]
     if isinstance(value, SimpleNamespace):

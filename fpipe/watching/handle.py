@@ -113,7 +113,8 @@ class Table:
     """What was found in a mapping under some keys: plain values, empty containers, and all else.
 
     - `count`: how many elements there were; `None` if others may come and go. `named`: how to write a key.
-    - `absent`: keys that were not there. `kinds`: the classes of the empty containers.
+    - `absent`: keys that were not there. `nones`: those of `None`, which a missing key is not. `kinds`: the classes of
+      the empty containers.
     """
 
     keys: tuple[Any, ...]
@@ -124,6 +125,7 @@ class Table:
     named: str
     absent: tuple[Any, ...] = ()
     kinds: tuple[type, ...] = ()
+    nones: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, children: Mapping[Any, Handle], count: int | None, named: str, absent: tuple[Any, ...] = ()) -> Table:
@@ -132,7 +134,8 @@ class Table:
         empty = {k: c.kind for k, c in children.items() if isinstance(c, Container) and c.is_empty}
         inner = tuple((k, child) for k, child in children.items() if k not in plain and k not in empty)
         known = tuple(plain), tuple(plain.values()), tuple(empty)
-        return cls(*known, inner, count, named, absent, tuple(empty.values()))
+        nones = tuple(key for key, value in plain.items() if value is None)
+        return cls(*known, inner, count, named, absent, tuple(empty.values()), nones)
 
     def holds(self, table: Mapping[Any, Any]) -> bool:
         """Whether all of it still is there."""
@@ -143,6 +146,7 @@ class Table:
             and not any(map(get, self.empty))
             and all(map(is_, map(type, map(get, self.empty)), self.kinds))
             and not any(map(table.__contains__, self.absent))
+            and all(map(table.__contains__, self.nones))
             and (not self.inner or all(child.holds(get(key)) for key, child in self.inner))
         )
 
@@ -153,6 +157,9 @@ class Table:
         """What is not as it was."""
         for key, value in zip(self.keys, self.values, strict=True):
             yield from Plain(value).differences(table.get(key), self.at(where, key))
+        for key in self.nones:
+            if key not in table:
+                yield Difference(self.at(where, key), "nothing", "None")
         for key in table.keys() & set(self.absent):
             yield Difference(self.at(where, key), f"{said(table[key])} of its own", "that of its class")
         for key, kind in zip(self.empty, self.kinds, strict=True):
