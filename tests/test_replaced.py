@@ -112,3 +112,44 @@ def test_what_torch_calls():
         (x.grad, x.grad_fn, x.is_leaf, x.data_ptr())
         x.grad = None
     assert seen == [replaced.GRAD.__get__, *replaced.ASKING, torch.Tensor.data_ptr, replaced.GRAD.__set__]
+
+
+class Sparse(nn.Module):
+    """Attends to few; what it holds is made at random, and used by `Full`."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.query(x).relu()
+
+
+class Full(Sparse):
+    def forward(self, x):
+        return self.query(x).tanh()
+
+
+class Changing(nn.Module):
+    """Takes another module for short inputs, for good, with the weights of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.kind = Sparse(), "sparse"
+
+    def forward(self, x):
+        if self.kind == "sparse" and x.shape[1] < 8:
+            full = Full()
+            full.query = self.inner.query
+            self.inner, self.kind = full, "full"
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("cut", ["1.inner", "2"])
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_module_that_the_first_call_replaces_keeps_its_weights(cut, backward):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Changing(), nn.Linear(4, 4)), torch.randn(4, 4)
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": [cut], "backward": backward}
+    pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), **options)
+    fpipe.verify(pipe, model, (x,))

@@ -28,6 +28,7 @@ from fpipe.capture.draws import Drawn, Draws
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import asking_line
+from fpipe.capture.liveness import live
 from fpipe.capture.modes import Modes
 from fpipe.capture.observation import Effects, is_collective
 from fpipe.capture.origins import History, Origin, for_real
@@ -345,9 +346,11 @@ class Recorder(TorchFunctionMode):
         return Counter((unit.path, unit.does) for unit in units)
 
     def varying(self) -> list[tuple[str, str]]:
-        """What was called, but for what is the same in every run."""
-        constant = set(self.constants().units)
-        return [(unit.path, unit.does) for unit in self.units if unit not in constant or not unit.reads + unit.makes]
+        """What was called, but for what is the same in every run, and what nobody uses."""
+        constant, storage = set(self.constants().units), self.values.storage
+        returned = {value for span in self.spans.outermost for value in span.returned.values()}
+        units = live(self.units, self.written, storage, returned, self.values.sources)
+        return [(unit.path, unit.does) for unit in units if unit not in constant or not unit.reads + unit.makes]
 
     def tape(self) -> Tape:
         """What was recorded."""

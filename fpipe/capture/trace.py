@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -272,12 +273,19 @@ def _require_alike(first: Recorder, second: Recorder) -> None:
     """Raise `CaptureError` unless a model did the same in its second run, or less: constants may have been kept."""
     created = second.created() - first.created()
     assigned = first.reassigned.next.keys() != second.reassigned.next.keys()
-    if first.varying() != second.varying() or created or assigned:
+    calls = [*zip_longest(first.varying(), second.varying(), fillvalue=("", ""))]
+    if not all(_is_alike(*pair) for pair in calls) or created or assigned:
         where = next((f"module {path or '(root)'}" for path, _ in created), "model")
         raise CaptureError(
             f"{where}: got a forward that does something else when it is called again, expected one that keeps "
             "nothing from one call to the next but buffers. Take what it does the first time out of it."
         )
+
+
+def _is_alike(first: tuple[str, str], second: tuple[str, str]) -> bool:
+    """Compare two torch calls by module and name; a module that the first run made has no path in it yet."""
+    (path, does), (where, again) = first, second
+    return does == again and f"{where}.".startswith(f"{path}." if path else "")
 
 
 def _noting(ask: Ask, asked: list[Answer]) -> Ask:
