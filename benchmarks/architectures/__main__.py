@@ -5,6 +5,9 @@
     python benchmarks/architectures --only gpt2 t5 vit       # some, printed
     python benchmarks/architectures --results found.jsonl    # kept; run again, it goes on where it stopped
 
+First all are tried in the first variant, then in the others; what is known is kept, so the page can be written at any
+time, with --write.
+
 Needs transformers; some architectures need timm, torchvision, torchaudio, scipy or pillow too, and are listed as not
 tried without them. Each runs in a process of its own, with one thread, a time limit and a memory limit. What was found
 at another commit is not used again: a page tells of one commit.
@@ -47,6 +50,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=300, help="the limit of an architecture, in CPU seconds")
     parser.add_argument("--gigabytes", type=float, default=8, help="the memory limit of an architecture")
     parser.add_argument("--results", type=Path, default=Path(gettempdir()) / "fpipe_architectures.jsonl")
+    parser.add_argument("--write", action="store_true", help="write the page of what is known, and try nothing")
     parser.add_argument("--page", type=Path, help=f"the page to write; by default {PAGE.name}, if all were asked for")
     return parser.parse_args()
 
@@ -74,7 +78,8 @@ def attempt(kind: str, names: Sequence[str], asked: argparse.Namespace, at: str)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (int(asked.seconds), int(asked.seconds)))
     torch.set_num_threads(1)
-    for found in trials(Trial(kind, names[0], at), names, asked.variants, asked.capture):
+    start = known(asked.results, at).get(kind) or Trial(kind, names[0], at)
+    for found in trials(start, names, asked.variants, asked.capture):
         add(asked.results, found)
 
 
@@ -130,14 +135,21 @@ def stop(found: Trial, why: str, variants: Sequence[str]) -> None:
             found.results.setdefault(name, why)
 
 
+def is_left(found: Trial, variants: Sequence[str]) -> bool:
+    """Whether an architecture can be tried in more of these variants."""
+    missing = [name for name in variants if name not in found.results and not VARIANTS[name].dropping]
+    return not found.finished or bool(missing and not found.untried)
+
+
 def main() -> None:
     asked, at = options(), commit()
     transformers.logging.set_verbosity_error()
     types = architectures()
     wanted = {kind: types[kind] for kind in asked.only or types}
-    done = {} if asked.only else known(asked.results, at)
-    todo = [(kind, names) for kind, names in wanted.items() if kind not in done or not done[kind].finished]
-    attempts(todo, asked, at)
+    for variants in () if asked.write else (asked.variants[:1], asked.variants):
+        done = known(asked.results, at)
+        todo = [(kind, names) for kind, names in wanted.items() if kind not in done or is_left(done[kind], variants)]
+        attempts(todo, argparse.Namespace(**{**vars(asked), "variants": variants}), at)
     where = asked.page or (None if asked.only else PAGE)
     if where is not None:
         where.parent.mkdir(exist_ok=True)

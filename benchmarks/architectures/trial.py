@@ -37,8 +37,8 @@ class Variant(NamedTuple):
 
 
 SCHEDULES: Mapping[str, Callable[[], Schedule]] = {
-    "1F1B, 2 ranks": lambda: one_f_one_b(ranks=2, microbatches=MICROBATCHES),
     "V, 4 ranks": lambda: v_1f1b(ranks=4, microbatches=MICROBATCHES),
+    "1F1B, 2 ranks": lambda: one_f_one_b(ranks=2, microbatches=MICROBATCHES),
     "interleaved, 4 ranks": lambda: interleaved_1f1b(ranks=4, microbatches=MICROBATCHES, chunks=2),
 }
 BACKWARDS: tuple[Backward, ...] = ("autograd", "graph")
@@ -92,8 +92,8 @@ class Trial:
 
 
 def trials(found: Trial, names: Sequence[str], among: Sequence[str], capture: str) -> Iterator[Trial]:
-    """Try an architecture in the variants `among`; yield what is known after each of them."""
-    began = time.monotonic()
+    """Try an architecture in those of the variants `among` that are not tried yet; yield what is known after each."""
+    began, found.finished = time.monotonic() - found.seconds, False
     for one in _steps(found, names, among, capture):
         one.seconds = round(time.monotonic() - began, 1)
         yield one
@@ -109,13 +109,14 @@ def _steps(found: Trial, names: Sequence[str], among: Sequence[str], capture: st
         return
     found.name, found.parameters = type(plain.model).__name__, plain.parameters
     found.attention, found.tokens = plain.attention, plain.tokens
+    plain = plain.without("labels") if found.note else plain
     yield from _plain(plain, among, capture, found)
     if found.refused and "labels" in plain.batch:
         found.note, found.results = next(iter(found.wrong.values())), {}
         yield from _plain(plain.without("labels"), among, capture, found)
     if not found.wrong and any("drop" in name for name in plain.model.config.to_dict()):
         for name in among:
-            if VARIANTS[name].dropping:
+            if VARIANTS[name].dropping and name not in found.results:
                 found.results[name] = _dropped(names, VARIANTS[name], capture, found)
                 yield found
 
@@ -124,7 +125,7 @@ def _plain(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> 
     """Without dropout, in each variant. What a capture refuses, it refuses under every schedule."""
     found.batch = tuple(plain.batch)
     for name in among:
-        if not VARIANTS[name].dropping:
+        if not VARIANTS[name].dropping and name not in found.results:
             refusal = next((what for what in found.wrong.values() if what.startswith("CaptureError")), None)
             found.results[name] = refusal or _compared(plain, VARIANTS[name], capture, found)
             yield found
