@@ -30,6 +30,7 @@ from fpipe.capture.gradient_hooks import gradient_hooks, require_exact
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
 from fpipe.capture.skeleton import skeleton
+from fpipe.capture.snapshot import put_back
 from fpipe.captures import Captures
 from fpipe.consensus import connect, enter, meet
 from fpipe.cutting.calls import Selector
@@ -286,7 +287,8 @@ def verify(
     """Run steps three ways and compare loss, outputs (if they are trees), gradients and buffers bit for bit.
 
     The pipeline, the reference, and `model` itself in a plain eager loop. They begin from `params` and `buffers`, this
-    process's share of what is being trained, or from what the model holds; its own are put back afterwards.
+    process's share of what is being trained, or from what the model holds; its own are put back afterwards, and so is
+    what it keeps in Python.
 
     With `steps`, that many steps of plain gradient descent with seeds from `seed` on: for models that do something else
     after some calls, which a capture cannot see. With a `tolerance`, a leaf may differ by that share of its largest
@@ -300,11 +302,12 @@ def verify(
     share = _share(pipe, module, params, buffers)
     whole = gathered(pipe, module, *share) if (params, buffers) != (None, None) else held(module)
     found = Verification(0, 0)
-    for i in range(steps):
-        with placed(module, *whole):
-            now = None if seed is None else seed + i
-            compared, share, whole = _verified(pipe, module, share, whole, (inputs, targets), now, tolerance)
-        found = Verification(found.reference + compared.reference, found.eager + compared.eager)
+    with put_back(module):
+        for i in range(steps):
+            with placed(module, *whole):
+                now = None if seed is None else seed + i
+                compared, share, whole = _verified(pipe, module, share, whole, (inputs, targets), now, tolerance)
+            found = Verification(found.reference + compared.reference, found.eager + compared.eager)
     return found
 
 

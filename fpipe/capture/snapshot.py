@@ -119,6 +119,19 @@ def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[No
                 table[name] = old
 
 
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards, all containers that a model reaches, its tables of modules and attributes too, are as before."""
+    walk = Walk()
+    walk.follow([model])
+    before = [Held(one, contents(one), True) for one in walk.containers.values()]
+    try:
+        yield
+    finally:
+        for one in before:
+            one.restore()
+
+
 class Walk:
     """Finds the `containers` that objects reach, by key, and the `functions`, into which it goes once it is told to.
 
