@@ -100,3 +100,34 @@ def test_a_stage_that_picks_by_value_is_not_recorded():
         "by autograd: it reads the values of tensors",
         "as a graph",
     ]
+
+
+class Clamping(nn.Module):
+    """Turns images into rows of channels, and asks about them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return x if torch.isfinite(x).all() else x.clamp(-1, 1)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.rows = nn.Conv2d(3, 32, 1), nn.Sequential(Clamping(), Clamping())
+
+    def forward(self, x):
+        return self.rows(self.conv(x).flatten(2).permute(0, 2, 1))
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_gradients_of_images_are_laid_out_as_on_one_device(backward):
+    """The gradient of a convolution's bias shows in its last bits how its cotangent was laid out."""
+    torch.manual_seed(0)
+    model, x, y = Images(), torch.randn(4, 3, 9, 9), torch.randn(4, 81, 32)
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["rows"], "unsplittable": [Clamping]}
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, backward=backward, **options)
+    fpipe.verify(pipe, model, (x,), y)

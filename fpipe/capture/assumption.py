@@ -118,8 +118,8 @@ class Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the tensor's own gradient, and zeros for the others."""
-        return *grads, *[torch.zeros_like(tensor) for tensor in ctx.saved_tensors]
+        """Return the tensor's own gradient, and zeros for the others, which leave its layout to what is added to them."""
+        return *grads, *[tensor.new_zeros(()).expand_as(tensor) for tensor in ctx.saved_tensors]
 
 
 def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
