@@ -813,7 +813,7 @@ def test_hooks_of_all_kinds_are_part_of_the_forward_or_refused(hooks, cuts, lazy
         pipe = fpipe.pipeline(
             model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=where, backward=backward
         )
-    except fpipe.CutError:
+    except (fpipe.CutError, fpipe.CaptureError):
         assert checkpoints
         return
     got = run(pipe, model, inputs, targets)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WIDTH, assert_same, few, loop, mse, rows_of, run
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
@@ -230,23 +232,24 @@ class Counting(nn.Module):
 
 
 class Sealed(nn.Module):
-    """A checkpoint, which cannot be opened, around a module that reads what others leave."""
+    """Hooks on what is saved, with which a module cannot be opened, around one that reads what others leave."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
         self.inner = Counting(shared)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return self.inner(x)
 
 
 def test_a_module_that_cannot_be_opened_is_refused_if_it_reads_what_other_stages_leave():
     model, (inputs, targets) = Shared([[]] * 4), rows_of()(4)
     model.blocks = nn.ModuleList([Sealed(model) for _ in range(4)])
     said = (
-        r"module blocks\.0: got activation checkpointing in a call that uses Python state that is another one in its "
-        r"stage \(got mul\[5\] in module blocks\.0\.inner, expected mul\[1\] in module blocks\.0\.inner\).*pass what "
-        r"it uses as arguments"
+        r"module blocks\.0: got saved-tensor hooks around what it calls in a call that uses Python state that is "
+        r"another one in its stage \(got mul\[5\] in module blocks\.0\.inner, expected mul\[1\] in module "
+        r"blocks\.0\.inner\).*pass what it uses as arguments"
     )
     with pytest.raises(fpipe.CutError, match=said):
         fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.2"])
@@ -340,3 +343,30 @@ def test_a_module_that_branches_on_data_gets_all_its_arguments(cuts):
         model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=cuts, unsplittable=Merging
     )
     assert_same(run(pipe, model, inputs, targets), loop(Skipping(), mse, inputs, targets, 3))
+
+
+class Remembering(nn.Module):
+    """Scales by how many calls came before it in this forward; what is called is checkpointed."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.layers, self.looks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), looks
+
+    def forward(self, x):
+        self.seen = []
+        for layer in self.layers:
+            x = checkpoint(self.step, layer, x, use_reentrant=False)
+        return x
+
+    def step(self, layer, x):
+        self.seen.append(1)
+        return layer(x) * (len(self.seen) if self.looks else 2)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_checkpoint_that_finds_other_state_when_it_runs_again_is_refused(backward):
+    for looks in (False, True):
+        model, x = nn.Sequential(nn.Linear(4, 4), Remembering(looks), nn.Linear(4, 4)), torch.randn(4, 4)
+        options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "backward": backward}
+        with pytest.raises(fpipe.CaptureError, match="a checkpointed function") if looks else nullcontext():
+            fpipe.verify(fpipe.pipeline(model, example=(x,), loss=torch.sum, **options), model, (x,))

@@ -35,6 +35,7 @@ from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import require_own_parameters
 from fpipe.capture.rehearsal import Again, Rehearsal
+from fpipe.capture.reruns import require_same_again
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, real, settle
 from fpipe.capture.skeleton import on_meta, skeleton
@@ -105,6 +106,8 @@ class _Tracer:
         results, made = tuple(map(values.read, tensors)), None if loss is None else values.read(loss)
         needed = (*results, *(() if made is None else (made,)), *recorder.reassigned.next.values())
         rehearsal = self._rehearsal(tape, values.sources, state)
+        with rehearsal.begun() as rehearse:
+            require_same_again(tape, rehearse)
         playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written, rehearsal)
         calls = [*_within(tape.spans)]
         return Captured(

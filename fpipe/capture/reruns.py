@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a checkpointed function do the same when the backward runs it again?
+
+Problem. Until then the forward has gone on: a list that blocks fill is longer, a counter is higher. On one device the
+function finds them so, and gets gradients of something else than the forward computed; in a stage they are as before.
+
+Idea. Rehearse these functions from the state in which a forward begins, and from that in which it ends. If both are as
+recorded, it does not matter which of the two they find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fpipe.capture.rehearsal import Rehearse
+from fpipe.capture.tape import Span, Tape
+from fpipe.errors import CaptureError
+
+
+def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
+    """Raise `CaptureError` if a checkpointed function depends on Python state that the forward changes."""
+    again = [span for span in _checkpointed(tape.spans) if _is_rerun(tape, span)]
+    forward = [replace(span, touched=[]) for span in tape.spans]  # what it assigns stays there
+    for calls in ([*forward, *reversed(again)], *([span] for span in again)) if again else ():
+        for span, found in rehearse(calls).differing.items():
+            raise CaptureError(
+                f"module {span.path or '(root)'}: got a checkpointed function that {found}, expected one that does the "
+                "same when the backward runs it again: by then the forward has changed what it finds in Python. Pass "
+                "that as an argument, or let the schedule recompute the stage (schedules.recompute)."
+            )
+
+
+def _is_rerun(tape: Tape, span: Span) -> bool:
+    return any(tape.fakes[value].requires_grad for value in span.returned.values())
+
+
+def _checkpointed(spans: Iterable[Span]) -> Iterator[Span]:
+    for span in spans:
+        yield from [span] if span.checkpoint else _checkpointed(span.inner)
