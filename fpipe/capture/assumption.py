@@ -118,7 +118,7 @@ class Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the tensor's own gradient, and zeros for the others, which leave its layout to what is added to them."""
+        """Return the own gradient, and zeros for the others, which leave its layout to what is added to them."""
         return *grads, *[tensor.new_zeros(()).expand_as(tensor) for tensor in ctx.saved_tensors]
 
 
