@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -796,4 +796,11 @@ def few(examples: int) -> int:
 
 
 NIGHTLY = settings.default.max_examples > 100
+
+
+def by_day(cases: Iterable[Any], every: int) -> list[Any]:
+    """Every so many of the cases by day, and all of them by night."""
+    return [*cases] if NIGHTLY else [*cases][::every]
+
+
 by_night = pytest.mark.skipif(not NIGHTLY, reason="takes long; make nightly runs it")

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from models import WIDTH, ZOO, Case, assert_same, build, loop, mse, rows_of, run, run_reference
+from models import WIDTH, ZOO, Case, assert_same, build, by_day, loop, mse, rows_of, run, run_reference
 from torch import nn
 
 import fpipe
@@ -23,7 +23,7 @@ def captured(name, capture="export"):
     return pipe.training.assembly.captured, model
 
 
-@pytest.mark.parametrize(("name", "capture"), CASES)
+@pytest.mark.parametrize(("name", "capture"), by_day(CASES, 3))
 def test_units_are_in_order_and_sources_are_the_model_s(name, capture):
     found, model = captured(name, capture)
     known = set(found.sources)

@@ -3,10 +3,11 @@
 
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from models import WIDTH, Case, assert_same, build, loop, mse, rows_of, run, run_reference
+from models import WIDTH, Case, assert_same, build, by_day, loop, mse, rows_of, run, run_reference
 from test_memory import require_as_simulated
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,6 +27,7 @@ HOWS = {
 }
 aten = torch.ops.aten
 every = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+PAIRS = by_day(product(["checkpoint", "products saved"], HOWS), 3)
 
 
 def save_products(ctx, op, *args, **kwargs):
@@ -130,22 +132,20 @@ def test_what_the_schedule_recomputes_runs_twice(how):
         assert called[aten.addmm.default] == called[aten.sin.default] == 2 * times
 
 
-@every
-@pytest.mark.parametrize("around", ["checkpoint", "products saved"])
-def test_both(how, around):
+@pytest.mark.parametrize(("around", "name"), PAIRS)
+def test_both(around, name):
     """The schedule's second forward is checkpointed like the first."""
     case, runs = case_of(around)
-    times, called = counted(case, runs, recompute(how, (0, 1, 2, 3)))
+    times, called = counted(case, runs, recompute(HOWS[name], (0, 1, 2, 3)))
     assert times == 3 * CALLS
     assert called[aten.addmm.default] == (2 if around == "products saved" else 3) * 2 * CALLS
 
 
-@every
-@pytest.mark.parametrize("around", ["checkpoint", "products saved"])
-def test_what_is_held(how, around):
+@pytest.mark.parametrize(("around", "name"), PAIRS)
+def test_what_is_held(around, name):
     """What a checkpoint saves is let go of in the backward, like all else."""
     case, _ = case_of(around)
-    for schedule in (how, recompute(how, (1, 2))):
+    for schedule in (HOWS[name], recompute(HOWS[name], (1, 2))):
         require_as_simulated(*build(case, schedule, ROWS * MICROBATCHES, capture="trace"))
 
 

@@ -15,6 +15,7 @@ from models import (
     Case,
     assert_same,
     build,
+    by_day,
     captured_by,
     descending,
     differences,
@@ -78,7 +79,7 @@ def test_every_schedule_on_every_number_of_ranks(name, capture, kind, ranks):
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=4), 8, capture=capture)
 
 
-@pytest.mark.parametrize("microbatches", range(1, 10))
+@pytest.mark.parametrize("microbatches", by_day(range(1, 10), 2))
 @pytest.mark.parametrize(
     ("name", "capture"),
     [("mlp", "export"), ("normalised", "modules"), ("tied_sequence", "modules"), ("dropping", "modules")],
@@ -134,7 +135,7 @@ def test_any_of_them_in_any_way(which, kind, ranks, microbatches):
 
 
 @pytest.mark.parametrize("targets_given", [True, False])
-@pytest.mark.parametrize(("name", "capture"), CASES)
+@pytest.mark.parametrize(("name", "capture"), by_day(CASES, 3))
 def test_evaluation(name, capture, targets_given):
     case = ZOO[name]
     pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=3), 6, capture=capture)

@@ -9,14 +9,14 @@ copied, as if it went to another rank; the copy is nobody's until a stage is giv
 import gc
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 import optree
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from models import ZOO, Assigned, Average, Case, build, few, linears, mse, rows_of
+from models import ZOO, Assigned, Average, Case, build, by_day, few, linears, mse, rows_of
 from random_models import case_of, descriptions, places
 from test_random_models import built_or_refused, schedules
 from torch import Tensor
@@ -247,10 +247,13 @@ def without_onednn(off):
         torch.backends.mkldnn.set_flags(enabled)
 
 
-@pytest.mark.parametrize(("how", "backward"), [*((how, "autograd") for how in SCHEDULES), ("ZB-V", "graph")])
-@pytest.mark.parametrize("name", ZOO)
-def test_what_is_held_after_every_action(name, how, backward):
+HOWS = [*((how, "autograd") for how in SCHEDULES), ("ZB-V", "graph")]
+
+
+@pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 3), ids=str)
+def test_what_is_held_after_every_action(name, way):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
+    how, backward = way
     with without_onednn(name == "recurrent"):
         require_as_simulated(*built(name, SCHEDULES[how], backward=backward))
 
@@ -262,8 +265,10 @@ def test_what_buffers_that_are_assigned_hold(how):
         require_as_simulated(*build(case, one, 2 * one.microbatches, capture="trace"))
 
 
-@pytest.mark.parametrize("how", SCHEDULES)
-@pytest.mark.parametrize("name", ["skips", "unet", "normalised", "in_place", "frozen_below", "gpt_dropout"])
+RECOMPUTED = ["skips", "unet", "normalised", "in_place", "frozen_below", "gpt_dropout"]
+
+
+@pytest.mark.parametrize(("name", "how"), by_day(product(RECOMPUTED, SCHEDULES), 3))
 def test_what_is_recomputed(name, how):
     how = SCHEDULES[how]
     for stages in (range(how.stages), [1, 3]):

@@ -7,7 +7,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import WIDTH, ZOO, Case, assert_same, build, captured_by, few, loop, mse, rows_of, run, run_reference
+from models import (
+    WIDTH,
+    ZOO,
+    Case,
+    assert_same,
+    build,
+    by_day,
+    captured_by,
+    few,
+    loop,
+    mse,
+    rows_of,
+    run,
+    run_reference,
+)
 from torch import nn
 
 import fpipe
@@ -29,7 +43,7 @@ def require_exact(case, how, rows, cuts=None, capture="export"):
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
-@pytest.mark.parametrize(("name", "capture"), captured_by("trace", "export", "modules"))
+@pytest.mark.parametrize(("name", "capture"), by_day(captured_by("trace", "export", "modules"), 3))
 def test_the_zoo(name, capture):
     require_exact(ZOO[name], recompute(one_f_one_b(ranks=4, microbatches=3)), 6, capture=capture)
 

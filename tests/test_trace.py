@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import WIDTH, Case, Tripled, assert_same, build, few, loop, mse, rows_of, run, run_reference
+from models import WIDTH, Case, Tripled, assert_same, build, by_day, few, loop, mse, rows_of, run, run_reference
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -375,7 +375,7 @@ MODELS = {
     "counter": (Counted, AT_BLOCKS, INSIDE),
     "methods": (Indirect, ("blocks.0", "blocks.1", "blocks.2"), ("blocks.0.b", "blocks.1.b", "blocks.2.b")),
 }
-CUT = [(name, cuts) for name, (_, *ways) in MODELS.items() for cuts in ways]
+CUT = by_day(((name, cuts) for name, (_, *ways) in MODELS.items() for cuts in ways), 2)
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gpipe(ranks=4, microbatches=3))}
 
 

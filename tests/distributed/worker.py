@@ -1030,6 +1030,7 @@ NEEDS_TWO = {
     "fused_pairs_in_a_vee",
     "two_stages_on_each_rank",
     "wrapped_models",
+    "batches_of_other_shapes",
     "state_of_another_rank",
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),
     *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
