@@ -30,8 +30,16 @@ class Modes(NamedTuple):
     region: int
 
 
+Casts: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 Items: TypeAlias = Sequence[tuple[Modes, Step]]
 Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
+
+
+def in_force() -> tuple[bool, Casts]:
+    """Whether gradients are recorded now, and autocast by kind of device."""
+    kinds = ("cpu", "cuda")
+    casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
+    return torch.is_grad_enabled(), casts
 
 
 def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:

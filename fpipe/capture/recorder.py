@@ -29,7 +29,7 @@ from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import asking_line
 from fpipe.capture.liveness import live
-from fpipe.capture.modes import Modes
+from fpipe.capture.modes import Modes, in_force
 from fpipe.capture.observation import Effects, is_collective
 from fpipe.capture.origins import History, Origin, for_real
 from fpipe.capture.questions import Ask, Told, refuse_questions
@@ -37,7 +37,7 @@ from fpipe.capture.reassignment import Reassignments
 from fpipe.capture.replaced import ASKING, refusal, require_answerable
 from fpipe.capture.selection import counts, deciding, given
 from fpipe.capture.spans import Spans
-from fpipe.capture.tape import Invocation, Span, Tape, constants_at, pick, tensors_at
+from fpipe.capture.tape import Invocation, Returned, Span, Tape, constants_at, pick, tensors_at
 from fpipe.capture.values import Values
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten
@@ -63,7 +63,7 @@ class Recorder(TorchFunctionMode):
     """Records while it is entered, inside a fake mode.
 
     - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `invocations`, `modes`, `ticks`,
-      `written`, `casts`: what is known of each; `random`: when those that draw do.
+      `written`, `casts`: what is known of each; `random`: when those that draw do. `returned`: what torch calls gave.
     - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
       function was called. `hooked`: before which units tensors began to be saved through hooks.
     - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
@@ -95,6 +95,7 @@ class Recorder(TorchFunctionMode):
         self.written: dict[Unit, frozenset[int]] = {}
         self.casts: dict[Unit, frozenset[Value]] = {}
         self.random: dict[Unit, int] = {}
+        self.returned: dict[int, Returned] = {}
         self.draws = Draws()
         self.told: list[Told] = []
         self.calls = defaultdict[Any, list[int]](list)
@@ -134,6 +135,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.inside = False
         self._record(function, invocation, out, tick)
+        self.returned[tick] = Returned(invocation, in_force(), out, self.tick)
         return out
 
     def _unknown(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
@@ -270,9 +272,7 @@ class Recorder(TorchFunctionMode):
 
     def now(self) -> Modes:
         """The modes in which a call runs."""
-        kinds = ("cpu", "cuda")
-        enabled = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
-        return Modes(torch.is_grad_enabled(), enabled, self.regions if self.depth else 0)
+        return Modes(*in_force(), self.regions if self.depth else 0)
 
     # ----------------------------------------------------------------------------------------------------------- spans
 
@@ -361,6 +361,7 @@ class Recorder(TorchFunctionMode):
             self.invocations,
             self.modes,
             self.ticks,
+            self.returned,
             self.casts,
             tuple(self.spans.outermost),
             tuple(self.draws.streams),

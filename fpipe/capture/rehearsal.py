@@ -7,7 +7,8 @@ No tensor need tell: the block may read a number, or the very tensor that it get
 
 Idea. Before a stage is used, its calls are made once more, one after the other, on the fake tensors of the recording,
 and recorded again. A call that differs from the tape in anything (a torch call, an argument, a mode, what is returned)
-must not be made as itself.
+must not be made as itself. Since nearly all do the same, they are replayed before (see `fpipe.capture.replay`), and
+recorded only if that leaves it open.
 
 Invariant: all Python state is afterwards as it was before, and what the calls have changed of it is known.
 """
@@ -41,6 +42,7 @@ from fpipe.capture.modes import Modes, contexts
 from fpipe.capture.origins import for_real
 from fpipe.capture.questions import Answer, Told
 from fpipe.capture.recorder import Recorder
+from fpipe.capture.replay import Replay
 from fpipe.capture.selection import given
 from fpipe.capture.snapshot import Held, attributes_restored, contents
 from fpipe.capture.tape import Invocation, Span, Tape
@@ -93,6 +95,7 @@ class Again(Recorder):
 class Rehearsal:
     """Makes calls of a tape again.
 
+    - `replay` makes what replays calls.
     - `recorder` makes a recorder, which sees what they do `inside` a context.
     - `fresh` makes new tensors of the model's state and of the batch, `seated` is a context in which they are in their
       places: those of the recording belong to its autograd graph.
@@ -102,42 +105,40 @@ class Rehearsal:
     def __init__(
         self,
         tape: Tape,
+        replay: Callable[[], Replay],
         recorder: Callable[[], Again],
         inside: Callable[[Recorder], AbstractContextManager[None]],
         fresh: Callable[[], Mapping[Value, Tensor]],
         seated: Callable[[Mapping[Value, Tensor]], AbstractContextManager[None]],
         state: Sequence[Held],
     ) -> None:
-        self.tape, self.recorder, self.inside, self.state = tape, recorder, inside, state
+        self.tape, self.replay, self.recorder, self.inside, self.state = tape, replay, recorder, inside, state
         self.fresh, self.seated = fresh, seated
 
     @contextmanager
     def begun(self) -> Iterator[Rehearse]:
         """Yield the function that makes calls again; meanwhile this may not be done elsewhere."""
-        recorder = self.recorder()
-        take = _Take(self.tape, recorder)
-        with torch.inference_mode(False), torch.enable_grad(), self.inside(recorder):
-            yield lambda spans: copy_context().run(self._rehearsed, take, spans)
+        before = [one._replace(contents=contents(one.container)) for one in self.state]
+        with torch.inference_mode(False), torch.enable_grad():
+            yield partial(self._rehearsed, self.replay(), before)
 
-    def _rehearsed(self, take: _Take, spans: Sequence[Span]) -> Rehearsed:
+    def _rehearsed(self, replay: Replay, before: Sequence[Held], spans: Sequence[Span]) -> Rehearsed:
         """Make these calls, and put everything back.
 
         What differs before a call may be why that one differs; so one that must be made as itself ends the rehearsal.
         """
-        before = [one._replace(contents=contents(one.container)) for one in self.state]
-        changed: dict[int, Held] = {}
-        differing: dict[Span, str] = {}
-        try:
-            for _ in range(2):  # what is not put back between microbatches, in classes say, is found by the second one
-                differing = differing or self._differing(take, spans)
-                changed.update({id(one.container): one for one in before if one.changed})
-                for one in changed.values():
-                    if not one.outside:
-                        one.restore()
-        finally:
-            for one in before:
-                one.restore()
-        return Rehearsed(differing, tuple(changed.values()))
+        with replay.begun():
+            found = copy_context().run(_twice, before, lambda: self._replayed(replay, spans))
+        if found.differing:
+            take = _Take(self.tape, self.recorder())
+            with self.inside(take.recorder):
+                found = copy_context().run(_twice, before, lambda: self._differing(take, spans))
+        return found
+
+    def _replayed(self, replay: Replay, spans: Sequence[Span]) -> dict[Span, str]:
+        """The first of these calls of which it stays open whether it differs, if there is one."""
+        with self.seated(self.tape.fakes):
+            return next(({span: "is not known to do the same"} for span in spans if not replay.is_same(span)), {})
 
     def _differing(self, take: _Take, spans: Sequence[Span]) -> dict[Span, str]:
         with torch._C.DisableTorchFunction(), for_real():
@@ -152,6 +153,26 @@ class Rehearsal:
                 if found and span.sealed:
                     break
         return differing
+
+
+def _twice(before: Sequence[Held], differing: Callable[[], dict[Span, str]]) -> Rehearsed:
+    """Do what tells which calls differ, and put back all state, which is as it was `before`."""
+    changed: dict[int, Held] = {}
+    found: dict[Span, str] = {}
+    try:
+        for _ in range(2):  # what is not put back between microbatches, in classes say, is found by the second one
+            found = found or differing()
+            changed.update({id(one.container): one for one in before if one.changed})
+            for one in changed.values():
+                if not one.outside:
+                    one.restore()
+    except BaseException:
+        changed = {id(one.container): one for one in before}
+        raise
+    finally:
+        for one in changed.values():
+            one.restore()
+    return Rehearsed(found, tuple(changed.values()))
 
 
 class _Take:

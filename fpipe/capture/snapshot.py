@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import is_not
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -53,7 +55,7 @@ class Held(NamedTuple):
     def changed(self) -> bool:
         """Whether it has other contents now."""
         now = contents(self.container)
-        return len(now) != len(self.contents) or any(a is not b for a, b in zip(now, self.contents, strict=True))
+        return len(now) != len(self.contents) or any(map(is_not, now, self.contents))
 
     def restore(self) -> None:
         """Put the contents back."""
@@ -219,10 +221,10 @@ def assigned(code: CodeType) -> tuple[str, ...]:
 
 def contents(container: Any) -> tuple[Any, ...]:
     """What is in a container: of dicts, keys and values by turns."""
+    if isinstance(container, dict):  # not as a subclass would have it
+        return tuple(chain.from_iterable(dict.items(container)))
     if isinstance(container, Names):
         return tuple([container.table.get(name, MISSING) for name in container.names])
-    if isinstance(container, dict):  # not as a subclass would have it
-        return tuple([part for item in dict.items(container) for part in item])
     if isinstance(container, CellType):
         try:
             return (container.cell_contents,)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fpipe.capture.closures import apart
 from fpipe.capture.contract import Labels, Tensors, Unit, Value
-from fpipe.capture.modes import Modes
+from fpipe.capture.modes import Casts, Modes
 from fpipe.capture.questions import Answer, Told
 from fpipe.errors import InputError
 from fpipe.tree import PLAIN, taken_apart
@@ -149,6 +149,15 @@ class Span:
     inner: list[Span] = field(default_factory=list)
 
 
+class Returned(NamedTuple):
+    """What a torch call returned, under which modes, and when the next one was made."""
+
+    invocation: Invocation
+    modes: tuple[bool, Casts]
+    out: Any
+    last: int
+
+
 class Draw(NamedTuple):
     """A torch call that draws random numbers: when, which function, and how it is keyed."""
 
@@ -164,6 +173,7 @@ class Tape:
 
     - `units`: the torch calls; `invocations`, `modes`, `ticks`: of each, the function and its arguments, what else it
       depends on, and from when to when it ran.
+    - `returned`: by tick, what each torch call returned that ran inside no other, also those that left no unit.
     - `casts`: which of the values that it reads each unit casts to another dtype, as autocast does.
     - `spans`: the outermost spans. `streams`: those of all spans that draw from a stream.
     - `draws`: what drew random numbers, in order, outside of streams.
@@ -181,6 +191,7 @@ class Tape:
     invocations: Mapping[Unit, Invocation]
     modes: Mapping[Unit, Modes]
     ticks: Mapping[Unit, tuple[int, int]]
+    returned: Mapping[int, Returned]
     casts: Mapping[Unit, frozenset[Value]]
     spans: tuple[Span, ...]
     streams: tuple[Span, ...]

@@ -35,6 +35,7 @@ from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import require_own_parameters
 from fpipe.capture.rehearsal import Again, Rehearsal
+from fpipe.capture.replay import Replay
 from fpipe.capture.reruns import require_same_again
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, real, settle
@@ -225,7 +226,8 @@ class _Tracer:
             return {value: tensor for value, (_, tensor) in self.sources().items()}
 
         again = partial(Again, self.skeleton, tape, sources, self.opaque)
-        return Rehearsal(tape, again, self._inside, fresh, self._seated, state)
+        replay = partial(Replay, self.skeleton, tape, self.mode)
+        return Rehearsal(tape, replay, again, self._inside, fresh, self._seated, state)
 
     def _seats_by_value(self) -> dict[Value, list[Seat]]:
         return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do calls do the same again if each torch call returns again what it returned?
+
+Problem. Calls are rehearsed to see what Python state they find. To run their torch calls on fake tensors once more, and
+to record them, takes as long as the recording itself.
+
+Idea. Each torch call is compared with the next one of the tape, and returns what that one returned; nothing is run but
+Python code. A call that is not a plain function of torch's on plain arguments ends the replay, and so does everything
+that a recorder must be told of. Then the calls must be recorded again to see whether they differ.
+
+Invariant: a replay in which an operator is called, or any torch call is another one, is not the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import (
+    BuiltinFunctionType,
+    EllipsisType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    NoneType,
+    WrapperDescriptorType,
+)
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from fpipe.capture.disguise import disguised
+from fpipe.capture.fake import Fakes
+from fpipe.capture.fast_paths import as_in_eager
+from fpipe.capture.interception import TRANSFORMS
+from fpipe.capture.modes import contexts, in_force
+from fpipe.capture.observation import Effects
+from fpipe.capture.recorder import SEALING
+from fpipe.capture.snapshot import attributes_restored
+from fpipe.capture.tape import Returned, Span, Tape, constants_at, tensors_at
+from fpipe.tree import taken_apart
+
+BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
+EXECUTED = frozenset({*SEALING, Tensor.__deepcopy__})
+"""Functions of torch's that run code of the user's, or change what they are given."""
+TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
+NUMBERS = frozenset({bool, int, float, NoneType})
+CLASSES = (complex, str, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
+DATA = NUMBERS.union(CLASSES)
+"""Classes of arguments in which neither code nor state can hide. Subclasses are others."""
+ENDING = (
+    *((torch, "manual_seed"), (torch, "_check_tensor_all_with"), (torch, "_is_all_true")),
+    *((torch, "_native_multi_head_attention"), (torch.nn.attention, "_sdpa_kernel")),
+    (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+    *TRANSFORMS,
+)
+"""Where else recorders watch torch, but for contexts of autocast, which each call is compared by."""
+
+
+class Different(Exception):
+    """Ends a replay."""
+
+
+class Replay(TorchFunctionMode):
+    """Makes calls of a tape again, inside `begun`.
+
+    - `tick`: when the next torch call was made; `inner`: of the calls that run, the innermost last, the calls inside
+      them that are still to come. `ended`: whether anything was different; a forward may have caught the exception.
+    - `expected`: by tick, the arguments of torch calls that can be compared.
+    - `active`: whether it is entered; who keeps one of the functions that stand for torch's finds torch's later.
+    """
+
+    def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
+        super().__init__()
+        self.tape, self.mode = tape, mode
+        self.attributes = {"_is_param"}.union(*mode.states.values())
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
+        self.effects = Effects()
+        self.effects.calling = self.end
+        self.expected: dict[int, list[Any]] = {}
+        self.inner: list[Iterator[Span]] = []
+        self.tick = 0
+        self.active = self.ended = False
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Torch is watched inside, where it is watched when a run is recorded."""
+        with ExitStack() as stack:
+            stack.enter_context(self.mode.watched(self.effects))
+            for owner, name, function in self._replacements():
+                stack.enter_context(patch.object(owner, name, function))
+            stack.enter_context(disguised())
+            stack.enter_context(as_in_eager(self.end))
+            stack.enter_context(self)
+            self.active = True
+            try:
+                yield
+            finally:
+                self.active = False
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What stands where in torch."""
+        yield nn.Module, "__call__", _function(self._called)
+        yield nn.Module, "__setattr__", _function(self._assigned)
+        yield nn.Module, "register_buffer", _function(self._registered)
+        apply: Any = torch.autograd.Function.apply
+        yield torch.autograd.Function, "apply", classmethod(self._ending(apply.__func__))
+        for owner, name in ENDING:
+            yield owner, name, self._ending(getattr(owner, name))
+
+    def _ending(self, function: Callable[..., Any]) -> Any:
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            return self.end() if self.active else function(*args, **kwargs)
+
+        return ending
+
+    def is_same(self, span: Span) -> bool:
+        """Make a call again, and return whether it is known to do what it did."""
+        function, fakes = span.invocation.function, self.tape.fakes
+        self.tick, self.ended = span.first_tick, False
+        self.inner = [iter([span] if id(function) in self.paths else span.inner)]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(attributes_restored(span.touched))
+                for context in contexts(span.modes):
+                    stack.enter_context(context())
+                out = span.invocation([fakes[value] for value in span.invocation.reads])
+                self._leave(span, out)
+                kept = {(one.module, one.name): one.value for one in span.assigned}
+                same = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
+                return same and constants_at(out) == span.constants and not self.ended
+        except Exception:  # whatever a forward raises that does not find what it expects
+            return False
+
+    def end(self, *_: Any, **__: Any) -> Any:
+        """Something is different, or cannot be compared."""
+        self.ended = True
+        raise Different
+
+    # ---------------------------------------------------------------------------------------------------- what is made
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        one = self.tape.returned.get(self.tick)
+        if self.ended or one is None or not self._is_same(one, func, args, kwargs or {}):
+            self.end()
+        self.tick = one.last
+        return one.out
+
+    def _is_same(self, old: Returned, function: Any, args: Any, kwargs: Any) -> bool:
+        """Compare a torch call with one that was made."""
+        invocation = old.invocation
+        if function is not invocation.function and function != invocation.function:
+            return False
+        expected = self._expected(old)
+        leaves, spec = taken_apart((args, kwargs))
+        same = old.modes == in_force() and len(leaves) == len(expected) and spec == invocation.spec
+        return same and all(map(_is_same, leaves, expected))
+
+    def _expected(self, old: Returned) -> list[Any]:
+        """Return the arguments of a call that was made; none are expected of one that must be recorded."""
+        if self.tick not in self.expected:
+            arguments = self._arguments(old)
+            if not (_is_torchs(old.invocation.function) and all(map(self._is_plain, (*arguments, old.out)))):
+                self.end()
+            self.expected[self.tick] = arguments
+        return self.expected[self.tick]
+
+    def _arguments(self, old: Returned) -> list[Any]:
+        invocation, leaves = old.invocation, list(old.invocation.leaves)
+        for leaf, read in invocation.holes:
+            leaves[leaf] = self.tape.fakes[invocation.reads[read]]
+        return leaves
+
+    def _is_plain(self, leaf: Any) -> bool:
+        """Whether something is a tensor or data, or a tuple of such."""
+        kind = type(leaf)
+        if kind is FakeTensor:
+            return vars(leaf).keys() <= self.attributes  # others would have had them only later
+        if isinstance(leaf, tuple):
+            return all(map(self._is_plain, leaf))
+        if kind is slice:
+            return {type(leaf.start), type(leaf.stop), type(leaf.step)} <= NUMBERS
+        return kind in DATA or kind in TENSORS
+
+    # ----------------------------------------------------------------------------------------------------------- spans
+
+    def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or id(module) not in self.paths:
+            return self.call(module, *args, **kwargs)
+        span = next(self.inner[-1], None)
+        if span is None or span.invocation.function is not module or span.first_tick != self.tick:
+            return self.end()
+        self.inner.append(iter(span.inner))
+        try:
+            out = self.call(module, *args, **kwargs)
+            self._leave(span, out)
+        finally:
+            self.inner.pop()
+        return out
+
+    def _leave(self, span: Span, out: Any) -> None:
+        """A call has returned."""
+        expected, got = {k: self.tape.fakes[v] for k, v in span.returned.items()}, tensors_at(out)
+        same = len(got) == len(expected) and all(got.get(k) is tensor for k, tensor in expected.items())
+        if not same or self.tick != span.last_tick or span.branching or next(self.inner[-1], None) is not None:
+            self.end()
+
+    def _assigned(self, module: nn.Module, name: str, value: object) -> None:
+        if self.active and name in module._parameters and value is not module._parameters[name]:
+            self.end()
+        self.assign(module, name, value)
+
+    def _registered(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if self.active and (name not in module._buffers or tensor is not module._buffers[name]):
+            self.end()
+        self.register(module, name, tensor, *args, **kwargs)
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    return new is old or (type(new) is type(old) and type(old) not in TENSORS and bool(new == old))
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a function runs no code but torch's."""
+    if function in EXECUTED:
+        return False
+    if isinstance(function, FunctionType):
+        return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
+    return isinstance(function, BUILTIN)
+
+
+def _function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method as a function, which becomes the method of another class."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
