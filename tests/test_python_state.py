@@ -18,9 +18,16 @@ from hypothesis import strategies as st
 from models import WIDTH, assert_same, few, loop, mse, rows_of, run
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
+from fpipe.capture import trace
+from fpipe.capture.interception import _Patched, _Watching
+from fpipe.capture.recorder import Recorder
+from fpipe.capture.rehearsal import Again
+from fpipe.capture.replay import ENDING
 from schedules import one_f_one_b
 
 BACKWARDS = ["autograd", "graph"]
@@ -161,6 +168,24 @@ def choose(shared: Shared, out: Tensor) -> Tensor:
     return out.to(torch.float64 if shared.count > 1 else torch.float32).float()
 
 
+def cast(shared: Shared, out: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=shared.count > 1):
+        products = out @ out.t()
+    return out + products.float() @ out
+
+
+def ungraded(shared: Shared, out: Tensor) -> Tensor:
+    with torch.set_grad_enabled(shared.count < 3):
+        sine = out.sin()
+    return out + sine
+
+
+def mark(shared: Shared, out: Tensor) -> Tensor:
+    first = not hasattr(out, "seen") and not shared.count
+    shared.count, out.seen = shared.count + 1, True  # type: ignore[attr-defined]
+    return out * 2 if first else out.exp()
+
+
 ACTS = [count, scale, append, append_number, add_last, add_first, length, store, load, recall, counter, branch, choose]
 
 
@@ -184,6 +209,9 @@ SHARING: dict[str, list[Act]] = {
     "the last tensor of a list": [add_last, append],
     "the first tensor of a list": [add_first, append],
     "a dict": [load, store],
+    "an autocast that an attribute decides": [count, cast],
+    "a gradient mode that an attribute decides": [count, ungraded],
+    "an attribute of a tensor": [mark],
     "an attribute that holds a tensor": [recall, store],
     "an object": [counter],
     "a class": [in_class],
@@ -370,3 +398,88 @@ def test_a_checkpoint_that_finds_other_state_when_it_runs_again_is_refused(backw
         options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "backward": backward}
         with pytest.raises(fpipe.CaptureError, match="a checkpointed function") if looks else nullcontext():
             fpipe.verify(fpipe.pipeline(model, example=(x,), loss=torch.sum, **options), model, (x,))
+
+
+class Usual(nn.Module):
+    """What blocks of models do: norms, dropout, constants, autocast, changes in place, here and there no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = torch.arange(x.shape[-1], dtype=x.dtype, device=x.device) / x.size(-1)
+            self.seen.add_(not torch.is_grad_enabled())
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.linear(self.norm(x))
+        h, gate = torch.cat([h.float(), x * scale], dim=1).chunk(2, dim=-1)
+        h = self.drop(h)
+        h[..., 1:].mul_(2)
+        return x + h * gate.masked_fill(scale > 0.5, 0.0) if x.requires_grad else h
+
+
+def test_usual_modules_are_not_recorded_again(monkeypatch):
+    """Which calls differ is then known sooner."""
+    monkeypatch.setattr(trace, "Again", lambda *_: pytest.fail("recorded again"))
+    (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=nn.functional.mse_loss, schedule=one_f_one_b(2, 3), cuts=["2"]
+    )
+    assert pipe
+
+
+def test_a_replay_ends_wherever_recorders_watch_torch():
+    recorder = Recorder(nn.Linear(1, 1), {})
+    watched = {
+        (owner, name) for owner, name, _ in _Watching(recorder, nn.Linear(1, 1), (), _Patched.now()).replacements()
+    }
+    module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")
+    others = {(nn.Module, name) for name in module} | {(torch.autocast, name) for name in cast}
+    assert watched == {*ENDING, *others, (torch.autograd.Function, "apply")}
+
+
+class Operators(TorchDispatchMode):
+    """Sees all operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+class Watched(nn.Module):
+    """Has its operators seen by a mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Operators():
+            return x.sin()
+
+
+def test_modules_whose_operators_are_watched_are_recorded_again(monkeypatch):
+    again = []
+    monkeypatch.setattr(trace, "Again", lambda *args, **kwargs: again.append(1) or Again(*args, **kwargs))
+    (inputs, targets), linear = rows_of()(6), nn.Linear(WIDTH, WIDTH)
+    for module in (nn.Tanh(), Watched()):
+        how, model = one_f_one_b(2, 3), nn.Sequential(linear, module, nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"])
+        assert bool(again) is isinstance(module, Watched)
+
+
+class Functions(TorchFunctionMode):
+    """Notes what is called."""
+
+    def __init__(self, seen: list[object]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append((func, args))
+        return func(*args, **kwargs or {})
+
+
+def test_private_names_of_torch_mean_what_they_did():
+    depth = torch._C._len_torch_dispatch_stack()
+    with Operators():
+        assert torch._C._len_torch_dispatch_stack() == depth + 1
+    with Functions(seen := []), torch.no_grad():
+        assert [(function, args) for function, args in seen] == [(torch._C._set_grad_enabled, (False,))]

@@ -127,7 +127,7 @@ class Recorder(TorchFunctionMode):
         self.effects.cast.clear()
         self.used.clear()
         self.communicating = False
-        self.inside = True
+        self.inside, modes = True, in_force()
         try:
             out = self._drawing(function, tick, lambda: computed(function, args, kwargs))
         except UNKNOWN as error:
@@ -135,7 +135,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.inside = False
         self._record(function, invocation, out, tick)
-        self.returned[tick] = Returned(invocation, in_force(), out, self.tick)
+        self.returned[tick] = Returned(invocation, modes, out, self.tick)
         return out
 
     def _unknown(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:

@@ -7,8 +7,7 @@ No tensor need tell: the block may read a number, or the very tensor that it get
 
 Idea. Before a stage is used, its calls are made once more, one after the other, on the fake tensors of the recording,
 and recorded again. A call that differs from the tape in anything (a torch call, an argument, a mode, what is returned)
-must not be made as itself. Since nearly all do the same, they are replayed before (see `fpipe.capture.replay`), and
-recorded only if that leaves it open.
+must not be made as itself. Nearly all do the same, which `fpipe.capture.replay` finds without recording them.
 
 Invariant: all Python state is afterwards as it was before, and what the calls have changed of it is known.
 """
@@ -95,8 +94,7 @@ class Again(Recorder):
 class Rehearsal:
     """Makes calls of a tape again.
 
-    - `replay` makes what replays calls.
-    - `recorder` makes a recorder, which sees what they do `inside` a context.
+    - `replay` makes what replays calls; `recorder` makes a recorder, which sees what they do `inside` a context.
     - `fresh` makes new tensors of the model's state and of the batch, `seated` is a context in which they are in their
       places: those of the recording belong to its autograd graph.
     - `state` are the containers that hold Python state.
@@ -136,9 +134,10 @@ class Rehearsal:
         return found
 
     def _replayed(self, replay: Replay, spans: Sequence[Span]) -> dict[Span, str]:
-        """The first of these calls of which it stays open whether it differs, if there is one."""
+        """What a replay tells: the first of these calls of which it stays open whether it differs, if there is one."""
         with self.seated(self.tape.fakes):
-            return next(({span: "is not known to do the same"} for span in spans if not replay.is_same(span)), {})
+            span = replay.first_open(spans)
+        return {} if span is None else {span: "is not known to do the same"}
 
     def _differing(self, take: _Take, spans: Sequence[Span]) -> dict[Span, str]:
         with torch._C.DisableTorchFunction(), for_real():

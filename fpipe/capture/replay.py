@@ -13,7 +13,7 @@ Invariant: a replay in which an operator is called, or any torch call is another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import (
     BuiltinFunctionType,
@@ -24,7 +24,7 @@ from types import (
     NoneType,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -61,30 +61,34 @@ ENDING = (
 """Where else recorders watch torch, but for contexts of autocast, which each call is compared by."""
 
 
-class Different(Exception):
+class DifferentError(Exception):
     """Ends a replay."""
 
 
 class Replay(TorchFunctionMode):
     """Makes calls of a tape again, inside `begun`.
 
-    - `tick`: when the next torch call was made; `inner`: of the calls that run, the innermost last, the calls inside
+    - `tick`: when the next torch call was made; `coming`: of the calls that run, the innermost last, the calls inside
       them that are still to come. `ended`: whether anything was different; a forward may have caught the exception.
     - `expected`: by tick, the arguments of torch calls that can be compared.
-    - `active`: whether it is entered; who keeps one of the functions that stand for torch's finds torch's later.
+    - `attributes`: what fake tensors have of their own; a tape on which they have more cannot be replayed, since they
+      would have it sooner.
+    - `active`: whether it is entered, and `depth`: of dispatch modes then. Who keeps a function that stands for one of
+      torch's has torch's afterwards.
     """
 
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
         super().__init__()
         self.tape, self.mode = tape, mode
         self.attributes = {"_is_param"}.union(*mode.states.values())
+        self.replayable = not self._marked()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
         self.effects = Effects()
         self.effects.calling = self.end
         self.expected: dict[int, list[Any]] = {}
-        self.inner: list[Iterator[Span]] = []
-        self.tick = 0
+        self.coming: list[Iterator[Span]] = []
+        self.tick = self.depth = 0
         self.active = self.ended = False
 
     @contextmanager
@@ -97,11 +101,23 @@ class Replay(TorchFunctionMode):
             stack.enter_context(disguised())
             stack.enter_context(as_in_eager(self.end))
             stack.enter_context(self)
-            self.active = True
+            self.active, self.depth = True, torch._C._len_torch_dispatch_stack()
             try:
                 yield
             finally:
                 self.active = False
+                self._unmark()
+
+    def _marked(self) -> list[Tensor]:
+        """The tensors of the tape on which somebody has set attributes."""
+        fakes = [tensor for tensor in self.tape.fakes.values() if type(tensor) is FakeTensor]
+        return [tensor for tensor in fakes if not vars(tensor).keys() <= self.attributes]
+
+    def _unmark(self) -> None:
+        """Take off what a replay has set."""
+        for tensor in self._marked() if self.replayable else ():
+            for name in vars(tensor).keys() - self.attributes:
+                del vars(tensor)[name]
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What stands where in torch."""
@@ -119,11 +135,17 @@ class Replay(TorchFunctionMode):
 
         return ending
 
-    def is_same(self, span: Span) -> bool:
+    def first_open(self, spans: Sequence[Span]) -> Span | None:
+        """Make calls again; return the first of which it stays open whether it differs, `None` if all do the same."""
+        if spans and self._marked():
+            return spans[0]
+        return next((span for span in spans if not self._is_again(span)), None)
+
+    def _is_again(self, span: Span) -> bool:
         """Make a call again, and return whether it is known to do what it did."""
         function, fakes = span.invocation.function, self.tape.fakes
         self.tick, self.ended = span.first_tick, False
-        self.inner = [iter([span] if id(function) in self.paths else span.inner)]
+        self.coming = [iter([span] if id(function) in self.paths else span.inner)]
         try:
             with ExitStack() as stack:
                 stack.enter_context(attributes_restored(span.touched))
@@ -132,23 +154,26 @@ class Replay(TorchFunctionMode):
                 out = span.invocation([fakes[value] for value in span.invocation.reads])
                 self._leave(span, out)
                 kept = {(one.module, one.name): one.value for one in span.assigned}
-                same = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
-                return same and constants_at(out) == span.constants and not self.ended
+                same: bool = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
+                return bool(same and constants_at(out) == span.constants and not self.ended)
         except Exception:  # whatever a forward raises that does not find what it expects
             return False
 
-    def end(self, *_: Any, **__: Any) -> Any:
+    def end(self, *_: Any, **__: Any) -> NoReturn:
         """Something is different, or cannot be compared."""
         self.ended = True
-        raise Different
+        raise DifferentError
 
     # ---------------------------------------------------------------------------------------------------- what is made
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         one = self.tape.returned.get(self.tick)
-        if self.ended or one is None or not self._is_same(one, func, args, kwargs or {}):
+        foreign = torch._C._len_torch_dispatch_stack() != self.depth  # a mode that would see operators
+        if self.ended or foreign or one is None or not self._is_same(one, func, args, kwargs or {}):
             self.end()
         self.tick = one.last
+        if not one.invocation.reads and type(one.out) in DATA and func(*args, **(kwargs or {})) != one.out:
+            self.end()  # what takes no tensors and makes none may set a mode: it is called
         return one.out
 
     def _is_same(self, old: Returned, function: Any, args: Any, kwargs: Any) -> bool:
@@ -159,13 +184,13 @@ class Replay(TorchFunctionMode):
         expected = self._expected(old)
         leaves, spec = taken_apart((args, kwargs))
         same = old.modes == in_force() and len(leaves) == len(expected) and spec == invocation.spec
-        return same and all(map(_is_same, leaves, expected))
+        return bool(same and all(map(_is_same, leaves, expected)))
 
     def _expected(self, old: Returned) -> list[Any]:
         """Return the arguments of a call that was made; none are expected of one that must be recorded."""
         if self.tick not in self.expected:
             arguments = self._arguments(old)
-            if not (_is_torchs(old.invocation.function) and all(map(self._is_plain, (*arguments, old.out)))):
+            if not (_is_torchs(old.invocation.function) and all(map(_is_plain, (*arguments, old.out)))):
                 self.end()
             self.expected[self.tick] = arguments
         return self.expected[self.tick]
@@ -176,41 +201,30 @@ class Replay(TorchFunctionMode):
             leaves[leaf] = self.tape.fakes[invocation.reads[read]]
         return leaves
 
-    def _is_plain(self, leaf: Any) -> bool:
-        """Whether something is a tensor or data, or a tuple of such."""
-        kind = type(leaf)
-        if kind is FakeTensor:
-            return vars(leaf).keys() <= self.attributes  # others would have had them only later
-        if isinstance(leaf, tuple):
-            return all(map(self._is_plain, leaf))
-        if kind is slice:
-            return {type(leaf.start), type(leaf.stop), type(leaf.step)} <= NUMBERS
-        return kind in DATA or kind in TENSORS
-
     # ----------------------------------------------------------------------------------------------------------- spans
 
     def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not self.active or id(module) not in self.paths:
             return self.call(module, *args, **kwargs)
-        span = next(self.inner[-1], None)
+        span = next(self.coming[-1], None)
         if span is None or span.invocation.function is not module or span.first_tick != self.tick:
-            return self.end()
-        self.inner.append(iter(span.inner))
+            self.end()
+        self.coming.append(iter(span.inner))
         try:
             out = self.call(module, *args, **kwargs)
             self._leave(span, out)
         finally:
-            self.inner.pop()
+            self.coming.pop()
         return out
 
     def _leave(self, span: Span, out: Any) -> None:
         """A call has returned."""
         expected, got = {k: self.tape.fakes[v] for k, v in span.returned.items()}, tensors_at(out)
         same = len(got) == len(expected) and all(got.get(k) is tensor for k, tensor in expected.items())
-        if not same or self.tick != span.last_tick or span.branching or next(self.inner[-1], None) is not None:
+        if not same or self.tick != span.last_tick or span.branching or next(self.coming[-1], None) is not None:
             self.end()
 
-    def _assigned(self, module: nn.Module, name: str, value: object) -> None:
+    def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
         if self.active and name in module._parameters and value is not module._parameters[name]:
             self.end()
         self.assign(module, name, value)
@@ -223,6 +237,16 @@ class Replay(TorchFunctionMode):
 
 def _is_same(new: Any, old: Any) -> bool:
     return new is old or (type(new) is type(old) and type(old) not in TENSORS and bool(new == old))
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether something is a tensor or data, or a tuple of such."""
+    kind = type(leaf)
+    if isinstance(leaf, tuple):
+        return all(map(_is_plain, leaf))
+    if kind is slice:
+        return {type(leaf.start), type(leaf.stop), type(leaf.step)} <= NUMBERS
+    return kind in DATA or kind in TENSORS
 
 
 def _is_torchs(function: Any) -> bool:

@@ -150,7 +150,7 @@ class Span:
 
 
 class Returned(NamedTuple):
-    """What a torch call returned, under which modes, and when the next one was made."""
+    """What a torch call returned, in which modes it was made, and when the next one was."""
 
     invocation: Invocation
     modes: tuple[bool, Casts]
