@@ -7,6 +7,7 @@ the result is that of a plain loop over microbatches.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -186,7 +187,35 @@ def mark(shared: Shared, out: Tensor) -> Tensor:
     return out * 2 if first else out.exp()
 
 
-ACTS = [count, scale, append, append_number, add_last, add_first, length, store, load, recall, counter, branch, choose]
+def swap(shared: Shared, out: Tensor) -> Tensor:
+    both = out, out.sin()
+    return both[shared.count > 1]
+
+
+def tried(shared: Shared, out: Tensor) -> Tensor:
+    if shared.count < 2:
+        with contextlib.suppress(Exception):
+            return out.cos()
+    return out
+
+
+ACTS = [
+    count,
+    scale,
+    append,
+    append_number,
+    add_last,
+    add_first,
+    length,
+    store,
+    load,
+    recall,
+    counter,
+    branch,
+    choose,
+    swap,
+    tried,
+]
 
 
 def assert_as_one_device(make: Callable[[], nn.Module], cuts: Sequence[str], backward: str = "autograd") -> None:
@@ -205,6 +234,8 @@ SHARING: dict[str, list[Act]] = {
     "an attribute": [count, scale],
     "a branch on an attribute": [count, branch],
     "a dtype that an attribute decides": [count, choose],
+    "an attribute that decides which tensor is returned": [count, swap],
+    "an attribute that decides what is tried": [count, tried],
     "the length of a list": [append_number, length],
     "the last tensor of a list": [add_last, append],
     "the first tensor of a list": [add_first, append],
