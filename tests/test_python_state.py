@@ -514,3 +514,43 @@ def test_private_names_of_torch_mean_what_they_did():
         assert torch._C._len_torch_dispatch_stack() == depth + 1
     with Functions(seen := []), torch.no_grad():
         assert [(function, args) for function, args in seen] == [(torch._C._set_grad_enabled, (False,))]
+
+
+class Doubled(torch.autograd.Function):
+    """Twice a tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Ungraded(nn.Module):
+    """Turns gradients off and on around a custom function, by a context or by hand."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand, self.linear = by_hand, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.by_hand:
+            with torch.no_grad():
+                y = Doubled.apply(x)
+        else:
+            torch.set_grad_enabled(False)
+            y = Doubled.apply(x)
+            torch.set_grad_enabled(True)
+        return self.linear(x + y)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_replay_that_ends_where_gradients_are_off_leaves_them_on(by_hand):
+    (inputs, targets), model = rows_of()(6), nn.Sequential(*[Ungraded(by_hand) for _ in range(4)])
+    how = one_f_one_b(2, 3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=Ungraded
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))

@@ -46,6 +46,8 @@ from fpipe.tree import taken_apart
 BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 EXECUTED = frozenset({*SEALING, Tensor.__deepcopy__})
 """Functions of torch's that run code of the user's, or change what they are given."""
+SETTING: Any = torch._C._set_grad_enabled
+"""What sets a mode. Others that take nothing and give nothing may set something, too."""
 TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
 NUMBERS = frozenset({bool, int, float, NoneType})
 CLASSES = (complex, str, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -73,8 +75,8 @@ class Replay(TorchFunctionMode):
     - `expected`: by tick, the arguments of torch calls that can be compared.
     - `attributes`: what fake tensors have of their own; a tape on which they have more cannot be replayed, since they
       would have it sooner.
-    - `active`: whether it is entered, and `depth`: of dispatch modes then. Who keeps a function that stands for one of
-      torch's has torch's afterwards.
+    - `active`: whether a call runs. Who keeps a function that stands for one of torch's has torch's afterwards.
+    - `depth`: how many dispatch modes there are.
     """
 
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
@@ -85,7 +87,7 @@ class Replay(TorchFunctionMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
         self.effects = Effects()
-        self.effects.calling = self.end
+        self.effects.calling = self._dispatched
         self.expected: dict[int, list[Any]] = {}
         self.coming: list[Iterator[Span]] = []
         self.tick = self.depth = 0
@@ -101,11 +103,10 @@ class Replay(TorchFunctionMode):
             stack.enter_context(disguised())
             stack.enter_context(as_in_eager(self.end))
             stack.enter_context(self)
-            self.active, self.depth = True, torch._C._len_torch_dispatch_stack()
+            self.depth = torch._C._len_torch_dispatch_stack()
             try:
                 yield
             finally:
-                self.active = False
                 self._unmark()
 
     def _marked(self) -> list[Tensor]:
@@ -149,9 +150,10 @@ class Replay(TorchFunctionMode):
         try:
             with ExitStack() as stack:
                 stack.enter_context(attributes_restored(span.touched))
+                stack.enter_context(torch.enable_grad())  # which is put back, however a forward is left
                 for context in contexts(span.modes):
                     stack.enter_context(context())
-                out = span.invocation([fakes[value] for value in span.invocation.reads])
+                out = self._run(span)
                 self._leave(span, out)
                 kept = {(one.module, one.name): one.value for one in span.assigned}
                 same: bool = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
@@ -159,21 +161,40 @@ class Replay(TorchFunctionMode):
         except Exception:  # whatever a forward raises that does not find what it expects
             return False
 
+    def _run(self, span: Span) -> Any:
+        self.active = True
+        try:
+            return span.invocation([self.tape.fakes[value] for value in span.invocation.reads])
+        finally:
+            self.active = False
+
     def end(self, *_: Any, **__: Any) -> NoReturn:
         """Something is different, or cannot be compared."""
         self.ended = True
         raise DifferentError
 
+    def _dispatched(self, *_: Any) -> None:
+        if self.active:
+            self.end()
+
     # ---------------------------------------------------------------------------------------------------- what is made
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        try:
+            return self._returned(func, args, kwargs)
+        finally:
+            if func is SETTING:  # also at the end: contexts put back what was before
+                func(*args, **kwargs)
+
+    def _returned(self, function: Any, args: Any, kwargs: Any) -> Any:
         one = self.tape.returned.get(self.tick)
         foreign = torch._C._len_torch_dispatch_stack() != self.depth  # a mode that would see operators
-        if self.ended or foreign or one is None or not self._is_same(one, func, args, kwargs or {}):
+        if self.ended or foreign or one is None or not self._is_same(one, function, args, kwargs):
             self.end()
         self.tick = one.last
-        if not one.invocation.reads and type(one.out) in DATA and func(*args, **(kwargs or {})) != one.out:
-            self.end()  # what takes no tensors and makes none may set a mode: it is called
         return one.out
 
     def _is_same(self, old: Returned, function: Any, args: Any, kwargs: Any) -> bool:
@@ -190,7 +211,8 @@ class Replay(TorchFunctionMode):
         """Return the arguments of a call that was made; none are expected of one that must be recorded."""
         if self.tick not in self.expected:
             arguments = self._arguments(old)
-            if not (_is_torchs(old.invocation.function) and all(map(_is_plain, (*arguments, old.out)))):
+            setting = old.out is None and not old.invocation.reads and old.invocation.function is not SETTING
+            if setting or not (_is_torchs(old.invocation.function) and all(map(_is_plain, (*arguments, old.out)))):
                 self.end()
             self.expected[self.tick] = arguments
         return self.expected[self.tick]
