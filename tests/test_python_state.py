@@ -536,6 +536,7 @@ class Ungraded(nn.Module):
         self.by_hand, self.linear = by_hand, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
         if not self.by_hand:
             with torch.no_grad():
                 y = Doubled.apply(x)
@@ -543,7 +544,7 @@ class Ungraded(nn.Module):
             torch.set_grad_enabled(False)
             y = Doubled.apply(x)
             torch.set_grad_enabled(True)
-        return self.linear(x + y)
+        return x + y
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
