@@ -196,6 +196,8 @@ def _backward(
     undeferred = _undeferred(run, roots, [value for value in wanted if value not in previous], captured)
     grads = _grads(s, run, roots, leaves, incoming, captured.mode) if roots and leaves else ()
     flowing = {value: grad for value, grad in zip(wanted, grads, strict=False) if grad is not None}
+    if captured.dynamic:
+        flowing = {value: _dense(grad, run.leaves[value]) for value, grad in flowing.items()}
     if roots:  # another branch may use it
         flowing |= {v: run.leaves[v].detach() for v in wanted if v not in flowing and _unsure(captured, v)}
     reached = surely_reached(sure) if captured.dynamic else frozenset(map(id, leaves))
@@ -211,6 +213,12 @@ def _backward(
     metadata.casting.update({s} if run.watch.casting else ())
     metadata.unrecordable[s] = run.watch.unrecordable
     metadata.undeferred[s] = {value: undeferred[value] for value in metadata.grads[s] if value in undeferred}
+
+
+def _dense(grad: Tensor, leaf: Tensor) -> Tensor:
+    """Return a gradient that has memory for each element; another branch may give each another value."""
+    pairs = zip(grad.shape, grad.stride(), strict=True)
+    return leaf.detach() if any(size > 1 and not step for size, step in pairs) else grad
 
 
 def _undeferred(run: _Run, roots: Sequence[Tensor], wanted: Sequence[Value], captured: Captured) -> dict[Value, str]:

@@ -540,8 +540,12 @@ def test_buffers_assigned_in_any_way_have_the_values_of_one_device(made, kind, a
     x, y = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
     try:
         pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=[cut], backward=backward)
-    except fpipe.CutError as error:
+    except (fpipe.CutError, fpipe.CaptureError) as error:
         event("refused")
+        if "modified by an inplace operation" in str(error):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loop(model, mse, (x,), y, 4)
+            return
         if "the buffer" in str(error) and (len(calls) > len(plans) or inside):
             return
         raise

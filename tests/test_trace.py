@@ -745,3 +745,25 @@ def test_calls_are_nested_ranges_of_units():
     assert [c.path for c in calls[1:4]] == ["blocks.0", "blocks.0.a", "blocks.0.b"]
     for outer, inner in pairwise(calls):
         assert inner.start >= outer.stop or (outer.start <= inner.start and inner.stop <= outer.stop)
+
+
+class Moving(nn.Module):
+    """Moves what it computes to where its first parameter is, as libraries do; here that is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        first = next(self.parameters())
+        assert isinstance(first, nn.Parameter)
+        return self.second(self.first(x).to(first.device, first.dtype))
+
+
+@pytest.mark.parametrize("cut", ["1", "1.second", "2"])
+def test_a_module_may_ask_a_parameter_that_its_stage_lacks_where_it_is(cut):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moving(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=[cut])
+    fpipe.verify(pipe, model, (x,), x)

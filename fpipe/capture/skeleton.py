@@ -3,6 +3,9 @@
 
 Capturing a `skeleton` touches neither the user's tensors nor the modules' state, works for a model on the meta device,
 and lets the user throw the model away. Shared tensors stay shared. What a model must be for that is checked here, too.
+
+A stage puts its own tensors into the skeleton; in all other places are `Absent` ones, which have no memory, but say
+where they would be: a model asks its first parameter for the device, whoever holds it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         new = replace(tensor)
-        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        memo[id(tensor)] = _parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     held = [value for module in model.modules() for value in vars(module).values()]
     empty = [one for one in held if type(one) in (dict, OrderedDict, set) and not one]  # most are for hooks
     memo.update((id(one), type(one)()) for one in empty)
@@ -48,6 +51,32 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
             "copy.deepcopy can copy. Give the attribute that cannot be copied a __deepcopy__, or set it after building "
             "the pipeline."
         ) from error
+
+
+class Absent(Tensor):
+    """A tensor on meta that says that it is on the device `home`."""
+
+    home: torch.device
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Absent:
+        """Return one in the place of `tensor`."""
+        made: Absent = Tensor._make_subclass(cls, on_meta(tensor))
+        made.home = tensor.device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it would be."""
+        return self.home
+
+
+def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+    if not isinstance(tensor, Absent):
+        return nn.Parameter(tensor, requires_grad)
+    tensor._is_param = True  # as nn.Parameter marks those of other classes
+    return tensor.requires_grad_(requires_grad)
 
 
 def require_plain_tensors(model: nn.Module) -> None:

@@ -39,7 +39,7 @@ from fpipe.capture.replay import Replay
 from fpipe.capture.reruns import require_same_again
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, real, settle
-from fpipe.capture.skeleton import on_meta, skeleton
+from fpipe.capture.skeleton import Absent, skeleton
 from fpipe.capture.snapshot import Held, Snapshot, Walk, contents
 from fpipe.capture.tape import Span, Tape
 from fpipe.errors import CaptureError, PipelineError
@@ -79,7 +79,7 @@ class _Tracer:
         self.objective, self.leaves, self.whole, self.opaque, self.via = objective, leaves, whole, opaque, via
         self.device = leaves[0].device if leaves else torch.device("cpu")
         self.mode = fake_mode()
-        self.model, self.skeleton = model, skeleton(model, on_meta)
+        self.model, self.skeleton = model, skeleton(model, Absent.like)
         self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         self.state: list[tuple[Source, Tensor]] = [
             *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
