@@ -131,3 +131,35 @@ def test_gradients_of_images_are_laid_out_as_on_one_device(backward):
     options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["rows"], "unsplittable": [Clamping]}
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, backward=backward, **options)
     fpipe.verify(pipe, model, (x,), y)
+
+
+class Merging(nn.Module):
+    """Puts features of images in the places of words, as models of pictures and text do."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.images = nn.Embedding(8, 4), nn.Linear(3, 4)
+
+    def forward(self, ids, mask, images):
+        hidden = self.words(ids).clone()
+        hidden[mask] = self.images(images).flatten(0, 1)
+        return hidden
+
+
+class Telling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.merge, self.head = Merging(), nn.Linear(4, 2)
+
+    def forward(self, ids, mask, images):
+        return self.head(self.merge(ids, mask, images))
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_values_that_are_put_where_a_mask_says_have_gradients(backward):
+    torch.manual_seed(0)
+    mask = torch.tensor([[True, False, True], [False, True, True], [True, True, False], [False, True, True]])
+    model, batch = Telling(), (torch.randint(8, (4, 3)), mask, torch.randn(4, 2, 3))
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["head"], "backward": backward}
+    pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.square().mean(), **options)
+    fpipe.verify(pipe, model, batch)

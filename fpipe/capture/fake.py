@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from fpipe.capture.collectives import quietly
 from fpipe.capture.memo import Memo, plain
-from fpipe.capture.observation import Effects, is_collective
+from fpipe.capture.observation import Effects, is_collective, memory
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -69,6 +69,8 @@ SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     }
 )
 
+PUTTING = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+
 KERNELS = frozenset(
     {
         *(aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.permute.default),
@@ -106,6 +108,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     - `memo`: what operations returned. `states`: by device, what is in a fake there.
     - `effects`: who is told of the operations that are called; not of those that they consist of.
     - `nothing(tensor)`: the answer to `nonzero`, which fake tensors do not have; `None` if there is none.
+    - `chosen`: by memory, masks of which it is known how many elements are true: as many as were put there.
     """
 
     def __init__(self) -> None:
@@ -114,6 +117,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None
         self.nothing: Callable[[Tensor], Tensor] | None = None
+        self.chosen: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:  # asked for most often
@@ -156,8 +160,10 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func in SHAPED:
             with self:
                 return SHAPED[func](*args, **kwargs)
-        if func is aten.nonzero.default and self.nothing is not None:
+        if func is aten.nonzero.default and (self.nothing is not None or self.chosen):
             return self._found(args[0])
+        if func in PUTTING:
+            self._choose(*args[:3])
         device = self._home(func, args, kwargs) if func in KERNELS else None
         if device is None:
             out: Any = super().dispatch(func, types, args, kwargs)
@@ -170,11 +176,24 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _found(self, tensor: Tensor) -> Any:
         """Where a tensor is not zero."""
+        mask, count = self.chosen.get(memory(tensor), (None, 0))
+        if mask is not None and mask.shape == tensor.shape:
+            with self:
+                return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
         try:
             return super().dispatch(aten.nonzero.default, (), (tensor,))
         except DynamicOutputShapeException:
-            assert self.nothing is not None, "there is an answer"
+            if self.nothing is None:
+                raise
             return self.nothing(tensor)
+
+    def _choose(self, tensor: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
+        """Note how many elements of a mask are true, if one value is put at each; their gradient picks as many."""
+        mask, *others = indices
+        if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
+            return
+        if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one is put everywhere
+            self.chosen[memory(mask)] = mask, len(values)
 
     def made(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """A fake of what a tensor on meta says; the first on a device by torch, the next like it."""

@@ -143,7 +143,8 @@ class Playback:
             found = rehearse([one for one in parts if isinstance(one, Span) and not whole])
             if not found.differing:
                 return found._replace(differing=differing)
-            differing.update(found.differing)
+            for span, why in found.differing.items():
+                differing[span] = f"uses Python state that is another one in its stage ({why})"
 
     def _steps(self, start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[tuple[Modes, Step]]:
         """The steps from unit `start` to `stop`."""

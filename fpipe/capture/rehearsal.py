@@ -148,7 +148,7 @@ class Rehearsal:
             for span in spans:
                 found = take.difference(span)
                 if found and not (span.sealed and differing):
-                    differing[span] = f"uses Python state that is another one in its stage ({found})"
+                    differing[span] = found
                 if found and span.sealed:
                     break
         return differing

@@ -25,9 +25,9 @@ def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
     for calls in ([*forward, *reversed(again)], *([span] for span in again)) if again else ():
         for span, found in rehearse(calls).differing.items():
             raise CaptureError(
-                f"module {span.path or '(root)'}: got a checkpointed function that {found}, expected one that does the "
-                "same when the backward runs it again: by then the forward has changed what it finds in Python. Pass "
-                "that as an argument, or let the schedule recompute the stage (schedules.recompute)."
+                f"module {span.path or '(root)'}: got a checkpointed function that does something else when the "
+                f"backward runs it again ({found}), expected the same: the forward has changed what it finds in "
+                "Python. Pass that as an argument, or let the schedule recompute the stage (schedules.recompute)."
             )
 
 
