@@ -187,7 +187,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 raise
             return self.nothing(tensor)
 
-    def _choose(self, tensor: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> None:
+    def _choose(self, tensor: Tensor, indices: list[Tensor | None], values: Tensor) -> None:
         """Note how many elements of a mask are true, if one value is put at each; their gradient picks as many."""
         mask, *others = indices
         if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
