@@ -163,3 +163,23 @@ def test_values_that_are_put_where_a_mask_says_have_gradients(backward):
     options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["head"], "backward": backward}
     pipe = fpipe.pipeline(model, example=batch, loss=lambda out: out.square().mean(), **options)
     fpipe.verify(pipe, model, batch)
+
+
+class Finite(Clamping):
+    """The same around a residual, which keeps the layout of the images."""
+
+    def forward(self, x):
+        x = x + self.inner(x)
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return x
+
+
+def test_what_asks_whether_all_is_well_is_taken_to_be_well():
+    """A clamp would lay out its gradient as its input."""
+    torch.manual_seed(0)
+    model, x, y = Images(), torch.randn(4, 3, 9, 9), torch.randn(4, 81, 32)
+    model.rows = nn.Sequential(Finite(), Finite())
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["rows.1"], "unsplittable": [Finite]}
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, **options)
+    fpipe.verify(pipe, model, (x,), y)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is assumed of values that fake tensors do not have: false, zero, and that nothing is found.
+"""What is assumed of values that fake tensors do not have: false, zero, and that nothing is found; but that all are.
+
+So `if not torch.isfinite(x).all()` goes the usual way, whose gradients are laid out in memory as on most batches.
 
 Only for modules that never run but as themselves: which way they take on fake tensors tells the shapes of what they
 return, and nothing else; on real ones they go the right way. And of torch's own checks of all elements it is assumed
@@ -31,6 +33,10 @@ from fpipe.capture.fake import Fakes
 from fpipe.capture.fast_paths import as_in_eager
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+OF_ALL = "_fpipe_of_all"
+"""The attribute of a fake tensor that says whether something is so for all elements of another."""
 
 
 def _none(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -66,7 +72,7 @@ def _zeros(shape: Sequence[int]) -> Any:
 
 ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
-        Tensor.__bool__: lambda _: False,
+        Tensor.__bool__: lambda tensor: hasattr(tensor, OF_ALL),
         Tensor.item: lambda _: 0,
         Tensor.__int__: lambda _: 0,
         Tensor.__float__: lambda _: 0.0,
@@ -87,7 +93,14 @@ def computed(function: Any, args: Any, kwargs: Any) -> Any:
     """Call a torch function; raise the same for all that read values, those that hand them to numpy included."""
     if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
         raise DataDependentOutputException(function)
-    return function(*args, **kwargs)
+    return marked(function, function(*args, **kwargs))
+
+
+def marked(function: Any, out: Any) -> Any:
+    """Return what a torch call returned; `all` of a tensor is known by it."""
+    if function in (Tensor.all, torch.all) and isinstance(out, FakeTensor):
+        setattr(out, OF_ALL, True)
+    return out
 
 
 def reading(tensor: Tensor) -> None:
@@ -202,7 +215,7 @@ class Answers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return func(*args, **(kwargs or {}))
+            return marked(func, func(*args, **(kwargs or {})))
         except UNKNOWN:
             if func not in ASSUMED:
                 raise
