@@ -26,7 +26,9 @@ without caches (`use_cache=False`) and without layers that are dropped at random
 the loss; else it is a sum of mean squares of the outputs. A model is tried if a plain eager step of it runs on a batch
 that the script can make up. A module that branches on data is named in `unsplittable`.
 
-Each is run under {schedules}, with `backward="autograd"` and with `"graph"`.
+There are six variants: {schedules}, each with `backward="autograd"` and with
+`"graph"`. All architectures are run in the first, then in the others, as far as the run got: a row that names variants
+was run in these alone.
 """
 
 
@@ -56,7 +58,8 @@ def page(trials: Sequence[Trial], commit: str) -> str:
 def _counts(equal: Sequence[Trial], wrong: Sequence[Trial], untried: Sequence[Trial]) -> Iterator[tuple[str, str]]:
     refused = [found for found in wrong if found.refused]
     unequal = [found for found in wrong if any(what.startswith("MismatchError") for what in found.wrong.values())]
-    yield "bitwise equal in every variant", str(len(equal))
+    yield "bitwise equal in every variant that was run", str(len(equal))
+    yield "of these, in all six variants", str(sum(map(_is_whole, equal)))
     yield "of these, with fewer heads of keys and values", str(sum(map(_is_grouped, equal)))
     yield "of these, with dropout too", str(sum(any(VARIANTS[n].dropping for n in found.results) for found in equal))
     yield "refused when built", str(len(refused))
@@ -64,6 +67,10 @@ def _counts(equal: Sequence[Trial], wrong: Sequence[Trial], untried: Sequence[Tr
     yield "failed otherwise", str(len([found for found in wrong if found not in refused and found not in unequal]))
     yield "not tried", str(len(untried))
     yield "not reached by this run", str(len(architectures()) - len(equal) - len(wrong) - len(untried))
+
+
+def _is_whole(found: Trial) -> bool:
+    return all(name in found.results for name in VARIANTS if not VARIANTS[name].dropping)
 
 
 def _is_grouped(found: Trial) -> bool:
@@ -83,7 +90,7 @@ def _row(found: Trial) -> tuple[str, ...]:
     count = f"{found.parameters / 1e6:.1f} M" if found.parameters >= 1e6 else f"{found.parameters / 1e3:.0f} k"
     heads, groups, size = found.attention
     said = "" if heads is None else f"{heads}{f' / {groups}' if groups else ''}{f' of {size}' if size else ''}"
-    notes = [] if len(found.results) >= len(VARIANTS) - 1 else [", ".join(found.results)]
+    notes = [] if _is_whole(found) else ["; ".join(found.results)]
     notes += [f"without labels: {_short(found.note)}"] if found.note else []
     notes += [f"`unsplittable={found.whole}`"] if found.whole else []
     begins = ", ".join(f"`{cut}`" for cut in found.cuts.get("2", []))
