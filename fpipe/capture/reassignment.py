@@ -14,7 +14,7 @@ assignment happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fpipe.capture.contract import Buffer, Constant, Parameter, Source, Unit, Value
 from fpipe.capture.origins import Origin
-from fpipe.capture.tape import Span
+from fpipe.capture.tape import Span, checkpointed
 from fpipe.capture.values import Values
 from fpipe.errors import CaptureError
 from fpipe.spec import Spec
@@ -163,7 +163,7 @@ class Reassignments:
         """Raise `CaptureError` if a checkpointed function uses such a buffer: the backward would use the new value."""
         tensors = self.values.tensors
         changing = self.assigned | {one.buffer for one in self.found.values()}
-        for span in _checkpoints(spans):
+        for span in checkpointed(spans):
             inside = units[span.start : span.stop]
             used = {value for unit in inside for value in (*unit.reads, *unit.makes)} - {*span.invocation.reads}
             if changing & used and any(tensors[value].requires_grad for value in span.returned.values()):
@@ -174,14 +174,6 @@ class Reassignments:
                     "again, on the new value. Assign it outside of the checkpoint, and pass what the function uses of "
                     "it as an argument."
                 )
-
-
-def _checkpoints(spans: Sequence[Span]) -> Iterator[Span]:
-    for span in spans:
-        if span.checkpoint:
-            yield span
-        else:
-            yield from _checkpoints(span.inner)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,17 +10,16 @@ recorded, it does not matter which of the two they find.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fpipe.capture.rehearsal import Rehearse
-from fpipe.capture.tape import Span, Tape
+from fpipe.capture.tape import Span, Tape, checkpointed
 from fpipe.errors import CaptureError
 
 
 def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
     """Raise `CaptureError` if a checkpointed function depends on Python state that the forward changes."""
-    again = [span for span in _checkpointed(tape.spans) if _is_rerun(tape, span)]
+    again = [span for span in checkpointed(tape.spans) if _is_rerun(tape, span)]
     forward = [replace(span, touched=[]) for span in tape.spans]  # what it assigns stays there
     for calls in ([*forward, *reversed(again)], *([span] for span in again)) if again else ():
         for span, found in rehearse(calls).differing.items():
@@ -33,8 +32,3 @@ def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
 
 def _is_rerun(tape: Tape, span: Span) -> bool:
     return any(tape.fakes[value].requires_grad for value in span.returned.values())
-
-
-def _checkpointed(spans: Iterable[Span]) -> Iterator[Span]:
-    for span in spans:
-        yield from [span] if span.checkpoint else _checkpointed(span.inner)

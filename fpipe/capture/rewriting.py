@@ -12,7 +12,7 @@ and all that they make is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from copy import copy
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe.capture.contract import Step, Tensors, Unit
 from fpipe.capture.observation import memory
-from fpipe.capture.tape import Span, Tape
+from fpipe.capture.tape import Span, Tape, checkpointed
 from fpipe.errors import CaptureError
 
 NORMS = frozenset({"batch_norm", "instance_norm"})
@@ -37,7 +37,7 @@ class Rewriting:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        again = [*_checkpointed(tape.spans)]
+        again = [*checkpointed(tape.spans)]
         changed = {one for span in again if self.of(span) for k in self._writers(span) for one in tape.rewriters[k]}
         for unit in (unit for span in again for unit in tape.units[span.start : span.stop] if changed):
             self._require_unread(unit, changed)
@@ -70,11 +70,6 @@ class Rewriting:
         for span in reversed(spans):
             if span.stop > start and span.start < stop:
                 yield from [span] if self.of(span) else self.within(span.inner, start, stop)
-
-
-def _checkpointed(spans: Iterable[Span]) -> Iterator[Span]:
-    for span in spans:
-        yield from [span] if span.checkpoint else _checkpointed(span.inner)
 
 
 def once_more(span: Span) -> Step:

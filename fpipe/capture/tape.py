@@ -13,7 +13,7 @@ that cannot is opened, and what it consists of is played instead.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -230,3 +230,9 @@ class Tape:
 def _number(ticks: Sequence[int], tick: int, first: int) -> int:
     """Return how many of these ticks are from `first` to `tick`, the latter excluded."""
     return bisect_left(ticks, tick) - bisect_left(ticks, first)
+
+
+def checkpointed(spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield the outermost checkpointed functions."""
+    for span in spans:
+        yield from [span] if span.checkpoint else checkpointed(span.inner)
