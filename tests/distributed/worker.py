@@ -1040,10 +1040,12 @@ ALONE = {"dies_in_the_middle"}
 
 
 # Front ends differ in what they capture, which processes do not see; by day, one model in the others is enough.
+ZOO_CASES = {name: name.split("-")[:2] for name in CASES if name.count("-") == 2}
 NEEDS_NIGHT = {
-    name for name in CASES if name.count("-") == 2 and not name.startswith(("mlp-", "skips-", "chained-"))
-    and name.split("-")[1] not in ("trace", "modules")
-}  # fmt: skip
+    name
+    for name, (model, front) in ZOO_CASES.items()
+    if model not in ("mlp", "skips", "chained") and front not in ("trace", "modules")
+}
 
 
 def names(size: int) -> list[str]:
