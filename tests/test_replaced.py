@@ -155,3 +155,21 @@ def test_a_module_that_the_first_call_replaces_keeps_its_weights(cut, backward):
     for _ in range(2):  # the first leaves the model as it was built
         fpipe.verify(pipe, model, (x,))
     assert model[1].kind == "sparse"
+
+
+class Turning(nn.Module):
+    """Uses weights of its own at its first call, and those of a child from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias, self.child, self.turned = *nn.Linear(4, 4).parameters(), nn.Linear(4, 4), False
+
+    def forward(self, x):
+        turned, self.turned = self.turned, True
+        return self.child(x) if turned else nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_a_module_whose_later_calls_use_other_weights_is_refused():
+    model, x = nn.Sequential(nn.Linear(4, 4), Turning()), torch.randn(6, 4)
+    with pytest.raises(fpipe.CaptureError, match="does something else when it is called again"):
+        fpipe.pipeline(model, example=(x,), loss=torch.sum, schedule=HOW, cuts=["1"])

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumption import ASSUMED, UNKNOWN, all_true, checked, computed
 from fpipe.capture.collectives import has_handle, received
-from fpipe.capture.contract import Buffer, Constant, Observed, Source, Unit, Value
+from fpipe.capture.contract import Buffer, Constant, Observed, Parameter, Source, Unit, Value
 from fpipe.capture.draws import Drawn, Draws
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
@@ -345,12 +345,14 @@ class Recorder(TorchFunctionMode):
         units = [unit for unit in self.units if unit.makes and not unit.reads and unit not in self.random]
         return Counter((unit.path, unit.does) for unit in units)
 
-    def varying(self) -> list[tuple[str, str]]:
-        """What was called, but for what is the same in every run, and what nobody uses."""
+    def varying(self) -> list[tuple[str, str, tuple[Value, ...]]]:
+        """What was called, and on which state, but for what is the same in every run, and what nobody uses."""
         constant, storage = set(self.constants().units), self.values.storage
         returned = {value for span in self.spans.outermost for value in span.returned.values()}
         units = live(self.units, self.written, storage, returned, self.values.sources)
-        return [(unit.path, unit.does) for unit in units if unit not in constant or not unit.reads + unit.makes]
+        state = {v for v, source in self.values.sources.items() if isinstance(source, Parameter | Buffer)}
+        varying = [unit for unit in units if unit not in constant or not unit.reads + unit.makes]
+        return [(unit.path, unit.does, tuple(v for v in unit.reads if v in state)) for unit in varying]
 
     def tape(self) -> Tape:
         """What was recorded."""

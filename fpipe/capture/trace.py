@@ -278,7 +278,7 @@ def _require_alike(first: Recorder, second: Recorder) -> None:
     """Raise `CaptureError` unless a model did the same in its second run, or less: constants may have been kept."""
     created = second.created() - first.created()
     assigned = first.reassigned.next.keys() != second.reassigned.next.keys()
-    calls = [*zip_longest(first.varying(), second.varying(), fillvalue=("", ""))]
+    calls = [*zip_longest(first.varying(), second.varying(), fillvalue=("", "", ()))]
     if not all(_is_alike(*pair) for pair in calls) or created or assigned:
         where = next((f"module {path or '(root)'}" for path, _ in created), "model")
         raise CaptureError(
@@ -287,10 +287,10 @@ def _require_alike(first: Recorder, second: Recorder) -> None:
         )
 
 
-def _is_alike(first: tuple[str, str], second: tuple[str, str]) -> bool:
-    """Compare two torch calls by module and name; a module that the first run made has no path in it yet."""
-    (path, does), (where, again) = first, second
-    return does == again and f"{where}.".startswith(f"{path}." if path else "")
+def _is_alike(first: tuple[str, str, Sequence[Value]], second: tuple[str, str, Sequence[Value]]) -> bool:
+    """Compare two torch calls by module, name and state; a module that the first run made has no path in it yet."""
+    (path, *call), (where, *again) = first, second
+    return call == again and f"{where}.".startswith(f"{path}." if path else "")
 
 
 def _noting(ask: Ask, asked: list[Answer]) -> Ask:
