@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sizes import FRAMES, LENGTH, PATCH, ROWS, SAMPLES, SIDE, WIDTH
 from torch import Tensor, nn
+from visions import towers
 
 Batch = dict[str, Any]
 
@@ -52,6 +53,11 @@ def mask(length: int = LENGTH, padding: int = 2) -> Tensor:
 def pixels(config: Any) -> Tensor:
     side = config_of(config, "image_size", "img_size", "resolution", "input_size", default=SIDE)
     return torch.randn(ROWS, config_of(config, "num_channels", "in_channels", "in_chans", default=3), side, side)
+
+
+def images(config: Any) -> Tensor:
+    """Images; or videos, where the configuration was given their length."""
+    return video(config) if config_of(config, "num_frames", default=0) == FRAMES else pixels(config)
 
 
 def video(config: Any) -> Tensor:
@@ -94,7 +100,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "token_type_ids": lambda config: torch.zeros(ROWS, LENGTH, dtype=torch.long),
     "mm_token_type_ids": lambda config: torch.zeros(ROWS, LENGTH, dtype=torch.long),
     "decoder_input_ids": ids,
-    "pixel_values": pixels,
+    "pixel_values": images,
     "pixel_values_videos": video,
     "input_features": features,
     "prompt_pixel_values": pixels,
@@ -109,6 +115,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "flattened_patches": lambda config: torch.cat(
         [torch.arange(1, 10)[:, None].repeat(ROWS, 1, 2), torch.randn(ROWS, 9, 64)], 2
     ),
+    "task_inputs": lambda config: ids(config, config_of(config, "task_seq_len", default=LENGTH)),
     "state": lambda config: torch.randn(ROWS, config_of(config, "max_state_dim", default=8)),
     "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=WIDTH)),
     "visual_pos": lambda config: torch.rand(ROWS, 3, config_of(config, "visual_pos_dim", default=4)),
@@ -124,7 +131,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     },
 }
 SHAPES: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
-    "pixel_values": (lambda x: x[:, None], lambda x: x[:, None].repeat(1, FRAMES, 1, 1, 1)),
+    "pixel_values": (lambda x: x[:, None], lambda x: x[:, None].repeat(1, FRAMES, *[1] * (x.ndim - 1))),
     "input_values": (
         lambda x: x[:, None],
         lambda x: x[:, :1024].unflatten(1, (64, 16)),
@@ -137,7 +144,11 @@ SHAPES: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
 def candidates(model: nn.Module) -> Iterator[Batch]:
     """Batches that the model may take, the richest first."""
     config, names = model.config, list(inspect.signature(model.forward).parameters)
+    yield from towers(model, names)
     plain = {name: ARGUMENTS[name](config) for name in names if name in ARGUMENTS}
+    if "prompt_masks" in plain:  # an image and its prompt make one, twice as high as it is wide
+        side = model.config.image_size[-1]
+        plain |= {name: value[..., :side, :side] for name, value in plain.items() if name in PROMPTED}
     if "past_values" in plain and "past_observed_mask" in names:
         plain["past_observed_mask"] = torch.ones_like(plain["past_values"])
     if "attention_mask" in plain and "input_ids" not in plain:
@@ -170,10 +181,12 @@ def _subsets(plain: Batch, model: nn.Module) -> Iterator[Batch]:
             other = {**plain, name: change(plain[name])}
             yield other
             yield {key: value for key, value in other.items() if key != "attention_mask"}
-    if main in plain:
-        yield {main: plain[main]}
+    mains = [main] if isinstance(main, str) else main
+    if set(mains) <= plain.keys():
+        yield {name: plain[name] for name in mains}
 
 
+PROMPTED = ("pixel_values", "prompt_pixel_values", "prompt_masks")
 LEFT_OUT = (
     ("input_features",),
     ("input_values",),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sizes import HEAD, WIDTH
+from sizes import FRAMES, HEAD, LAYERS, LENGTH, PATCH, SIDE, WIDTH
 
 RESNET = {
     "model_type": "resnet",
@@ -41,7 +41,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "blip-2": IMAGE,
     "blt": {"encoder_hash_byte_group_vocab": 128},
     "chameleon": {"vocabulary_map": {"<image>": 100, "IMGIMGAZ": 101}},
-    "chmv2": {"backbone_config": {"num_hidden_layers": 24, "reshape_hidden_states": False}},
+    "chmv2": {
+        "backbone_config": {
+            "out_indices": [1, 2, 3, 4],
+            "num_hidden_layers": LAYERS,
+            "reshape_hidden_states": True,
+            "return_class_token": True,
+        },
+        "post_process_channels": [16, 32, 64, 128],
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "conditional_detr": ALL,
     "d_fine": {"num_queries": 16, "num_denoising": 4, "eval_idx": -1},
     "dab-detr": ALL,
@@ -49,10 +58,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deformable_detr": THREE,
     "depth_anything": {"backbone_config": {"reshape_hidden_states": False}},
+    "depth_pro": {"patch_size": 32, "image_size": 128, "intermediate_hook_ids": [3, 1]}
+    | {f"{part}_model_config": {"image_size": 32} for part in ("image", "patch", "fov")},
     "detr": ALL,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dpt": {"backbone_out_indices": [0, 1, 2, 3]},
-    "efficientloftr": {"hidden_size": 256},
+    "efficientloftr": {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8},
     "efficientnet": EFFICIENT,
     "emu3": {"vocabulary_map": {"<|extra_200|>": 101, "<image>": 100}},
     "encodec": {"codebook_dim": WIDTH},
@@ -65,6 +76,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "glm_image_text": HALF,
     "glm_ocr_text": HALF,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite4_vision": IMAGE
+    | {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0], [3, 1]], "spatial_target_layers": [2, 3]},
     "hgnet_v2": {"stem_channels": [3, 8, 8]},
     "hunyuan_v1_dense": {"rope_parameters": ROPE, "head_dim": HEAD},
     "hunyuan_v1_moe": {"rope_parameters": ROPE, "head_dim": HEAD},
@@ -76,6 +89,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "layoutlmv3": {"input_size": 32, "coordinate_size": 22, "shape_size": 20},
     "lilt": {"hidden_size": 192, "num_attention_heads": 6},
     "longcat_flash": {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16},
+    "lw_detr": {"projector_scale_factors": [1.0]},
     "mamba2": {"num_heads": 8, "head_dim": HEAD, "n_groups": 2},
     "mimi": {"upsample_groups": 16},
     "minicpm3": {"num_key_value_heads": 4},
@@ -83,8 +97,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "mobilevit": {"hidden_sizes": [32, 64, 80]},
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}},
     "nemotron": {"num_key_value_heads": 2},
+    "oneformer": {"strides": [4, 8, 16, 32]},
+    "owlv2": {"text_config": {"max_position_embeddings": LENGTH}},
+    "owlvit": {"text_config": {"max_position_embeddings": LENGTH}},
     "paddleocr_vl_text": SECTIONS,
     "perceiver": {"d_latents": WIDTH, "num_self_attends_per_block": 2, "num_latents": 8},
+    "pix2struct": {"vision_config": {"patch_embed_hidden_size": 64}},
     "prompt_depth_anything": {"backbone_config": {"reshape_hidden_states": False}},
     "qwen2_5_omni_text": SECTIONS,
     "qwen2_5_vl_text": SECTIONS,
@@ -98,7 +116,33 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "attn_layers": ["local", "lsh", "local", "lsh"],
         "attention_head_size": HEAD,
     },
+    "sam": {"vision_config": {"num_pos_feats": WIDTH // 2}},
+    "sam_hq": {"vision_config": {"num_pos_feats": WIDTH // 2}, "mask_decoder_config": {"vit_dim": WIDTH}},
+    "seggpt": {"image_size": [2 * SIDE, SIDE]},
     "table-transformer": ALL,
     "time_series_transformer": SERIES,
+    "tipsv2_dpt": {
+        "backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
+    },
+    "tvp": {
+        "num_frames": FRAMES,
+        "max_img_size": SIDE,
+        "visual_prompt_size": PATCH,
+        "frame_num": FRAMES,
+        "backbone_config": RESNET | {"out_features": ["stage4"]},
+    },
+    "videomae": {"num_frames": FRAMES},
+    "vilt": {"max_position_embeddings": LENGTH},
+    "vivit": {"num_frames": FRAMES, "tubelet_size": [FRAMES, PATCH, PATCH]},
+    "xclip": {"vision_config": {"num_frames": FRAMES}},
     "xlstm": {"num_heads": 2},
+    "zoedepth": {
+        "bottleneck_features": WIDTH,
+        "backbone_config": {
+            "num_hidden_layers": 4,
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+            "out_indices": None,
+            "reshape_hidden_states": False,
+        },
+    },
 }
