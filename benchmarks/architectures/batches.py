@@ -120,7 +120,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=WIDTH)),
     "visual_pos": lambda config: torch.rand(ROWS, 3, config_of(config, "visual_pos_dim", default=4)),
     "states": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "state_dim", default=8)),
-    "actions": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "act_dim", default=8)),
+    "actions": lambda config: torch.randn(ROWS, LENGTH, config_of(config, "act_dim", "max_action_dim", default=8)),
     "rewards": lambda config: torch.randn(ROWS, LENGTH, 1),
     "returns_to_go": lambda config: torch.randn(ROWS, LENGTH, 1),
     "timesteps": lambda config: torch.arange(LENGTH).repeat(ROWS, 1),
@@ -168,6 +168,16 @@ def candidates(model: nn.Module) -> Iterator[Batch]:
     for kept in _subsets(plain, model):
         for tail in tails:
             yield {**kept, **fixed, **tail}
+    for batch in fallbacks(config, plain, names):
+        yield batch | fixed
+
+
+def fallbacks(config: Any, plain: Batch, names: list[str]) -> Iterator[Batch]:
+    """What only few need: states of an encoder; or one row to a microbatch."""
+    if "encoder_hidden_states" in names:
+        wide = config_of(config, "encoder_hidden_size", "cross_attention_dim", "hidden_size", default=WIDTH)
+        yield plain | {"encoder_hidden_states": torch.randn(ROWS, LENGTH, wide)}
+    yield {name: value[:2] for name, value in plain.items()}
 
 
 def _subsets(plain: Batch, model: nn.Module) -> Iterator[Batch]:

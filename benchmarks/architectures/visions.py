@@ -24,6 +24,9 @@ def towers(model: nn.Module, names: list[str]) -> Iterator[Batch]:
         return
     if "pixel_position_ids" in names:
         yield from _positioned(model)
+    if "target_sizes" in names:  # one row of patches, whatever the images; so each microbatch has one
+        shape = (*_patch(model)[:-1], PATCH * GRID**2)
+        yield {"pixel_values": torch.rand(2, *shape), "target_sizes": torch.full((2, 2), GRID, dtype=torch.int32)}
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in names), None)
     if grid is not None:
         extra = {"merge_sizes": torch.full((ROWS,), 2)} if "merge_sizes" in names else {}
