@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from batches import Batch, candidates
 from configurations import WAYS, Way, tiny
-from optree import tree_leaves
+from optree import tree_leaves, tree_map
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from unusual import unusual
 
 MOST = 80_000_000
 
@@ -117,7 +120,7 @@ def _model(kind: str, names: Sequence[str], dropout: float, way: Way) -> nn.Modu
 def _batch(model: nn.Module) -> Batch:
     """The first batch that the model takes."""
     tried: list[Exception] = []
-    for batch in candidates(model):
+    for batch in chain(candidates(model), unusual(model)):
         try:
             _step(model, batch)
         except Exception as error:
@@ -132,13 +135,20 @@ def _batch(model: nn.Module) -> Batch:
 
 def class_of(config: Any, names: Sequence[str]) -> type[nn.Module]:
     """The first of these classes that is made from such a configuration."""
-    kinds = [getattr(transformers, name) for name in names]
+    kinds = [_class(name, type(config)) for name in names]
     return next((kind for kind in kinds if kind.config_class is type(config)), kinds[0])
+
+
+def _class(name: str, config: type) -> type[nn.Module]:
+    """The class of this name; some are not exported, and stand next to the class of their configuration."""
+    if hasattr(transformers, name):
+        return getattr(transformers, name)
+    return getattr(import_module(config.__module__.replace(".configuration_", ".modeling_")), name)
 
 
 def _step(model: nn.Module, batch: Batch) -> None:
     """One eager step; raises if it fails, or trains nothing."""
-    half = {key: value.chunk(2)[0] if isinstance(value, Tensor) else value for key, value in batch.items()}
+    half = tree_map(lambda leaf: leaf.chunk(2)[0] if isinstance(leaf, Tensor) else leaf, batch)
     value = loss_of(model(**half))
     if not torch.isfinite(value):
         raise ValueError(f"the loss is {value.item()}")
