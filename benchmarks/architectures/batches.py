@@ -75,6 +75,7 @@ def features(config: Any) -> Tensor:
         "mel_dim",
         "feature_size",
         "input_dim",
+        "input_feat_size",
         default=16,
     )
     positions = config_of(config, "max_source_positions", default=0)
@@ -115,6 +116,13 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "flattened_patches": lambda config: torch.cat(
         [torch.arange(1, 10)[:, None].repeat(ROWS, 1, 2), torch.randn(ROWS, 9, 64)], 2
     ),
+    "classes_input_ids": ids,
+    "classes_attention_mask": lambda config: mask(),
+    "classes_structure": lambda config: torch.ones(ROWS, dtype=torch.long),
+    "tasks_input_ids": ids,
+    "tasks_attention_mask": lambda config: mask(),
+    "audio_mel": features,
+    "audio_mel_mask": lambda config: mask() == 0,
     "task_inputs": lambda config: ids(config, config_of(config, "task_seq_len", default=LENGTH)),
     "state": lambda config: torch.randn(ROWS, config_of(config, "max_state_dim", default=8)),
     "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=WIDTH)),
@@ -177,7 +185,17 @@ def fallbacks(config: Any, plain: Batch, names: list[str]) -> Iterator[Batch]:
     if "encoder_hidden_states" in names:
         wide = config_of(config, "encoder_hidden_size", "cross_attention_dim", "hidden_size", default=WIDTH)
         yield plain | {"encoder_hidden_states": torch.randn(ROWS, LENGTH, wide)}
+    if "state" in plain and "pixel_attention_mask" in names:
+        yield plain | cameras(config, plain)
     yield {name: value[:2] for name, value in plain.items()}
+
+
+def cameras(config: Any, plain: Batch) -> Batch:
+    """What the cameras of a robot see, and as many image tokens before the text."""
+    seen = torch.full((ROWS, FRAMES * (SIDE // PATCH) ** 2), config.vlm_config.image_token_id)
+    words = torch.cat([seen, plain["input_ids"]], 1)
+    batch = {"input_ids": words, "attention_mask": mask(words.shape[1]), "pixel_values": video(config)}
+    return batch | {"pixel_attention_mask": torch.ones(ROWS, FRAMES, dtype=torch.bool)}
 
 
 def _subsets(plain: Batch, model: nn.Module) -> Iterator[Batch]:

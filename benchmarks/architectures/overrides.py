@@ -28,6 +28,39 @@ EFFICIENT = {
 }
 IMAGE = {"image_token_index": 100}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Stages that halve the height of a line of text more often than its width.
+STRIPS = {
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    "stage_downsample": [True] * 4,
+    "stem_strides": [2, 1, 1, 1, 1],
+    "stage_downsample_strides": [[2, 1], [1, 2], [2, 1], [2, 1]],
+}
+# Convolutions along columns, rows and both, of three sizes; each as kernel, stride and padding.
+BANDS = {"long": 7, "mid": 5, "short": 3}
+DETECTING = {
+    "backbone_config": {"out_features": STRIPS["out_features"]},
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+    "intraclass_block_config": {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]}
+    | {f"vertical_long_to_small_conv_{name}ratio": [[k, 1], [1, 1], [k // 2, 0]] for name, k in BANDS.items()}
+    | {f"horizontal_small_to_long_conv_{name}ratio": [[1, k], [1, 1], [0, k // 2]] for name, k in BANDS.items()}
+    | {f"symmetric_conv_long_{name}ratio": [[k, k], [1, 1], [k // 2, k // 2]] for name, k in BANDS.items()},
+}
+HALVING = {
+    "out_features": STRIPS["out_features"],
+    "block_configs": [
+        [[3, 96, 32, 1, True]],
+        [[3, 32, 48, 2, False]],
+        [[3, 48, 64, 2, False]],
+        [[3, 64, 96, 2, False]],
+    ],
+}
+# A small model of timm; its last feature map has 64 channels.
+TIMM = {"model_type": "timm_wrapper", "architecture": "test_convnext", "num_classes": 2}
+SMALL_SAM = {
+    "vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "prompt_encoder_config": {"patch_size": 16},
+}
 # Rotary angles of time, height and width, which add up to half of what is rotated of a head.
 SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 4, HEAD // 8, HEAD // 8]}}
 HALF = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 8, HEAD // 16, HEAD // 16], "partial_rotary_factor": 0.5}}
@@ -90,6 +123,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "adapter_out_dim": WIDTH,
     },
     "dpt": {"backbone_out_indices": [0, 1, 2, 3]},
+    "edgetam": {"prompt_encoder_config": {"patch_size": 16}},
+    "edgetam_video": SMALL_SAM,
+    "edgetam_vision_model": {
+        "backbone_config": TIMM | {"model_args": {"in_chans": 3, "features_only": True, "out_indices": [0, 1, 2, 3]}},
+        "backbone_channel_list": [64, 48, 32, 24],
+        "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+    },
     "efficientloftr": {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8},
     "efficientnet": EFFICIENT,
     "emu3": {"vocabulary_map": {"<|extra_200|>": 101, "<image>": 100}},
@@ -99,9 +139,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "moe_num_experts": 4,
     },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "fast_vlm": {"vision_config": TIMM | {"do_pooling": True, "global_pool": "avg", "hidden_size": 64}},
     "fastspeech2_conformer_with_hifigan": {"vocoder_config": {"model_in_dim": BINS, "upsample_initial_channel": 64}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
+    "gemma3n": {"vision_soft_tokens_per_image": 4},
     "gemma3n_text": {"num_hidden_layers": 15, "num_kv_shared_layers": 5, "intermediate_size": INNER},
+    "gemma3n_vision": {"architecture": "test_convnext", "hidden_size": 64},
     "gemma4_unified_assistant": {
         "text_config": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     },
@@ -140,15 +183,65 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"n_groups": 2},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "neucodec": HEARD,
+    "omdet-turbo": THREE
+    | {
+        "apply_layernorm_after_vision_backbone": False,
+        "encoder_in_channels": [32, 64, 128],
+        "vision_features_channels": [WIDTH] * 3,
+        "text_projection_in_dim": WIDTH,
+        "text_projection_out_dim": 64,
+        "class_embed_dim": 64,
+    },
     "oneformer": {"strides": [4, 8, 16, 32]},
     "owlv2": {"text_config": {"max_position_embeddings": LENGTH}},
     "owlvit": {"text_config": {"max_position_embeddings": LENGTH}},
     "paddleocr_vl_text": SECTIONS,
     "paligemma": {"text_config": {"num_key_value_heads": 1}},
     "perceiver": {"d_latents": WIDTH, "num_self_attends_per_block": 2, "num_latents": 8},
+    "perception_lm": {
+        "vision_config": TIMM
+        | {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                "embed_dim": WIDTH,
+                "img_size": [56, 56],
+                "depth": 2,
+                "num_heads": HEADS,
+                "global_pool": "",
+                "use_post_transformer_norm": False,
+                "init_values": 0.1,
+                "ref_feat_shape": [4, 4],
+            },
+        },
+        "image_size": 56,
+    },
     "pi0": {"chunk_size": LENGTH, "dit_config": {"num_key_value_heads": 1}},
     "pix2struct": {"vision_config": {"patch_embed_hidden_size": 64}},
     "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": 16},
+    "pp_doclayout_v2": {
+        "backbone_config": {"out_features": ["stage2", "stage3", "stage4"]},
+        "class_thresholds": [0.5, 0.5],
+        "class_order": [0, 1],
+    },
+    "pp_doclayout_v3": {
+        "backbone_config": {"out_features": ["stage1", "stage2", "stage3", "stage4"]},
+        "x4_feat_dim": 16,
+    },
+    "pp_ocrv5_mobile_rec": {
+        "backbone_config": {
+            "block_configs": [
+                [[3, 16, 32, 1, False]],
+                [[3, 32, 32, 1, False]],
+                [[3, 32, 64, [2, 1], False]],
+                [[3, 64, 64, [1, 2], False]],
+                [[5, 64, 128, [2, 1], True]],
+            ]
+        }
+    },
+    "pp_ocrv5_server_det": DETECTING,
+    "pp_ocrv5_server_rec": {"backbone_config": STRIPS},
+    "pp_ocrv6_medium_det": DETECTING | {"backbone_config": HALVING},
+    "pp_ocrv6_small_det": {"backbone_config": HALVING, "layer_list_out_channels": [32, 48, 64, 96]},
     "prompt_depth_anything": {"backbone_config": {"reshape_hidden_states": False}},
     "qwen2_5_omni_text": SECTIONS,
     "qwen2_5_vl_text": SECTIONS,
@@ -170,6 +263,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "attention_head_size": HEAD,
     },
     "sam": {"vision_config": {"num_pos_feats": WIDTH // 2}},
+    "sam2": SMALL_SAM,
+    "sam2_video": SMALL_SAM,
     "sam_hq": {"vision_config": {"num_pos_feats": WIDTH // 2}, "mask_decoder_config": {"vit_dim": WIDTH}},
     "sapiens2": {
         "num_hidden_layers": LAYERS,
@@ -183,6 +278,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "table-transformer": ALL,
     "time_series_transformer": SERIES,
+    "timm_backbone": {"backbone": "test_convnext"},
+    "timm_wrapper": {"architecture": "test_convnext"},
     "tipsv2_dpt": {
         "backbone_config": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False}
     },
@@ -203,7 +300,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "vitmatte": {
         "convstream_hidden_sizes": [8, 16, 32],
         "fusion_hidden_sizes": [64, 32, 16, 16],
-        "backbone_config": {"num_channels": 4, "out_features": ["stage4"]},
+        "backbone_config": {"num_channels": 4, "patch_size": 16, "out_features": ["stage4"]},
     },
     "vivit": {"num_frames": FRAMES, "tubelet_size": [FRAMES, PATCH, PATCH]},
     "wav2vec2-bert": {"vocab_size": WORDS},

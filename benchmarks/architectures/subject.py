@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import signature
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -134,8 +135,9 @@ def _batch(model: nn.Module) -> Batch:
 
 
 def class_of(config: Any, names: Sequence[str]) -> type[nn.Module]:
-    """The first of these classes that is made from such a configuration."""
+    """The first of these classes that is made from such a configuration, and that a batch alone can train."""
     kinds = [_class(name, type(config)) for name in names]
+    kinds = [kind for kind in kinds if "inference_session" not in signature(kind.forward).parameters] or kinds
     return next((kind for kind in kinds if kind.config_class is type(config)), kinds[0])
 
 
