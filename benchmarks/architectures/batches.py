@@ -75,7 +75,6 @@ def features(config: Any) -> Tensor:
         "mel_dim",
         "feature_size",
         "input_dim",
-        "input_feat_size",
         default=16,
     )
     positions = config_of(config, "max_source_positions", default=0)
@@ -121,8 +120,6 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "classes_structure": lambda config: torch.ones(ROWS, dtype=torch.long),
     "tasks_input_ids": ids,
     "tasks_attention_mask": lambda config: mask(),
-    "audio_mel": features,
-    "audio_mel_mask": lambda config: mask() == 0,
     "task_inputs": lambda config: ids(config, config_of(config, "task_seq_len", default=LENGTH)),
     "state": lambda config: torch.randn(ROWS, config_of(config, "max_state_dim", default=8)),
     "visual_feats": lambda config: torch.randn(ROWS, 3, config_of(config, "visual_feat_dim", default=WIDTH)),
