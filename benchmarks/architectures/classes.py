@@ -24,6 +24,12 @@ PREFERRED = (
     *("QUESTION_ANSWERING", "MULTIPLE_CHOICE", "TIME_SERIES_PREDICTION", "TEXT_TO_SPECTROGRAM", "TEXT_TO_WAVEFORM"),
     "VISUAL_QUESTION_ANSWERING",
 )
+# Models that generate with several parts, and have no forward of their own: the part that is tried.
+PARTS = {
+    "bark": "BarkSemanticModel",
+    "qwen2_5_omni": "Qwen2_5OmniTalkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeTalkerModel",
+}
 
 
 def architectures() -> dict[str, tuple[str, ...]]:
@@ -41,7 +47,7 @@ def architectures() -> dict[str, tuple[str, ...]]:
         if flat and flat not in found.values():
             found[kind] = flat
     wholes = [kind for kind in found if not _is_part(kind, found)]
-    return {kind: found[kind] for kind in [*wholes, *found]}
+    return {kind: (PARTS[kind],) if kind in PARTS else found[kind] for kind in [*wholes, *found]}
 
 
 def _is_part(kind: str, kinds: Collection[str]) -> bool:

@@ -196,10 +196,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "pp_ocrv6_medium_det": DETECTING | {"backbone_config": HALVING},
     "pp_ocrv6_small_det": {"backbone_config": HALVING, "layer_list_out_channels": [32, 48, 64, 96]},
     "prompt_depth_anything": {"backbone_config": {"reshape_hidden_states": False}},
+    "qwen2_5_omni_talker": SECTIONS,
     "qwen2_5_omni_text": SECTIONS,
     "qwen2_5_vl_text": SECTIONS,
     "qwen2_vl_text": SECTIONS,
     "qwen3_omni_moe_text": SECTIONS,
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": INNER},
     "qwen3_vl_moe_text": SECTIONS,
     "qwen3_vl_text": SECTIONS,
     "qwen4_exp_text": {

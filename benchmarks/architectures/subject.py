@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from batches import Batch, candidates
+from classes import PARTS
 from configurations import WAYS, Way, tiny
 from optree import tree_leaves, tree_map
 from torch import Tensor, nn
@@ -109,7 +110,8 @@ def subject(kind: str, names: Sequence[str], dropout: float = 0.0) -> Subject:
 
 def _model(kind: str, names: Sequence[str], dropout: float, way: Way) -> nn.Module:
     torch.manual_seed(0)
-    config = tiny(CONFIG_MAPPING[kind], dropout, way)
+    whole = CONFIG_MAPPING[kind]
+    config = tiny(_class(names[0], whole).config_class if kind in PARTS else whole, dropout, way)
     made = class_of(config, names)
     with torch.device("meta"):
         size = sum(p.numel() for p in made(config).parameters())

@@ -140,6 +140,16 @@ def questions(config: Any, plain: Batch) -> Iterator[Batch]:
     }
 
 
+def spoken(config: Any, plain: Batch) -> Iterator[Batch]:
+    """Codes of speech, and the states of the text that is spoken."""
+    yield {"input_ids": ids(config), "thinker_reply_part": torch.randn(ROWS, LENGTH, config.embedding_size)}
+
+
+def embedded(config: Any, plain: Batch) -> Iterator[Batch]:
+    """States in the place of text."""
+    yield {"inputs_embeds": torch.randn(ROWS, LENGTH, config.hidden_size), "attention_mask": mask()}
+
+
 def shared_states(config: Any, plain: Batch) -> Iterator[Batch]:
     """Keys and values of the target model, by the kind of layer."""
     text = config.get_text_config()
@@ -175,5 +185,7 @@ UNUSUAL: dict[str, Callable[[Any, Batch], Iterator[Batch]]] = {
     "noise_embeds": drafts,
     "question_type_ids": questions,
     "shared_kv_states": shared_states,
+    "qwen3_omni_moe_talker_text": embedded,
+    "thinker_reply_part": spoken,
     "voxtral_realtime_text": conditioned,
 }
