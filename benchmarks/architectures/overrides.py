@@ -140,7 +140,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     | {
         "apply_layernorm_after_vision_backbone": False,
         "encoder_in_channels": [32, 64, 128],
-        "vision_features_channels": [WIDTH] * 3,
+        "vision_features_channels": [WIDTH // 2] * 3,
+        "encoder_hidden_dim": WIDTH // 2,
         "decoder_hidden_dim": WIDTH // 2,
         "text_projection_in_dim": WIDTH,
         "text_projection_out_dim": WIDTH,
