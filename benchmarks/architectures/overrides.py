@@ -223,6 +223,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "sam": {"vision_config": {"num_pos_feats": WIDTH // 2}},
     "sam2": SMALL_SAM,
     "sam2_video": SMALL_SAM,
+    "sam3_video": {"detector_config": {"image_size": SIDE}, "tracker_config": {"image_size": SIDE}},
     "sam_hq": {"vision_config": {"num_pos_feats": WIDTH // 2}, "mask_decoder_config": {"vit_dim": WIDTH}},
     "sapiens2": {
         "num_hidden_layers": LAYERS,
