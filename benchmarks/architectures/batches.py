@@ -56,7 +56,7 @@ def pixels(config: Any) -> Tensor:
 
 
 def images(config: Any) -> Tensor:
-    """Images; or videos, where the configuration was given their length."""
+    """Return images, or videos where the configuration asks for `FRAMES` frames."""
     return video(config) if config_of(config, "num_frames", default=0) == FRAMES else pixels(config)
 
 
@@ -151,7 +151,7 @@ def candidates(model: nn.Module) -> Iterator[Batch]:
     config, names = model.config, list(inspect.signature(model.forward).parameters)
     yield from towers(model, names)
     plain = {name: ARGUMENTS[name](config) for name in names if name in ARGUMENTS}
-    if "prompt_masks" in plain:  # an image and its prompt make one, twice as high as it is wide
+    if "prompt_masks" in plain:  # the model stacks an image and its prompt
         side = model.config.image_size[-1]
         plain |= {name: value[..., :side, :side] for name, value in plain.items() if name in PROMPTED}
     if "past_values" in plain and "past_observed_mask" in names:
@@ -178,7 +178,7 @@ def candidates(model: nn.Module) -> Iterator[Batch]:
 
 
 def fallbacks(config: Any, plain: Batch, names: list[str]) -> Iterator[Batch]:
-    """What only few need: states of an encoder; or one row to a microbatch."""
+    """Yield batches that few models need: encoder states, camera images, one row per microbatch."""
     if "encoder_hidden_states" in names:
         wide = config_of(config, "encoder_hidden_size", "cross_attention_dim", "hidden_size", default=WIDTH)
         yield plain | {"encoder_hidden_states": torch.randn(ROWS, LENGTH, wide)}
@@ -188,7 +188,7 @@ def fallbacks(config: Any, plain: Batch, names: list[str]) -> Iterator[Batch]:
 
 
 def cameras(config: Any, plain: Batch) -> Batch:
-    """What the cameras of a robot see, and as many image tokens before the text."""
+    """Return images of a robot's cameras, and a text that starts with their image tokens."""
     seen = torch.full((ROWS, FRAMES * (SIDE // PATCH) ** 2), config.vlm_config.image_token_id)
     words = torch.cat([seen, plain["input_ids"]], 1)
     batch = {"input_ids": words, "attention_mask": mask(words.shape[1]), "pixel_values": video(config)}

@@ -137,7 +137,7 @@ def _batch(model: nn.Module) -> Batch:
 
 
 def class_of(config: Any, names: Sequence[str]) -> type[nn.Module]:
-    """The first of these classes that is made from such a configuration, and that a batch alone can train."""
+    """Return the first class made from such a configuration that needs no inference session."""
     kinds = [_class(name, type(config)) for name in names]
     kinds = [kind for kind in kinds if "inference_session" not in signature(kind.forward).parameters] or kinds
     return next((kind for kind in kinds if kind.config_class is type(config)), kinds[0])

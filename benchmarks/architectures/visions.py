@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of vision towers that take images as rows of patches, all images of a batch of one size.
+"""Inputs of vision towers that take images as rows of patches; all images of a batch have the same size.
 
-How long a patch is, the first projection in the model whose name speaks of patches says.
+The patch length is read from the first projection whose name contains "patch".
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Batch = dict[str, Any]
 
 
 def towers(model: nn.Module, names: list[str]) -> Iterator[Batch]:
-    """Packed or padded patches, for a forward that takes their grid or their positions; nothing for others."""
+    """Yield patches for a forward that takes their grid or their positions; nothing for others."""
     if "input_ids" in names:
         return
     if "pixel_position_ids" in names:
         yield from _positioned(model)
-    if "target_sizes" in names:  # one row of patches, whatever the images; so each microbatch has one
+    if "target_sizes" in names:  # all patches share one row, so a microbatch is one row
         shape = (*_patch(model)[:-1], PATCH * GRID**2)
         yield {"pixel_values": torch.rand(2, *shape), "target_sizes": torch.full((2, 2), GRID, dtype=torch.int32)}
     grid = next((name for name in ("grid_thw", "image_grid_thw") if name in names), None)
@@ -35,7 +35,7 @@ def towers(model: nn.Module, names: list[str]) -> Iterator[Batch]:
 
 
 def _packed(model: nn.Module) -> Iterator[Tensor]:
-    """The patches of all images in one dimension: flat, or as the projection has them, or with channels last."""
+    """Yield the patches of all images: flat, shaped as the projection takes them, and with channels last."""
     shape = _patch(model)
     flat = torch.rand(ROWS * GRID**2, math.prod(shape))
     yield flat
@@ -45,14 +45,14 @@ def _packed(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _positioned(model: nn.Module) -> Iterator[Batch]:
-    """Patches with the column and row of each; a side that pooling by 2 or by 3 divides."""
+    """Yield patches with the column and row of each, on grids that pool evenly by 2 and by 3."""
     for side in (GRID, 9):
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(1).repeat(ROWS, 1, 1)
         yield {"pixel_values": torch.rand(ROWS, side**2, math.prod(_patch(model))), "pixel_position_ids": places}
 
 
 def _patch(model: nn.Module) -> tuple[int, ...]:
-    """The shape of what the projection of patches takes."""
+    """Return the shape of one patch, as the projection takes it."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if "patch" in name and isinstance(weight, Tensor) and weight.ndim > 1 and not isinstance(module, nn.Embedding):
