@@ -94,6 +94,14 @@ CHANGES = {
         lambda m: m.blocks[0].linear.weight.requires_grad_(False),
         r"module blocks.0.linear \(Linear\), parameter 'weight': got requires_grad=False, expected requires_grad=True",
     ),
+    "a hook on a gradient": (
+        lambda m: m.blocks[0].linear.weight.register_hook(lambda grad: None),
+        r"parameter 'weight': got requires_grad=True and 1 hooks on its gradient, expected requires_grad=True",
+    ),
+    "another class": (
+        lambda m: setattr(m.blocks[0].drop, "__class__", nn.AlphaDropout),
+        r"module blocks.0.drop \(Dropout\): got AlphaDropout, expected Dropout",
+    ),
     "another mode": (
         lambda m: m.blocks[1].norm.eval(),
         r"module blocks.1.norm \(BatchNorm1d\), attribute 'training': got False, expected True",
@@ -146,6 +154,10 @@ CHANGES = {
     "a hook": (
         lambda m: m.blocks[0].register_forward_hook(lambda *_: None),
         r"blocks.0 \(Block\), attribute '_forward_hooks': got OrderedDict, expected an empty OrderedDict",
+    ),
+    "another class of nothing": (
+        lambda m: setattr(m.blocks[0], "_forward_hooks", {}),
+        r"blocks.0 \(Block\), attribute '_forward_hooks': got dict, expected an empty OrderedDict",
     ),
     "another module": (
         lambda m: setattr(m, "head", nn.Linear(4, 2)),

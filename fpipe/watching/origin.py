@@ -51,14 +51,13 @@ class Row:
         table = self.attributes
         return self.where, table.keys, table.empty, tuple([key for key, _ in table.inner]), self.parameters is None
 
-    def holds(self, met: set[int]) -> bool:
-        """Whether the module, if it still exists, is as it was; the identities of its parameters are added to `met`."""
+    def holds(self) -> bool:
+        """Whether the module, if it still exists, is as it was."""
         module = self.ref()
         if module is None:
             return True
         table = vars(module)
         inside, parameters, buffers = table["_modules"], table["_parameters"], table["_buffers"]
-        met.update(map(id, parameters.values()))
         return (
             type(module) is self.kind
             and len(inside) == len(self.modules)
@@ -99,7 +98,12 @@ class Row:
 
 def flags(parameters: Mapping[str, Any]) -> dict[str, tuple[bool, int] | None]:
     """Which parameters require a gradient, and the number of hooks on it, by name."""
-    return {n: None if p is None else (p.requires_grad, len(p._backward_hooks or ())) for n, p in parameters.items()}
+    return {name: None if p is None else flag(p) for name, p in parameters.items()}
+
+
+def flag(parameter: Any) -> tuple[bool, int]:
+    """Whether it requires a gradient, and the number of hooks on that."""
+    return parameter.requires_grad, len(parameter._backward_hooks or ())
 
 
 def _flag(flag: tuple[bool, int] | None) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 from fpipe.capture.contract import Call
 from fpipe.errors import InputError
 from fpipe.watching.handle import Difference
+from fpipe.watching.look import Look
 from fpipe.watching.names import Names
 from fpipe.watching.names import names as names_in
 from fpipe.watching.origin import Origin, Row
@@ -55,13 +56,12 @@ class Watch:
 
     def require_unchanged(self) -> None:
         """Raise `InputError`, naming modules and attributes, unless all is as it was."""
-        met = {id(None)}
-        same = all(row.holds(met) for row in self.rows) and (len(met) == self.parameters + 1 or self._incomplete())
+        same = self._look.is_same() or self._same()
         if same and all(one.holds() for one in self.outside):
             return
         inside = [one for row in self.rows for one in row.differences()]
         if not same and not inside:
-            inside = [Difference("parameters", f"{len(met) - 1} different ones", f"{self.parameters}")]
+            inside = [Difference("parameters", f"{len(self._parameters())} different ones", f"{self.parameters}")]
         if inside:
             _refuse(inside, "when the pipeline was built, which holds a copy of the model. Put it back")
         outside = list(dict.fromkeys(one for row in self.outside for one in row.differences()))
@@ -72,9 +72,21 @@ class Watch:
                 "if it is to change from step to step",
             )
 
-    def _incomplete(self) -> bool:
-        """Whether a module was thrown away."""
-        return any(row.ref() is None for row in self.rows)
+    @cached_property
+    def _look(self) -> Look:
+        """What the model looks like at the first step, if all is as it was then."""
+        return Look.of(self.rows if self._same() else ())
+
+    def _same(self) -> bool:
+        """Whether every module that still exists is as it was, and, if all do, as many parameters are in them."""
+        if not all(row.holds() for row in self.rows):
+            return False
+        return len(self._parameters()) == self.parameters or any(row.ref() is None for row in self.rows)
+
+    def _parameters(self) -> set[int]:
+        """The identities of the different parameters that there are now."""
+        modules = [module for row in self.rows if (module := row.ref()) is not None]
+        return {id(p) for module in modules for p in module._parameters.values() if p is not None}
 
 
 def _refuse(found: Sequence[Difference], when: str) -> None:
