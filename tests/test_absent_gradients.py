@@ -309,6 +309,44 @@ class Sequence(nn.Module):
         return self.parts["last"](self.parts["gate"](x, x + 1))
 
 
+class Holding(nn.Module):
+    """Holds a layer that only its caller uses, and a parameter that nobody does; the gate inside branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.gate = nn.Linear(WIDTH, WIDTH), Gate("other", counting=False)
+        self.spare = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, answers):
+        return self.gate(x, answers[:, 0])
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.holding, self.last = Holding(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, answers):
+        return self.last(self.holding(self.holding.embed(x), answers))
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("cuts", [["holding"], ["last"]])
+def test_a_module_around_a_branch_may_hold_parameters_of_other_stages(cuts, backward):
+    """A language model is handed embeddings that were looked up outside; only the branch inside needs parameters."""
+    model = Embedding()
+    inputs, targets = batch([[1], [0]])
+    options = {"loss": mse, "schedule": one_f_one_b(2, 2), "cuts": cuts, "backward": backward, "unsplittable": Gate}
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, **options)
+    fpipe.verify(pipe, model, inputs, targets)
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    want = loop(model, mse, inputs, targets, 2).grads
+    assert grads.keys() == want.keys()
+    assert "holding.spare" not in grads
+    assert all(same_bits(grads[name], want[name]) for name in want)
+
+
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_experts_without_tokens_have_no_gradients(backward):
     """As in transformers, where the router of a sparse layer says which experts run."""

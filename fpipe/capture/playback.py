@@ -262,7 +262,7 @@ class Playback:
         simple = not (span.touched or span.constants or others)
         step = Step(span.invocation.reads, (*new, *assigned, *others), simply if simple else call)
         step = answering(step, self.tape.answered(span.first_tick, span.last_tick))
-        step = self._with_ghosts(span, _attached(span, step) if span.branching else step)
+        step = self._with_ghosts(span, _attached(span, step, self._parameters(span)) if span.branching else step)
         if span.stream:
             return streaming(step, span)
         if span.checkpoint:
@@ -295,8 +295,7 @@ class Playback:
 
     def _differentiable(self, span: Span) -> Span:
         """A reentrant checkpoint as one whose gradients can be asked for."""
-        used = dict.fromkeys(value for unit in self.tape.units[span.start : span.stop] for value in unit.reads)
-        seats = [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
+        seats = self._parameters(span)
         how = Reentrant(
             modes=contexts(span.modes._replace(grad=True)),
             devices=self._devices(span),
@@ -305,6 +304,11 @@ class Playback:
         invocation = copy(span.invocation)
         invocation.function = how
         return replace(span, invocation=invocation)
+
+    def _parameters(self, span: Span) -> list[Seat]:
+        """Return where the parameters are kept that a span may use; others that its module holds may be absent."""
+        used = dict.fromkeys(value for unit in self.tape.units[span.start : span.stop] for value in unit.reads)
+        return [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
 
     def _require_own_casts(self, start: int, stop: int) -> None:
         """Raise `CutError` if a weight is used here and elsewhere under one autocast, which would cast it once."""
@@ -359,12 +363,11 @@ def _uncallable(span: Span, what: str, why: str) -> CutError:
     )
 
 
-def _attached(span: Span, step: Step) -> Step:
+def _attached(span: Span, step: Step, parameters: Sequence[Seat]) -> Step:
     module = span.invocation.function  # of a module, or of the loss
     assigned = {(id(one.module._buffers), one.name) for one in span.assigned}
 
     def call(key: int, *tensors: Tensor) -> Tensors:
-        held = module.parameters() if isinstance(module, nn.Module) else ()
         before = [*_buffers(module)]
         made = step.call(key, *tensors)
         for table, name, tensor in before:
@@ -373,7 +376,7 @@ def _attached(span: Span, step: Step) -> Step:
                     f"module {span.path or '(root)'}: got an assignment to the buffer {name!r}, expected none, since "
                     "the branch taken at capture made none: it would be lost. Write copy_() instead."
                 )
-        return attached(made, (*tensors, *held))
+        return attached(made, (*tensors, *[table[name] for table, name in parameters]))
 
     return step._replace(call=call)
 
