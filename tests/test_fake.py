@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What fake tensors say is what real ones are, where torch's own would refuse."""
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fpipe
 from fpipe.capture.fake import KERNELS, fake, fake_mode
+from fpipe.capture.layouts import RULES
 from fpipe.capture.observation import Effects
+from schedules import one_f_one_b
 
 aten = torch.ops.aten
 
@@ -61,6 +66,83 @@ def test_results_are_laid_out_as_real_ones_are(function):
         fakes = [torch.empty_strided(t.shape, t.stride(), requires_grad=True) for t in tensors]
         got = list(strides(function, fakes))
     assert got == list(strides(function, tensors))
+
+
+LAYOUTS = {
+    "rows": lambda: torch.rand(2, 3, 4),
+    "turned": lambda: torch.rand(2, 4, 3).transpose(1, 2),
+    "moved": lambda: torch.rand(4, 2, 3).permute(1, 2, 0),
+    "expanded": lambda: torch.rand(2, 1, 4).expand(2, 3, 4),
+    "with gaps": lambda: torch.rand(2, 3, 8)[..., ::2],
+}
+NORMS = {  # whose tensors are not of one shape
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+    aten.native_layer_norm_backward.default,
+}
+REST = {  # what operations take after tensors
+    aten.softplus_backward.default: (1, 20),
+    aten.hardtanh_backward.default: (-1.0, 1.0),
+    aten.logit_backward.default: (None,),
+    aten.native_dropout_backward.default: (2.0,),
+    aten.threshold_backward.default: (0.5,),
+    aten.leaky_relu_backward.default: (0.1, False),
+    aten.mse_loss_backward.default: (1,),
+    aten.smooth_l1_loss_backward.default: (1, 1.0),
+    aten.soft_margin_loss_backward.default: (1,),
+    aten.binary_cross_entropy_backward.default: (None, 1),
+    aten._log_softmax_backward_data.default: (1, torch.float32),
+}
+
+
+def operands(operation):
+    """How many tensors of one shape an operation takes first."""
+    kinds = [str(argument.type) for argument in operation._schema.arguments]
+    return next((k for k, kind in enumerate(kinds) if kind != "Tensor"), len(kinds))
+
+
+@pytest.mark.parametrize("operation", [one for one in RULES if one not in NORMS], ids=str)
+def test_layouts_are_those_of_real_results_whatever_the_operands_are(operation):
+    mode, met = fake_mode(), 0
+    for names in itertools.product(LAYOUTS, repeat=operands(operation)):
+        tensors, rest = [LAYOUTS[name]() for name in names], REST.get(operation, ())
+        with mode:
+            fakes = operation(*[fake(mode, one, one.device) for one in tensors], *rest)
+        try:
+            real = operation(*tensors, *rest)
+        except RuntimeError:
+            continue  # it takes some layouts only
+        met += 1
+        real, fakes = (one if isinstance(one, tuple) else (one,) for one in (real, fakes))
+        shown = [[(x.shape, x.stride(), x.dtype) for x in made if x.numel() > 8] for made in (fakes, real)]
+        assert shown[0] == shown[1], names
+    assert met
+
+
+class Gated(torch.nn.Module):
+    """A gate, before softplus, of a sequence that is laid out by channels behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate, self.outer = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        gate = torch.nn.functional.softplus(self.gate(self.inner(x)))
+        return self.outer((gate.transpose(1, 2).contiguous() * 2).cumsum(2).transpose(1, 2))
+
+
+def test_a_gradient_that_is_laid_out_by_channels_is_viewed_as_it_is():
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(4, 6, 8)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        loss=lambda out: out.square().mean(),
+        schedule=one_f_one_b(ranks=2, microbatches=2),
+        cuts=["gate"],
+        backward="graph",
+    )
+    assert fpipe.verify(pipe, model, (x,)).eager
 
 
 SHAPES = [(6, 8), (8,), (8,)]

@@ -12,7 +12,6 @@ import optree
 import torch
 from torch import Tensor
 from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fpipe.capture.collectives import quietly
+from fpipe.capture.layouts import RULES, laid_out
 from fpipe.capture.memo import Memo, plain
 from fpipe.capture.observation import Effects, is_collective, memory
 
@@ -28,31 +28,9 @@ aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 
 
-def _rows(args: Any) -> torch.memory_format:
-    return torch.contiguous_format
-
-
-def _images(tensor: Tensor) -> torch.memory_format:
-    """How a norm of images lays out what it returns."""
-    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last and not tensor.is_contiguous() else suggest_memory_format(tensor)
-
-
 def _is_mixed(tensor: Tensor, weight: Tensor | None) -> bool:
     """Whether a norm has inputs in half precision and weights in single; its statistics are then in single, too."""
     return weight is not None and weight.dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-# In which format is what an operation returns (the first of it), given its arguments.
-LAID_OUT: Mapping[Any, Callable[[Any], torch.memory_format]] = MappingProxyType(
-    {
-        aten.native_batch_norm.default: lambda args: _images(args[0]),
-        aten.native_batch_norm_backward.default: lambda args: _images(args[1]),
-        aten.native_layer_norm_backward.default: _rows,
-        aten._log_softmax_backward_data.default: _rows,
-        aten.mse_loss_backward.default: _rows,
-    }
-)
 
 
 def _alignments(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -172,7 +150,10 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is aten.native_batch_norm.default and _is_mixed(*args[:2]):
             with self:
                 out = out[0], *[one.float() for one in out[1:]]
-        return self._laid_out(out, LAID_OUT[func](args)) if func in LAID_OUT else out
+        if func not in RULES:
+            return out
+        with self:
+            return laid_out(RULES[func], args, out)
 
     def _found(self, tensor: Tensor) -> Any:
         """Where a tensor is not zero."""
@@ -224,15 +205,6 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         with self:
             return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)  # type: ignore[no-untyped-call]
-
-    def _laid_out(self, out: Any, memory_format: torch.memory_format) -> Any:
-        """The results of an operation, the first of them laid out like this."""
-        if out is None:
-            return None
-        if isinstance(out, tuple):
-            return (self._laid_out(out[0], memory_format), *out[1:])
-        with self:
-            return out.contiguous(memory_format=memory_format)
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How operations lay out in memory what they return, where torch's fake kernels say something else.
+
+Problem. Many fake kernels are written as other operations: the gradient of softplus as a `where`, whose first operand
+is not the gradient, so the result looks laid out as another operand is. Layouts decide in which order kernels add up,
+which shows in last bits, and whether a gradient can be viewed as a recorded backward views it.
+
+Idea. A table says, per operation, by what the real one goes: rows, an argument, or, as elementwise kernels do, all
+operands in an order of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+Rule: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor]
+"""Returns a result of these arguments, laid out as the operation does."""
+
+aten = torch.ops.aten
+
+
+def rows(args: Sequence[Any], out: Tensor) -> Tensor:
+    """In rows, whatever the arguments are."""
+    return out.contiguous()
+
+
+def host_rows(args: Sequence[Any], out: Tensor) -> Tensor:
+    """In rows on the CPU; other devices have other kernels."""
+    return out.contiguous() if out.device.type == "cpu" else out
+
+
+def images(position: int) -> Rule:
+    """As a norm of images does, by the argument at a position."""
+
+    def rule(args: Sequence[Any], out: Tensor) -> Tensor:
+        given = args[position]
+        last = given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last)
+        mixed = last and not given.is_contiguous()
+        return out.contiguous(memory_format=torch.channels_last if mixed else suggest_memory_format(given))
+
+    return rule
+
+
+def like(position: int) -> Rule:
+    """As the argument at a position, if that is dense."""
+
+    def rule(args: Sequence[Any], out: Tensor) -> Tensor:
+        return torch.empty_like(args[position], dtype=out.dtype)
+
+    return rule
+
+
+def elementwise(*order: int) -> Rule:
+    """As elementwise kernels do, whose operands are the arguments at these positions."""
+
+    def rule(args: Sequence[Any], out: Tensor) -> Tensor:
+        operands = [args[k] for k in order if isinstance(args[k], Tensor)]
+        expanded = [operand.expand(out.shape) for operand in operands]
+        strides = compute_elementwise_output_strides(*expanded)
+        return out if out.stride() == strides else out.new_empty_strided(out.shape, strides)
+
+    return rule
+
+
+ORDERS: Mapping[tuple[int, ...], Sequence[Any]] = MappingProxyType(
+    {
+        (0, 1): (
+            *(aten.xlogy.Tensor, aten.floor_divide.default, aten.copysign.Tensor, aten.heaviside.default),
+            *(aten.complex.default, aten.polar.default, aten.logaddexp.default, aten.logaddexp2.default),
+            *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default),
+            *(aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.hardtanh_backward.default),
+            *(aten.softplus_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default),
+        ),
+        (1, 0): (aten.threshold_backward.default, aten.leaky_relu_backward.default),
+        (1, 2, 0): (aten._prelu_kernel_backward.default,),
+    }
+)
+
+RULES: Mapping[Any, Rule] = MappingProxyType(
+    {
+        aten.native_batch_norm.default: images(0),
+        aten.native_batch_norm_backward.default: images(1),
+        aten.native_layer_norm_backward.default: rows,
+        aten._log_softmax_backward_data.default: rows,
+        aten.mse_loss_backward.default: rows,
+        aten.smooth_l1_loss_backward.default: rows,
+        aten.binary_cross_entropy_backward.default: like(1),
+        aten.soft_margin_loss_backward.default: like(2),
+        aten.log_sigmoid_forward.default: host_rows,
+        aten.log_sigmoid_backward.default: like(0),
+        **{operation: elementwise(*order) for order, operations in ORDERS.items() for operation in operations},
+    }
+)
+
+
+def laid_out(rule: Rule, args: Sequence[Any], out: Any) -> Any:
+    """Return the results of an operation; the first of them, and those of its shape, laid out as it does."""
+    if isinstance(out, Tensor):
+        return rule(args, out)
+    first = next((one for one in out if one is not None), None)
+    alike = [first is not None and one is not None and one.shape == first.shape for one in out]
+    return tuple(rule(args, one) if same else one for one, same in zip(out, alike, strict=True))
