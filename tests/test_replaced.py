@@ -40,6 +40,13 @@ def as_array(module, x):
         return False
 
 
+def gathered(module, x):
+    try:
+        return torch.tensor([0.0, *x.sum(1)]).sum() < 100
+    except RuntimeError:
+        return False
+
+
 ANSWERED = {
     "a parameter": lambda m, x: isinstance(m.so.weight, nn.Parameter),
     "all parameters": lambda m, x: all(isinstance(p, nn.Parameter) for p in m.parameters()),
@@ -56,6 +63,8 @@ REFUSED = {
     "no gradient": (lambda m, x: setattr(m.so.weight, "grad", None), r"the \.grad of parameter .* is assigned to"),
     "an address": (lambda m, x: x.data_ptr() != 0, "asks for the address"),
     "a value, caught": (caught, "got a question about values that depend on"),
+    "a list of tensors": (lambda m, x: [x.new_tensor([[x.sum()]])], r"got new_tensor\(\) of a list .*torch\.stack"),
+    "a list of tensors, caught": (gathered, r"got tensor\(\) of a list with tensors in it in test_replaced"),
     "an array, caught": (as_array, "got a question about values that depend on"),
 }
 

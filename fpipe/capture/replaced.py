@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.capture.assumption import UNKNOWN
+from fpipe.capture.guards import asking_line
 from fpipe.errors import CaptureError, PipelineError
 
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -30,10 +32,12 @@ ASKING: tuple[Any, ...] = tuple(vars(torch._C.TensorBase)[name].__get__ for name
 """What torch calls when a tensor is asked whether it was computed."""
 ELSEWHERE = (Tensor.numpy, Tensor.__array__)
 """Calls that fake tensors refuse with errors of any kind."""
+GATHERING = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+"""Calls that copy the values of tensors in lists, where no operation shows it."""
 
 
 def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any], str], here: Callable[[], str]) -> None:
-    """Raise `CaptureError` if a forward asks for an address, or uses the gradient of one of the model's parameters.
+    """Raise `CaptureError` for the address of a tensor, values gathered from a list, or the gradient of a parameter.
 
     `name` is that of the parameter that a tensor is; `here` says where the forward is. torch's modules may ask, in
     `nn.Module.to` say, since they only move it.
@@ -43,11 +47,25 @@ def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any],
             f"{here()}: got a forward that asks for the address of a tensor, expected one that works wherever tensors "
             "are: in a step they are elsewhere, and others. Compare tensors by `is`, or drop it."
         )
+    if function in GATHERING and any(isinstance(arg, list | tuple) and _holds_fakes(arg) for arg in args):
+        raise CaptureError(
+            f"{here()}: got {function.__name__}() of a list with tensors in it{asking_line()}, expected numbers, "
+            "since it copies values out of sight. Write torch.stack() or torch.cat(); or do it before the step, and "
+            "pass the result."
+        )
     if function not in UNANSWERABLE or not name(args[0]) or _is_torchs():
         return
     raise CaptureError(
         f"{here()}: got a forward in which the .grad of parameter {name(args[0])} {UNANSWERABLE[function]}, expected "
         "one that leaves gradients alone: a step returns them, and keeps none. Use those that the step returns."
+    )
+
+
+def _holds_fakes(items: Sequence[Any]) -> bool:
+    """Return whether there are fake tensors with elements in nested lists."""
+    return any(
+        _holds_fakes(one) if isinstance(one, list | tuple) else isinstance(one, FakeTensor) and one.numel() > 0
+        for one in items
     )
 
 
