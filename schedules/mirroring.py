@@ -12,7 +12,8 @@ Invariant: each copy keeps its order on each rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import isfinite
 from typing import Any, TypeAlias
 
@@ -81,8 +82,8 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
     """The schedule down the ranks and up the ranks at once: its microbatch `k` is `2k` on the way down, `2k + 1` up.
 
     Where a rank can go on with either, it takes the pass with fewer stages to go, then the older microbatch; weight
-    gradients last. Finding that order means playing all ranks along the schedule's stage graph (`connect`), so that the
-    actions of one rank take as long to make as those of all.
+    gradients last. Finding that order means playing all ranks along the schedule's stage graph (`connect`): the first
+    rank whose actions are asked for pays for all of them.
 
     Peak memory: that of ranks `r` and `P - 1 - r` together. Mirrored 1F1B with at least `P` microbatches in all idles
     for `2 floor((P - 1) / 2) max(F, B)`. `chimera` is that in units of `P` microbatches, with less memory; `dualpipe`
@@ -100,7 +101,8 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
         yield from sums(rank, _mirrored(schedule.placement), 2 * schedule.microbatches)
 
 
-def _merged(schedule: Schedule) -> list[list[Action]]:
+@lru_cache(maxsize=1)  # one rank after the other asks for its row
+def _merged(schedule: Schedule) -> Sequence[Sequence[Action]]:
     """Per rank, the actions of both copies; what never finds its data stands at the end, for `check` to name."""
     P, graph = schedule.ranks, graph_of(schedule, None)
     lanes = [[deque(_steps(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
@@ -119,7 +121,7 @@ def _merged(schedule: Schedule) -> list[list[Action]]:
         made.update(map(makes, slot))
     for row, pair in zip(rows, lanes, strict=True):
         row += [action for lane in pair for step in lane for action in step]
-    return [[action._replace(microbatch=action.microbatch // schedule.slices) for action in row] for row in rows]
+    return tuple(tuple(one._replace(microbatch=one.microbatch // schedule.slices) for one in row) for row in rows)
 
 
 def _steps(schedule: Schedule, home: int, way: int) -> Iterator[Step]:

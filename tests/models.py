@@ -803,4 +803,10 @@ def by_day(cases: Iterable[Any], every: int) -> list[Any]:
     return [*cases] if NIGHTLY else [*cases][::every]
 
 
+def in_turn(cases: Iterable[Any], ways: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """By day each case in one of the ways, which take turns, and by night in all."""
+    every = [*ways]
+    return [(case, way) for k, case in enumerate(cases) for way in (every if NIGHTLY else [every[k % len(every)]])]
+
+
 by_night = pytest.mark.skipif(not NIGHTLY, reason="takes long; make nightly runs it")

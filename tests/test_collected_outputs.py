@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import NIGHTLY, WIDTH, Result, assert_same, few, loop, mse, rows_of, run, run_reference
+from models import NIGHTLY, WIDTH, Result, assert_same, few, in_turn, loop, mse, rows_of, run, run_reference
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
@@ -246,8 +247,7 @@ def plain(result: Result) -> Result:
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # in the plain loop, too
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "backward"), in_turn(MODELS, BACKWARDS))
 def test_outputs_that_libraries_collect_are_those_of_one_device(name, backward):
     if not NIGHTLY and (name, backward) not in DAILY:
         pytest.skip("every night")
@@ -459,10 +459,9 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
     return [one for one in (*held, *seen, *table.values(), *getattr(module, "features", ())) if isinstance(one, Tensor)]
 
 
-@pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("cuts", [(), AT, INSIDE], ids=["uncut", "at blocks", "inside"])
-@pytest.mark.parametrize("kind", FIRST)
-def test_what_a_first_call_leaves_is_there_in_every_later_one(kind, cuts, backward):
+@pytest.mark.parametrize(("case", "cuts"), in_turn(product(FIRST, BACKWARDS), [(), AT, INSIDE]), ids=str)
+def test_what_a_first_call_leaves_is_there_in_every_later_one(case, cuts):
+    kind, backward = case
     if kind is Checkpointing and cuts == INSIDE:
         pytest.skip("no cut may be in a checkpoint")
     seen.clear()

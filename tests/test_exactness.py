@@ -21,6 +21,7 @@ from models import (
     differences,
     eval_loop,
     few,
+    in_turn,
     linear_fill_drain,
     loop,
     looped_fill_drain,
@@ -52,9 +53,13 @@ def require_exact(case, how, rows, cuts=None, capture="export", order=None):
     return got
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("one_f_one_b", 4), ("split_backward", 4), ("gpipe", 2)])
-@pytest.mark.parametrize(("name", "capture"), captured_by("trace", "modules"))
-def test_the_zoo(name, capture, kind, ranks):
+@pytest.mark.parametrize(
+    ("case", "way"),
+    in_turn(captured_by("trace", "modules"), [("one_f_one_b", 4), ("split_backward", 4), ("gpipe", 2)]),
+    ids=str,
+)
+def test_the_zoo(case, way):
+    (name, capture), (kind, ranks) = case, way
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=3), 6, capture=capture)
 
 

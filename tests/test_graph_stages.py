@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from models import ZOO, Case, assert_same, build, by_night, few, loop, mse, rows_of, run, run_reference
+from models import ZOO, Case, assert_same, build, by_night, few, in_turn, loop, mse, rows_of, run, run_reference
 from random_models import case_of, descriptions, places
 from test_random_models import schedules
 from test_splitting import PARTS, W, Written
@@ -33,9 +33,9 @@ def recorded(pipe):
     return all(isinstance(stage.functions, Recorded) for stage in pipe.stages)
 
 
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "how"), in_turn(ZOO, HOWS))
 def test_every_model(name, how):
+    how = HOWS[how]
     built = build(ZOO[name], how, 4, capture="trace", backward="graph")
     assert recorded(built[0])
     seed = 3 if name in RANDOM else None

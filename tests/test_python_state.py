@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import WIDTH, assert_same, few, loop, mse, rows_of, run
+from models import WIDTH, assert_same, few, in_turn, loop, mse, rows_of, run
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -250,8 +250,7 @@ SHARING: dict[str, list[Act]] = {
 }
 
 
-@pytest.mark.parametrize("reset", ["before", "after", "anew"])
-@pytest.mark.parametrize("kind", SHARING)
+@pytest.mark.parametrize(("kind", "reset"), in_turn(SHARING, ["before", "after", "anew"]))
 def test_modules_find_what_those_of_other_stages_leave_in(kind, reset):
     if reset == "anew" and kind in ("a class", "a context variable"):
         pytest.skip("they are never new")

@@ -7,12 +7,13 @@ stages. All other architectures of transformers are tried by `benchmarks/archite
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from models import Case, Result, assert_same, build, loop, mse, run, run_reference
+from models import Case, Result, assert_same, build, by_day, loop, mse, run, run_reference
 from torch import nn
 
 from schedules import interleaved_1f1b, one_f_one_b, v_1f1b
@@ -145,8 +146,7 @@ def flat(result: Result) -> Result:
     return result._replace(outputs=dict(result.outputs)) if isinstance(result.outputs, dict) else result
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "kind"), by_day(product(CASES, SCHEDULES), 3))
 def test_equal_to_the_plain_loop_and_the_reference(name, kind):
     case, how = CASES[name], SCHEDULES[kind]()
     built = _, model, inputs, targets = build(case, how, ROWS, capture="trace")
