@@ -15,7 +15,8 @@ Invariant: each rank keeps its order.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 from schedules.actions import KINDS, Action
@@ -30,11 +31,11 @@ from schedules.wiring import graph_of
 def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
     """Every forward that stands directly before a backward of another microbatch, fused with it where both can run.
 
-    That takes playing all ranks along the schedule's stage graph (`connect`), which for one rank takes as long as for
-    all. Where pairs wait
-    for each other, the lowest rank's is left apart. Peak memory stays. A pair takes less time than its two passes if
-    `Costs.OVERLAP_F` says so, but the next stage gets the forward's value only when the pair ends: the makespan grows
-    where ranks wait for forwards, as in 1F1B, and shrinks where they do not, as in `dualpipe`.
+    That takes playing all ranks along the schedule's stage graph (`connect`): the first rank whose actions are asked
+    for pays for all of them. Where pairs wait for each other, the lowest rank's is left apart. Peak memory stays. A
+    pair takes less time than its two passes if `Costs.OVERLAP_F` says so, but the next stage gets the forward's value
+    only when the pair ends: the makespan grows where ranks wait for forwards, as in 1F1B, and shrinks where they do
+    not, as in `dualpipe`.
 
     >>> from schedules import one_f_one_b
     >>> print(overlap(one_f_one_b(ranks=2, microbatches=3)))
@@ -45,7 +46,8 @@ def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
         yield action._replace(microbatch=action.microbatch // schedule.slices)
 
 
-def _fused(schedule: Schedule) -> list[list[Action]]:
+@lru_cache(maxsize=1)  # one rank after the other asks for its row
+def _fused(schedule: Schedule) -> Sequence[Sequence[Action]]:
     """Per rank, its actions, numbered by slices; what never finds its data stands at the end, for `check` to name."""
     graph, ranks, slices = graph_of(schedule, None), range(schedule.ranks), schedule.slices
     lanes = [deque(a._replace(microbatch=unit_of(a, slices)) for a in schedule.actions(rank)) for rank in ranks]
@@ -68,7 +70,7 @@ def _fused(schedule: Schedule) -> list[list[Action]]:
 
     while any(plays(rank, apart=False) for rank in ranks) or any(plays(rank, apart=True) for rank in ranks):
         pass
-    return [[*row, *lane] for row, lane in zip(rows, lanes, strict=True)]
+    return tuple((*row, *lane) for row, lane in zip(rows, lanes, strict=True))
 
 
 Term: TypeAlias = tuple[str, int]
