@@ -10,6 +10,7 @@ short, is tried both ways: the best of the eight orders is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -165,11 +166,12 @@ class Game:
             lane.do("W")
 
 
-def _orders(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> list[list[Action]]:
+@lru_cache(maxsize=1)  # one rank after the other asks for its own
+def _orders(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> Sequence[Sequence[Action]]:
     """Of every rank, the actions of the best order; the first such in case of doubt."""
     tastes = (Taste(*answers) for answers in product((False, True), (True, False), (True, False)))
     games = (Game(ranks, microbatches, memory, costs, residual, taste) for taste in tastes)
-    return [lane.actions for lane in min(games, key=lambda game: game.span).lanes]
+    return tuple(tuple(lane.actions) for lane in min(games, key=lambda game: game.span).lanes)
 
 
 def _possible(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> None:
@@ -195,8 +197,8 @@ def zb_auto(
 
     `memory` is in microbatches of a rank's activations, of which an input half lets go of all but the share
     `residual`: `P` gives ZB-1p, `2P` gives ZB-2p. All ranks are played for the order of any one, so actions are not
-    made as they are asked for, and each rank takes as long as all. Idle time has no formula; for ZB-2p it is next to
-    none where `M` is large. Peak memory, if all is held up to the weight half: at most `min(memory / residual, M)`.
+    made as they are asked for: the first rank pays for all. Idle time has no formula; for ZB-2p it is next to none
+    where `M` is large. Peak memory, if all is held up to the weight half: at most `min(memory / residual, M)`.
 
     >>> print(zb_auto(ranks=3, microbatches=4, memory=6))
     rank 0 |F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3 .  |
