@@ -1041,12 +1041,12 @@ ALONE = {"dies_in_the_middle"}
 
 # Front ends and models differ in what they capture, which processes do not see: by day, some are enough.
 ZOO_CASES = {name: name.split("-")[:2] for name in CASES if name.count("-") == 2}
-BY_DAY = {"mlp", "skips", "chained"}
+BY_DAY, ON_FOUR = {"mlp", "skips", "chained"}, {"mlp", "skips", "tied_sequence", "normalised", "unet", "dropping"}
 NEEDS_NIGHT = {
     name for name, (model, front) in ZOO_CASES.items() if model not in BY_DAY and front not in ("trace", "modules")
 }
 NEEDS_NIGHT_ON_FOUR = {
-    name for name, (model, front) in ZOO_CASES.items() if model not in BY_DAY or front not in ("trace", "modules")
+    name for name, (model, front) in ZOO_CASES.items() if model not in ON_FOUR or front not in ("trace", "modules")
 }
 
 
