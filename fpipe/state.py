@@ -52,8 +52,8 @@ def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], made
     it is a parameter of a module, or was `made` to be trained: then somebody has frozen it.
     """
     for name, p in params.items():
-        flag, known = p.requires_grad, isinstance(p, nn.Parameter) or made.get(id(p)) is p
-        if flag is not (name in trainable) and (flag or known):
+        flag = p.requires_grad
+        if flag is not (name in trainable) and (flag or isinstance(p, nn.Parameter) or made.get(id(p)) is p):
             raise InputError(
                 f"params[{name!r}]: got requires_grad={flag}, expected {not flag}, as of the model when the pipeline "
                 "was built. Set that of the model's parameter, too, and make a new pipeline with pipe.rebuilt(model); "
