@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users call: `pipeline`, `value_and_grad`, `evaluate`, `reference`, `verify`.
+"""The public functions: `pipeline`, `value_and_grad`, `evaluate`, `reference`, `verify`.
 
-The only room that knows all others.
+Invariant: this module may import any other; no other imports it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from schedules import Schedule
 
 
 class ValueAndGrad(Protocol):
-    """What `value_and_grad` and `reference` return."""
+    """The type of the functions that `value_and_grad` and `reference` return."""
 
     def __call__(
         self, params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
     ) -> tuple[Step, State]:
-        """One step: loss, outputs and new buffers; and gradients by parameter name."""
+        """Run one step; return its loss, outputs and new buffers, and the gradients by parameter name."""
 
 
 def pipeline(
@@ -79,54 +79,55 @@ def pipeline(
     weight: Weight | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
-    """Cut a model into stages and bind them to a schedule; everything is checked, nothing runs.
+    """Cut a model into stages and bind them to a schedule. Everything is checked; nothing runs.
 
-    - `model`: a module, which stays as it is; with `capture="modules"` a sequence of modules or functions, or an
-      nn.Sequential, each called with what the one before returned. It may be on the meta device.
-    - `example`, `targets`: one whole batch, for its shapes and dtypes, and to answer what the model asks about its
-      values alone (whether a mask is full, say; where an example has no values, no and zero are assumed): a tuple of
-      positional or a dict of keyword arguments, and whatever tree `loss` wants. Later batches may have other sizes,
-      other answers, and other flags and numbers in the place of those that are no tensors; the model is captured anew
-      for each kind of batch, at its first step.
-    - `batch_dims`: how tensors are cut into microbatches: a dimension (the last microbatch may be smaller), `None` to
-      give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors; one for all, or a
-      tree of them that begins like `(example, targets)`, as `((0, None), 0)`.
-    - `output_dims`: how outputs of microbatches are joined: a dimension (tensors without one are stacked), `None` to
-      take the first microbatch's, or a function of the sequence of them; one for all, or a tree that begins like the
-      outputs.
-    - `loss(outputs, targets)` returns a scalar for one microbatch; without targets, `loss(outputs)` does, for a model
-      that computes its own, as in `loss=lambda outputs: outputs.loss`. The loss of a step is the sum over microbatches
-      of loss / M.
-    - `weight(inputs, targets)`: how much a microbatch counts, its number of tokens, say. The loss of a step is then the
-      sum of loss * (weight / total), so a mean per token is exact however the batch was cut; losses that the model adds
-      on its way are scaled the same.
-    - `schedule`: one that is asynchronous, or sliced, can be checked and simulated but not run yet.
-    - `cuts`: where new stages begin, in the order of execution: names of modules ("blocks.3.norm"; "norm@1" for the
-      second call), or indices of the calls that the model itself makes, of the parts where it is a sequence. Or classes
-      or patterns: then the model is cut evenly by parameters where calls of such modules begin; in "blocks.*" the
-      wildcard stands for one name between dots. Without `cuts`, it is cut evenly between any modules, within a
-      tenth, where fewer values cross.
-    - `stages`: how many, if there are no names or indices; the schedule's number, which may be left out.
-    - `unsplittable`: names, classes or patterns of modules in whose calls no stage may begin. With the default front
-      end their control flow may depend on data, as long as shapes do not; so may that of the loss, named "loss".
-    - `backward`: how stages are differentiated: `"autograd"`, anew for every microbatch; `"graph"`, recorded once and
-      then run operator by operator, the same bits for less Python; or `"inductor"`, or another backend of
-      `torch.compile`, by name or itself: recorded and compiled, which is close and not bit for bit. What is recorded
-      does for ever what it did then; a stage that cannot be is left to autograd (`print(pipe)` says why).
-    - `tied`: how gradients of parameters that several stages use are put together: `"exact"`, through cotangents that
-      travel in every microbatch, bit for bit as on one device; `"sum"`, by adding up the stages' own gradients once, at
-      the end of the step; or a dict of these by parameter name, any of its names, where the others are exact.
-    - `group`: where torch.distributed is initialised, the processes that are the ranks, one each; by default all. Then
-      every process of the job must build its pipeline at the same time, and all groups must have the same size. Where
+    - `model`: a module, which is not modified; with `capture="modules"`, a sequence of modules or functions, or an
+      nn.Sequential, each called with what the previous one returned. It may be on the meta device.
+    - `example`, `targets`: one whole batch. `example` is a tuple of positional or a dict of keyword arguments;
+      `targets` is whatever tree `loss` takes. They provide shapes and dtypes, and answer what the model asks about
+      values that depend on the batch alone (whether a mask is full, say; an example without values answers no and
+      zero). Later batches may have other sizes, other answers, and other flags and numbers in their non-tensor leaves;
+      the model is captured again for each kind of batch, at its first step.
+    - `batch_dims`: how tensors are split into microbatches: a dimension (the last microbatch may be smaller), `None` to
+      give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one for all
+      tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`.
+    - `output_dims`: how the outputs of microbatches are joined: a dimension (tensors without one are stacked), `None`
+      to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that is a
+      prefix of the outputs.
+    - `loss(outputs, targets)` returns a scalar for one microbatch. Without targets it is `loss(outputs)`, for a model
+      that computes its own loss, as in `loss=lambda outputs: outputs.loss`. The loss of a step is the sum over
+      microbatches of loss / M.
+    - `weight(inputs, targets)`: the weight of a microbatch, such as its number of tokens. The loss of a step is then
+      the sum of loss * (weight / total), so a mean per token is exact however the batch is split. Auxiliary losses that
+      the model adds in its forward are scaled the same way.
+    - `schedule`: an asynchronous or sliced schedule can be checked and simulated, but not run yet.
+    - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
+      or indices of the calls that the model itself makes (of the parts, if the model is a sequence). Given classes or
+      patterns instead, the model is cut where calls of matching modules begin, balanced by parameter count; in
+      "blocks.*" the wildcard matches one name between dots. Without `cuts`, it is cut between any modules, balanced to
+      within a tenth, where fewer values cross.
+    - `stages`: the number of stages, if `cuts` has no names or indices. Defaults to the schedule's.
+    - `unsplittable`: names, classes or patterns of modules inside whose calls no stage may begin. With the default
+      front end, their control flow may depend on data as long as shapes do not; so may the loss's, named "loss".
+    - `backward`: how stages are differentiated. `"autograd"`: by autograd, for every microbatch. `"graph"`: recorded
+      once, then run operator by operator: the same bits with less Python. `"inductor"`, or another backend of
+      `torch.compile`, by name or as a callable: recorded and compiled, which is close but not bit for bit. A recording
+      always repeats what was recorded. A stage that can't be recorded is left to autograd (`print(pipe)` says why).
+    - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
+      in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
+      of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.
+    - `group`: if torch.distributed is initialised, the processes that are the ranks, one each; defaults to all. Every
+      process of the job must then build its pipeline at the same time, and all groups must have the same size. If
       torch.distributed is not initialised, all ranks run in this process.
 
-    What is passed to a step is followed: parameters, buffers, and the batch with its numbers and flags. Of all else the
-    pipeline has a copy as of now. A later change of the model that matters (an attribute, a mode, what is frozen) is an
-    error at the next step; `pipe.rebuilt(model)` makes the pipeline of the changed model. So is a change of a global, a
-    closed-over variable or an attribute of the loss, unless the code that reads it runs as itself in every step and so
-    follows it: `fpipe.watching.watch` says when that is.
+    What is passed to a step is read anew: parameters, buffers, and the batch with its numbers and flags. Of everything
+    else the pipeline has a copy, taken now. A later change of the model that matters (an attribute, a mode, what is
+    frozen) is an error at the next step; `pipe.rebuilt(model)` returns the pipeline of the changed model. So is a
+    change of a global, a closed-over variable or an attribute of the loss, unless the code that reads it runs as Python
+    in every step and so sees the change: `fpipe.watching.watch` says when.
 
-    Raises `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, each before anything is sent.
+    Raises `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, always before anything is
+    sent.
 
     >>> import torch, fpipe
     >>> from schedules import one_f_one_b
@@ -176,24 +177,25 @@ def pipeline(
 
 
 def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None = None) -> ValueAndGrad:
-    """The function that computes loss and gradients of one step.
+    """Return the function that computes the loss and gradients of one step.
 
-    It takes parameters and buffers as `pipe.init` returns them, a whole batch, and a seed, new for each step, if the
-    model draws random numbers. It returns a `Step` and a dict of gradients: one for each parameter of this process for
-    which a plain backward would set `.grad`. Nothing that is passed in is modified.
+    It takes parameters and buffers as `pipe.init` returns them, a whole batch, and, if the model draws random numbers,
+    a seed, which should be new for each step. It returns a `Step` and a dict of gradients: one for each parameter of
+    this process whose `.grad` a plain backward would set. No argument is modified.
 
     Under torch.distributed every rank must call this, and then the function, in the same order and with the same seed.
-    Ranks that differ in these, in the batch's sizes or in torch's settings all raise `TransportError`, before anything
-    is computed, and so do all if one refuses its arguments; so does a step after one that broke off.
+    If ranks differ in these, in batch sizes or in torch's settings, or if one rank refuses its arguments, every rank
+    raises `TransportError` before anything is computed. So does any step after one that failed midway.
 
-    The batch may have other sizes than the example, on every rank at the same step; then the first step of its kind
-    captures the model again, before anything is sent. A rank that reads none of the inputs, or of the targets, may pass
-    `None` for them if they are as in the example, or tensors on the meta device, which tell it the shapes:
+    The batch may have other sizes than the example, on every rank in the same step; the first step of each kind
+    captures the model again, before anything is sent. A rank that reads no inputs, or no targets, may pass `None` for
+    them if their shapes are those of the example, or else tensors on the meta device that carry the shapes:
     `x.to("meta")`.
 
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span`, in seconds of
-    `time.perf_counter`, for every compute action of this process, and for every transfer that it waited for; on an
-    accelerator after the step, with the device's times. `fpipe.timeline` makes one timeline of what all ranks recorded.
+    `time.perf_counter`, for every compute action of this process and every transfer that it waited for; on an
+    accelerator after the step, with the device's times. `fpipe.timeline` merges the spans of all ranks into one
+    timeline.
     """
     require_backward(pipe.schedule)
     variant = Variant(training=True, loss=True, outputs=outputs)
@@ -218,12 +220,12 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
 
 
 def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
-    """The function that computes outputs, and with targets the loss, in eval mode: forward only, no graph kept.
+    """Return the function that computes outputs, and with targets the loss, in eval mode; it keeps no graph.
 
-    It takes what the function of `value_and_grad` takes. Where the model computes its own loss, there always is one.
-    The outputs are joined in microbatch order and are on the rank of the last stage. Under torch.distributed every rank
-    must call the function in the same order; whether there are targets must be clear to at least one of them. `record`
-    is that of `value_and_grad`.
+    It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
+    returns one. Outputs are joined in microbatch order and are returned on the rank of the last stage. Under
+    torch.distributed every rank must call the function in the same order, and at least one of them must pass the
+    targets if there are any. `record` is as in `value_and_grad`.
     """
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
@@ -241,12 +243,12 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
 
 
 def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
-    """The same function on one device: the plain microbatch loop over the captured model, not cut.
+    """Return the same function on one device: a plain microbatch loop over the captured, uncut model.
 
-    Of a parameter that is tied by `"sum"`, each stage that uses it has a copy, and their gradients are added.
+    A parameter tied by `"sum"` has one copy for each stage that uses it; their gradients are added.
 
-    It takes all parameters and buffers of the model, `dict(model.named_parameters())` and
-    `dict(model.named_buffers())`, on whichever rank it is called, and the whole batch.
+    On whichever rank it is called, it takes the whole batch and all parameters and buffers of the model:
+    `dict(model.named_parameters())` and `dict(model.named_buffers())`.
     """
     require_backward(pipe.schedule)
     variant = Variant(training=True, loss=True, outputs=outputs)
@@ -284,18 +286,18 @@ def verify(
     steps: int = 1,
     tolerance: float = 0,
 ) -> Verification:
-    """Run steps three ways and compare loss, outputs (if they are trees), gradients and buffers bit for bit.
+    """Run steps three ways and compare loss, outputs (if they are a tree), gradients and buffers bit for bit.
 
-    The pipeline, the reference, and `model` itself in a plain eager loop. They begin from `params` and `buffers`, this
-    process's share of what is being trained, or from what the model holds; its own are put back afterwards, and so is
-    what it keeps in Python.
+    The three are the pipeline, the reference, and `model` itself in a plain eager loop. They start from `params` and
+    `buffers`, this process's share of the training state, or from the model's own. The model's tensors and Python state
+    are restored afterwards.
 
-    With `steps`, that many steps of plain gradient descent with seeds from `seed` on: for models that do something else
-    after some calls, which a capture cannot see. With a `tolerance`, a leaf may differ by that share of its largest
-    magnitude: for compiled stages, and for accelerators whose kernels are not deterministic.
+    `steps` is the number of steps of plain gradient descent, seeded from `seed` on: more than one finds models that
+    change what they do after some calls, which a capture can't see. With a `tolerance`, a leaf may differ by that
+    fraction of its largest magnitude: for compiled stages, and for accelerators with nondeterministic kernels.
 
     Under torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
-    `MismatchError`, naming the first leaf that differs, or that is nan on both sides and so tells nothing. Each step
+    `MismatchError` naming the first leaf that differs, or that is nan on both sides and so proves nothing. Each step
     costs two more on one device.
     """
     module = as_module(model)
@@ -312,7 +314,7 @@ def verify(
 
 
 def _share(pipe: Pipeline, module: nn.Module, params: State | None, buffers: State | None) -> tuple[State, State]:
-    """What this process begins from."""
+    """Return the parameters and buffers that this process starts from."""
     if params is None or buffers is None:
         own = pipe.init(module)
         return own[0] if params is None else params, own[1] if buffers is None else buffers
@@ -328,7 +330,7 @@ def _verified(
     seed: int | None,
     tolerance: float,
 ) -> tuple[Verification, tuple[State, State], tuple[State, State]]:
-    """Verify one step; return what was equal, and the state after it: this process's share, and all of it."""
+    """Verify one step; return what was equal, and the state after it: this process's share, and the whole."""
     params, outputs = share[0], not pipe.training.assembly.captured.structure.opaque
     step, grads = value_and_grad(pipe, outputs)(*share, *given, seed=seed)
     got = Computed(step.loss, step.outputs, grads, step.buffers)
@@ -364,7 +366,7 @@ def _captures(
     schedule: Schedule,
     how: Way | None,
 ) -> Captures:
-    """The captures of a model, none made yet, without a tensor of the user's."""
+    """Return the captures of a model, none of them made yet. They hold none of the user's tensors."""
     mode = fake_mode()
     model = skeleton(module, lambda tensor: fake(mode, tensor, batchings[True].home))
     watching = Watching(Origin.of(module), loss, how is not None, {})
@@ -372,5 +374,5 @@ def _captures(
 
 
 def _of_inputs(batch_dims: Any) -> Any:
-    """`batch_dims` without what it says of targets."""
+    """Return `batch_dims` without the part for targets."""
     return (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims

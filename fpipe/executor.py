@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a program to stages.
 
-One interpreter with one handler per kind of action (`fpipe.handlers`). It is a generator that yields the handle that it
-must wait for; how to wait is the driver's business. It knows actions, stages and posting, neither torch.distributed nor
-models, and is parametric in the stages: given symbolic ones it computes formulas.
+One interpreter with one handler per kind of action (`fpipe.handlers`). It is a generator that yields the handles it
+must wait for; the driver decides how to wait. It knows actions, stages and messages, but neither torch.distributed nor
+models, and it is parametric in the stages: given symbolic stages, it computes formulas.
 
-What stands between two calls of stage functions is paid for every microbatch on every stage. So the program comes
-linked (`fpipe.linking`): folded into instructions, each a compute action with the transfers around it.
+Any overhead between two stage calls is paid for every microbatch on every stage. So programs are linked beforehand
+(`fpipe.linking`): folded into instructions, each a compute action with the transfers around it.
 
-All state lives in the running `Execution`. Messages are known by number; one between stages of the same rank is kept
-and never posted.
+All state is in the running `Execution`. Messages are identified by number; a message between stages of the same rank is
+kept locally and never posted.
 
-Invariant: an entry is removed by its one use, so what a microbatch held is freed as soon as it was used.
+Invariant: each entry is removed at its only use, so a microbatch's memory is freed as soon as it has been used.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Port(NamedTuple):
 
 
 class StageLike(Protocol):
-    """What the executor asks of a stage; `fpipe.stage.Stage` says what each is."""
+    """What the executor needs from a stage; `fpipe.stage.Stage` describes each member."""
 
     @property
     def results(self) -> Sequence[Any]:
-        """What leaves the pipeline here."""
+        """The values that leave the pipeline here."""
 
     @property
     def gets(self) -> Sequence[Port]:
@@ -66,36 +66,36 @@ class StageLike(Protocol):
         """Gradients from other stages that hold the same parameters."""
 
     def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:
-        """Outputs, buffers, and residuals or `None`."""
+        """Return outputs, buffers, and residuals or `None`."""
 
     def evaluate(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any]:
-        """Outputs and buffers, the same as those of `forward`."""
+        """Return the same outputs and buffers as `forward`."""
 
     def backward(self, residuals: Any, cotangents: Payload, onto: Any) -> tuple[Payload, Any]:
-        """Cotangents and gradients; or the sum `onto`, if it is not `()`, to which they were added."""
+        """Return cotangents and gradients; if `onto` is not `()`, add the gradients to it and return that sum."""
 
     def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
-        """Cotangents, and what the weight half needs."""
+        """Return cotangents and what the weight half needs."""
 
     def backward_weight(self, deferred: Any, onto: Any) -> Any:
-        """Gradients; or the sum `onto`, if it is not `()`, to which they were added."""
+        """Return gradients; if `onto` is not `()`, add them to it and return that sum."""
 
     def accumulate(self, total: Any, grads: Any, count: int) -> Any:
-        """The sum of `total`, of `count` gradients, and one more; at first it is `()`. May be passed as `onto`."""
+        """Return `total`, the sum of `count` gradients (at first `()`), plus one more. May be passed as `onto`."""
 
     def finished(self, total: Any) -> Any:
-        """The sum of all gradients."""
+        """Return the sum of all gradients."""
 
     def shared(self, total: Any, peer: int) -> Payload:
-        """What stage `peer` needs of the summed gradients."""
+        """Return the part of the summed gradients that stage `peer` needs."""
 
 
 class Inputs(NamedTuple):
-    """What one rank is given for one step.
+    """The arguments of one rank for one step.
 
-    - `params`: per microbatch and stage of the rank, in the form that its functions take; `buffers`: per stage.
-    - `batch`: `batch(stage, microbatch)` is the stage's part of the batch.
-    - `keys`: per microbatch, the key of its randomness.
+    - `params`: per microbatch and stage of the rank, in the form that the stage's functions take; `buffers`: per stage.
+    - `batch`: `batch(stage, microbatch)` returns the stage's part of the batch.
+    - `keys`: the random key of each microbatch.
     """
 
     params: Sequence[Mapping[int, Any]]
@@ -105,11 +105,11 @@ class Inputs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one rank has computed.
+    """What one rank computed.
 
-    - `buffers`, `grads`: per stage of the rank, after all microbatches; a stage without gradients has an empty sum.
-    - `shared`: per (owner, holder), gradients of parameters that a stage of another rank has computed.
-    - `results`: per microbatch, what leaves the pipeline on this rank.
+    - `buffers`, `grads`: per stage of the rank, after all microbatches; the sum of a stage without gradients is empty.
+    - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.
+    - `results`: per microbatch, the values that leave the pipeline on this rank.
     """
 
     buffers: dict[int, Any]
@@ -119,7 +119,7 @@ class Outcome(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A message that crosses ranks: its number, that of its channel, and the specs of what it carries."""
+    """A message between ranks: its number, its channel's number, and the specs of its values."""
 
     number: int
     channel: int
@@ -130,11 +130,12 @@ class Transfer(NamedTuple):
 class Instruction(NamedTuple):
     """At most one compute action, linked to its stage, and the transfers around it.
 
-    - `position`, `action`: the compute action and where it stands in the program; if there is none, the last transfer.
-    - `receives`: posted first.
-    - `waits`: numbers of sends to let go of. `awaited`: numbers of arrivals, in the order of the handler's arguments.
-    - `made`: which part of what the handler returns is which message.
-    - `sends`: posted last.
+    - `position`, `action`: the compute action and its position in the program; without one, those of the last transfer.
+    - `receives`: receives to post first.
+    - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages to wait for, in the order
+      of the handler's arguments.
+    - `made`: which slice of the handler's return value is which message.
+    - `sends`: sends to post last.
     """
 
     position: int
@@ -160,12 +161,12 @@ Handler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload
 
 
 class Execution:
-    """One rank's run of one program: its state, and where it stands (`at`).
+    """One rank's run of one program: its state and its current instruction, `at`.
 
     - `kept`: payloads made on this rank, until they are sent or used here.
     - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
-    - `residuals`, `deferred`: what a stage's forward, or input half, keeps for what follows.
-    - `checkpoints`: what a forward is run again from: buffers as they were, and what had arrived.
+    - `residuals`, `deferred`: what a stage's forward, or input half, keeps for its backward, or weight half.
+    - `checkpoints`: what a forward is rerun from: the buffers as they were, and the inputs that had arrived.
     """
 
     at: Instruction | None = None
@@ -183,7 +184,7 @@ class Execution:
         self.posted: dict[int, Handle] = {}
 
     def run(self) -> Generator[Handle, None, Outcome]:
-        """Interpret the program: yields handles that are not done, returns the outcome."""
+        """Interpret the program: yield handles that are not done, then return the outcome."""
         kept, posted = self.kept, self.posted
         channels = [self.transport.channel(source, target) for source, target in self.program.channels]
         for instruction in self.program.instructions:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: a model, a loss, a schedule and a partition, bound together and checked; nothing runs yet.
 
-A `Pipeline` holds no parameters. From its model's skeleton it makes *plans*: the model captured in train or eval mode,
-with or without loss and outputs, for batches of one signature, cut into stages, and the program that drives them.
+A `Pipeline` holds no parameters. From its model's skeleton it makes *plans*. A plan is the model captured in train or
+eval mode, with or without loss and outputs, for batches of one signature, and cut into stages; and the program that
+drives them.
 
-A microbatch of other shapes is captured on its own: the last one of a batch that does not divide evenly, say. What was
-captured, and a plan, are made once and kept.
+A microbatch of another shape is captured separately: the last one of a batch that does not divide evenly, say.
+Captures and plans are made once and cached.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from schedules import Program, Schedule, Sizes, check, forwards, lower
 class Pipeline:
     """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
 
-    - `captures`: the model, what is computed of it, and how batches and it are cut.
+    - `captures`: the model, what is computed from it, and how batches are split and the model is cut.
     - `output_dims`: how outputs are joined.
-    - `ranks`: which pipeline ranks this process runs: one of them under torch.distributed, else all.
+    - `ranks`: the pipeline ranks that this process runs: one under torch.distributed, else all.
     - `rebuild`: makes a pipeline of another model from the same arguments.
     - `summed`: the parameters whose gradients are summed over stages.
     - `way`: how stages are differentiated, if not by autograd.
-    - `made`: the parameters that were made and were to be trained, by identity.
-    - `plans`: those that were made; `connections`: those on which all ranks have agreed, by digest; `compared`: the
-      first step, before which ranks compared what several of them hold.
+    - `made`: the trainable parameters that `init` and `initialise` returned, by id.
+    - `plans`: the cache of plans; `connections`: those that all ranks have agreed on, by digest; `compared`: the first
+      step, before which the ranks compared the tensors that several of them hold.
     """
 
     schedule: Schedule
@@ -75,7 +76,7 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """The model, without its tensors."""
+        """The model without its tensors."""
         return self.captures.model
 
     @property
@@ -95,12 +96,12 @@ class Pipeline:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """What a microbatch like the example's first holds on each stage, in bytes, for `schedules.simulate`.
+        """The bytes that a microbatch like the example's first holds on each stage, for `schedules.simulate`.
 
-        Found on fake tensors, without allocating anything. `activation`: after a forward; `inputs`: after a
-        checkpointed one; `residual`: after the input half of a backward. Only what is the microbatch's counts, not the
-        step's batch, which is held throughout. `weight`: one version of the stage's parameters. Stages of other
-        processes are counted as autograd would have them.
+        Measured on fake tensors; nothing is allocated. `activation`: after a forward; `inputs`: after a checkpointed
+        forward; `residual`: after the input half of a backward. Only memory of the microbatch counts, not the step's
+        batch, which is held throughout. `weight`: one version of the stage's parameters. Stages of other processes are
+        counted as if differentiated by autograd.
 
         >>> import torch, fpipe
         >>> from schedules import Costs, one_f_one_b, simulate
@@ -117,14 +118,14 @@ class Pipeline:
 
     @property
     def computes_loss(self) -> bool:
-        """Whether the loss is a function of outputs alone."""
+        """True if the loss is a function of the outputs alone."""
         return self.captures.batchings[True].without_targets and self.captures.loss is not None
 
     def batch(self, variant: Variant, inputs: Any, targets: Any, tell: Tell = alone) -> Batch:
-        """Return a batch, cut, with the answers to what the model asks about it in this variant.
+        """Return the batch, split, with the answers to what the model asks about it in this variant.
 
-        `tell` reaches the other ranks, which must all call this then; without it, this process must have been given all
-        that is asked about.
+        `tell` exchanges answers with the other ranks, which must then all call this. Without it, this process must have
+        every leaf that is asked about.
         """
         batch = self.captures.batchings[variant.loss].cut(inputs, targets)
         if (variant, batch.signature) in self.silent:
@@ -141,9 +142,9 @@ class Pipeline:
         return answered
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
-        """The plan for a variant and batches of a signature, the example's by default; made at its first use.
+        """Return the plan for a variant and a batch signature, by default the example's; made at its first use.
 
-        Raises `InputError` if the model cannot take a batch that is not like the example.
+        Raises `InputError` if the model can't take a batch that differs from the example.
         """
         batching = self.captures.batchings[variant.loss]
         what = variant, batching.example if signature is None else signature
@@ -183,7 +184,7 @@ class Pipeline:
         return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining, watch)
 
     def _assembled(self, variant: Variant, microbatch: Microbatch) -> Assembly:
-        """Return the stages for a microbatch, made at their first use: batches mix microbatches in many ways."""
+        """Return the stages for a microbatch, made at their first use: batches combine microbatches in many ways."""
         if (variant, microbatch) not in self.assemblies:
             self.assemblies[variant, microbatch] = self._assembly(variant, microbatch)
         return self.assemblies[variant, microbatch]
@@ -198,17 +199,17 @@ class Pipeline:
     def init(
         self, source: Source, *, fill: Initialiser | None = None, strict: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters and buffers of this process's ranks, copied out of `source`: dicts keyed by the model's own names.
+        """Return this process's parameters and buffers, copied from `source`: dicts keyed by the model's own names.
 
         - `source`: a model, or a mapping from the model's names to tensors: a state dict, or `fpipe.safetensors(path)`,
-          of which only what this process holds is read. A parameter with several names may have any of them there;
-          here it has the first. Values go to the pipeline's device and are not cast.
-        - `fill(module)`: makes the buffers that are in no state dict since they are not persistent, where `source`
-          lacks them; it is called like the function of `initialise`, with seed 0.
-        - `strict`: whether names that the model does not have are refused, or ignored.
+          of which only this process's share is read. A parameter with several names may be under any of them in
+          `source`; it is returned under the first. Values are moved to the pipeline's device and are not cast.
+        - `fill(module)`: initialises the non-persistent buffers, which no state dict has, if `source` lacks them;
+          called like the function of `initialise`, with seed 0.
+        - `strict`: if true, names that the model does not have are refused; else they are ignored.
 
         Parameters are leaves and require a gradient where the model's did when the pipeline was built. Raises
-        `InputError`, naming the leaf, for one without a value, on the meta device, or of another shape or dtype.
+        `InputError`, naming the leaf, if one has no value, is on the meta device, or has another shape or dtype.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -228,13 +229,13 @@ class Pipeline:
     def initialise(
         self, function: Initialiser = reset_parameters, *, seed: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Parameters and buffers of this process's ranks, as `function(module)` fills them; the model may be on meta.
+        """Return this process's parameters and buffers as initialised by `function(module)`; the model may be on meta.
 
-        It is called as by `model.apply`, children first, on a copy of the model: for each module that owns leaves of
-        this process, with these in place and all other tensors on meta, and for the modules around it. What it draws
-        depends on the seed and on names alone, on neither ranks nor cuts. By default it calls the `reset_parameters`
-        that torch's modules have; for a model of Hugging Face's, pass `model._init_weights`. Raises `InputError` for
-        leaves that it does not fill.
+        The function is called as by `model.apply`, children first, on a copy of the model: for each module that owns
+        leaves of this process (these are materialised, all other tensors are on meta), and for the modules that contain
+        it. What it draws depends on the seed and on names only, not on ranks or cuts. The default calls
+        `reset_parameters`, which torch's own modules have; for a Hugging Face model, pass `model._init_weights`. Raises
+        `InputError` for leaves that it leaves unset.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -256,12 +257,12 @@ class Pipeline:
         return params, {name: values[name] for name in plan.buffers}
 
     def rebuilt(self, model: nn.Module | Sequence[Any]) -> Pipeline:
-        """Return a new pipeline of `model` as it is now, from the arguments that this one was built with.
+        """Return a new pipeline of `model` as it is now, built with the arguments of this one.
 
-        For a change that this one does not follow: a frozen parameter, another dropout rate, a constant of the loss.
-        Takes the time of a capture; channels between ranks are used again. Under torch.distributed every rank must call
-        it at the same time. Parameters, buffers and the state of an optimizer go on as they are, but for the flags of
-        what was frozen or unfrozen.
+        For changes that this pipeline can't follow: a frozen parameter, another dropout rate, a constant of the loss.
+        Takes as long as a capture; the channels between ranks are reused. Under torch.distributed every rank must call
+        it at the same time. Parameters, buffers and optimizer state carry over unchanged, except for the
+        `requires_grad` flags of what was frozen or unfrozen.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -279,10 +280,10 @@ class Pipeline:
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """Names of the parameters that count as this process's: each of the model's is one process's only.
+        """The parameters that this process counts as its own; each of the model's is owned by exactly one process.
 
-        What is summed over all parameters must take each once, though tied ones are on several ranks, and replicas hold
-        the same. The norm of all gradients, say:
+        A sum over all parameters must count each once, though tied ones are on several ranks and replicas hold the
+        same. For example, the norm of all gradients:
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -305,11 +306,11 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device that this process computes on."""
         return self.captures.batchings[True].home
 
     def run(self, plan: Plan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
-        """Run the plan's program on this process's ranks; the outcome of each. `record` gets a span per action."""
+        """Run the plan's program on this process's ranks; return their outcomes. `record` gets a span per action."""
 
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(plan.linked[rank], transport, inputs)
@@ -327,7 +328,7 @@ class Pipeline:
 
 
 def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
-    """Raise `CutError` if a stage on several ranks modifies a buffer: each replica would see some microbatches only."""
+    """Raise `CutError` if a stage on several ranks modifies a buffer: each replica sees only some microbatches."""
     modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.changed]
     if modified and len(ranks) > 1:
         raise CutError(
@@ -337,6 +338,6 @@ def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
 
 
 def _joining(assemblies: Sequence[Assembly], dims: Any, first: int) -> Joining:
-    """How the outputs are joined, which are the results from number `first` on."""
+    """Return how the outputs are joined; they are the last stage's results from number `first` on."""
     columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
     return Joining.of(assemblies[0].captured.structure, dims, list(columns))

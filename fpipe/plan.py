@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan: a model cut into stages for every microbatch of a batch, and the program that drives them.
 
-What is run is the same for all microbatches of one shape. One of another shape has stages of its own, which the same
-program drives.
+Microbatches of the same shape run the same stages. One of another shape has its own stages, driven by the same program.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from schedules import Placement, Program
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Stages, the program that drives them, and what this process must be given for it.
+    """Stages, the program that drives them, and what this process must be given to run them.
 
-    - `assemblies`: per microbatch, the model cut into stages; the same object where shapes are the same.
+    - `assemblies`: per microbatch, the model cut into stages; the same object for the same shapes.
     - `ranks`: the ranks of this process.
-    - `joining`: how the model's outputs are put together; `None` if they are not asked for.
-    - `watch`: what was assumed when it was made, and must still hold when it runs.
+    - `joining`: how the model's outputs are joined; `None` if they are not asked for.
+    - `watch`: what was assumed when the plan was made, and must still hold when it runs.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -45,22 +44,22 @@ class Plan:
 
     @property
     def assembly(self) -> Assembly:
-        """That of the first microbatch."""
+        """The assembly of the first microbatch."""
         return self.assemblies[0]
 
     @cached_property
     def cuts(self) -> tuple[Assembly, ...]:
-        """The assemblies, each once."""
+        """The distinct assemblies."""
         return tuple(dict.fromkeys(self.assemblies))
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where random numbers are drawn."""
+        """The devices on which random numbers are drawn."""
         return tuple(dict.fromkeys(device for cut in self.cuts for device in cut.devices))
 
     @cached_property
     def generators(self) -> tuple[torch.device, ...]:
-        """Where random numbers are drawn, or may be, as data decide."""
+        """The devices on which random numbers are drawn, or may be, depending on data."""
         return tuple(dict.fromkeys([*self.devices, *(device for cut in self.cuts for device in cut.undecided)]))
 
     @cached_property
@@ -70,35 +69,36 @@ class Plan:
 
     @cached_property
     def below_autograd(self) -> bool:
-        """Whether autograd has nothing to do in the stages of this process."""
+        """True if autograd has nothing to do in the stages of this process."""
         return all(cut.stages[stage.index].functions.below_autograd for cut in self.cuts for stage in self.held)
 
     @cached_property
     def written(self) -> frozenset[int]:
-        """The leaves of the batch that the model changes in place."""
+        """The leaves of the batch that the model modifies in place."""
         pairs = [(cut.captured.sources.get(v), v) for cut in self.cuts for one in cut.layouts for v in one.modified]
         return frozenset(source.leaf for source, _ in pairs if isinstance(source, Batch))
 
     def context(self) -> AbstractContextManager[Any]:
-        """What the plan is run in. Where autograd has nothing to do, operators need not ask it: a tenth of their time.
+        """Return the context to run the plan in.
 
-        Tensors that are made in it are as all others; views, though, do not know what they are views of.
+        If autograd has nothing to do, operators bypass it, which saves a tenth of their time. Tensors made in the
+        context are like any others, except that views do not know their base.
         """
         return torch._C._AutoDispatchBelowAutograd() if self.below_autograd else nullcontext()
 
     @property
     def placement(self) -> Placement:
-        """Where stages live."""
+        """Which rank has which stage."""
         return self.program.schedule.placement
 
     @cached_property
     def params(self) -> Mapping[str, Spec]:
-        """The parameters that this process holds."""
+        """The specs of the parameters that this process holds, by name."""
         return self._named(lambda stage: (*stage.parameters, *stage.unused), self.assembly.parameters)
 
     @cached_property
     def buffers(self) -> Mapping[str, Spec]:
-        """The buffers that this process holds."""
+        """The specs of the buffers that this process holds, by name."""
         return self._named(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
 
     @property
@@ -112,12 +112,12 @@ class Plan:
 
     @cached_property
     def linked(self) -> Mapping[int, Linked]:
-        """For each rank of this process, its lowered program linked to its stages."""
+        """Each of this process's ranks' lowered program, linked to its stages."""
         return {rank: self._linked(rank) for rank in self.ranks}
 
     @cached_property
     def timed(self) -> Mapping[int, Linked]:
-        """The same, for steps that are recorded."""
+        """The same programs, for steps that are recorded."""
         return {rank: timed(program) for rank, program in self.linked.items()}
 
     def _linked(self, rank: int) -> Linked:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage: a piece of the model as pure functions, and its ports to the others.
+"""A stage: a piece of the model as pure functions, and its ports to other stages.
 
-In terms of tuples of tensors:
+On tuples of tensors:
 
     forward(params, buffers, inputs, key)  -> outputs, buffers', residuals
     evaluate(params, buffers, inputs, key) -> outputs, buffers'
@@ -9,14 +9,13 @@ In terms of tuples of tensors:
     backward_input(residuals, cotangents)  -> input_cotangents, deferred
     backward_weight(deferred, onto)        -> grads
 
-`params` is what `Stage.leaves` makes of the parameters, once a step. `inputs` are the stage's leaves of the batch, then
-what it gets from earlier stages. `outputs` are its results, then what it gives to later stages; a value that is only
-passed on stands there too. Nothing that is passed in is modified, but `onto`, and what was kept is used up by its one
-use. `onto` may be left out; it is a sum of gradients that is the stage's own, to which those of this microbatch are
-added, instead of being returned by themselves. A stage in which nothing wants a gradient keeps nothing, and has `None`
-for residuals.
+`params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch,
+then what it gets from earlier stages. `outputs` are its results, then what it gives to later stages, including values
+that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their single
+use. `onto` is optional: a sum of gradients owned by this stage, to which this microbatch's gradients are added instead
+of being returned separately. A stage in which nothing needs a gradient keeps nothing: its residuals are `None`.
 
-What the functions do is the business of `fpipe.differentiation`.
+`fpipe.differentiation` implements the functions.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ from fpipe.spec import Spec
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of the model. Positions count the arguments or the outputs of its functions.
+    """A piece of the model. Positions count the arguments or outputs of its functions.
 
-    - `parameters`, `buffers`: names, in the order of the arguments; `unused`: held here, read by no operation.
-    - `batch`: which tensor leaves of (inputs, targets) it reads.
-    - `results`: specs of what leaves the pipeline here.
-    - `gets`, `gives`: what travels forward; `pulls`, `pulled_by`: cotangents, to earlier and from later stages.
-    - `shares`, `shared_by`: gradients of shared parameters, to other holders and from them; `shared_names`: which of
-      its own it sends, by the stage at the other end.
+    - `parameters`, `buffers`: names, in argument order; `unused`: held here, but read by no operation.
+    - `batch`: the tensor leaves of (inputs, targets) that it reads.
+    - `results`: specs of the values that leave the pipeline here.
+    - `gets`, `gives`: the values that travel forward; `pulls`, `pulled_by`: cotangents, to earlier and from later
+      stages.
+    - `shares`, `shared_by`: gradients of shared parameters, to and from other holders; `shared_names`: which of its
+      own it sends, by the receiving stage.
     - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
-      `OptionalSpec`, here and in ports, if data decide whether there is a gradient.
-    - `functions`: what is computed.
+      `OptionalSpec`, here and in ports, if it depends on data whether there is a gradient.
+    - `functions`: the computation.
     """
 
     index: int
@@ -81,7 +81,7 @@ class Stage:
         return f"stage {self.index}: {'; '.join(parts)}"
 
     def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
-        """This stage's parameters in the form that its functions take, theirs alone."""
+        """Return this stage's parameters in the form that its functions take, and no other's."""
         return self.functions.leaves(tuple([params[name] for name in self.parameters]))
 
     @cached_property
@@ -91,36 +91,36 @@ class Stage:
 
     @cached_property
     def evaluate(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors]]:
-        """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
+        """Return the outputs and buffers of `forward`, bit for bit, and keep nothing."""
         return self.functions.evaluate
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Gradients, Gradients]]:
-        """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
+        """Return one microbatch's gradients: cotangents for earlier stages, and those of this stage's parameters."""
         return self.functions.backward
 
     @cached_property
     def backward_input(self) -> Callable[[Any, Gradients], tuple[Gradients, Any]]:
-        """The cotangents for earlier stages, and what is needed for the rest."""
+        """Return the cotangents for earlier stages, and what the weight half needs."""
         return self.functions.backward_input
 
     @cached_property
     def backward_weight(self) -> Callable[..., Gradients]:
-        """The gradients of this stage's parameters; `None` where nothing was computed."""
+        """Return the gradients of this stage's parameters; `None` where nothing was computed."""
         return self.functions.backward_weight
 
     def shared(self, total: Gradients, peer: int) -> Gradients:
-        """The gradients of the parameters of which stage `peer` holds copies; of its other replica, all."""
+        """Return the gradients of parameters that stage `peer` also holds; for this stage's other replica, all."""
         finished = self.finished(total)
         if peer == self.index:
             return finished
         return tuple([finished[self.grads.index(name)] for name in self.shared_names[peer]])
 
     def accumulate(self, total: Gradients, grads: Gradients, count: int) -> Gradients:
-        """The sum of gradients: `total`, of `count` microbatches, plus one more."""
+        """Return `total`, a sum of gradients over `count` microbatches, plus one more microbatch's."""
         return summed(total, grads, count) if grads else total
 
     def finished(self, total: Gradients) -> Gradients:
-        """The sum over all microbatches; `None` for what none of them has made a gradient of."""
+        """Return the sum over all microbatches; `None` for a parameter that got no gradient from any of them."""
         own = tuple(grad for grad in total)  # another tuple, so that `owned` sees that the gradients have two holders
         return own or (None,) * len(self.grads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step: from what users pass to what ranks are given, and from what ranks computed to what users get."""
+"""One step: from the user's arguments to each rank's inputs, and from each rank's outcome to the user's results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ State: TypeAlias = dict[str, Tensor]
 
 
 class Step(NamedTuple):
-    """What a step computed.
+    """The result of one step.
 
-    - `loss`: the sum over microbatches of loss / M, or of loss times its share of the weight, on every rank; `None`
-      where no loss was asked for.
+    - `loss`: the sum over microbatches of loss / M, or of loss times its share of the weight, on every rank; `None` if
+      no loss was asked for.
     - `outputs`: what the model returned, joined in microbatch order, on the ranks of the last stage and if asked for;
       `None` elsewhere.
     - `buffers`: this process's buffers after the step.
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int | None) -> Inputs:
-    """What the executor takes, for the stages of this process; raises `InputError` for what is missing or wrong."""
+    """Return the executor's inputs for this process's stages; raise `InputError` if anything is missing or wrong."""
     require_apart(batch.memories, plan.written)
     held, microbatches = plan.held, len(plan.assemblies)
     require_names([name for stage in held for name in (*stage.parameters, *stage.buffers)], params, buffers)
@@ -58,15 +58,15 @@ def scatter(plan: Plan, params: State, buffers: State, batch: Batch, seed: int |
 
 
 def _rows(read: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], microbatches: int) -> Sequence[Tensors]:
-    """For each microbatch, its part of the leaves that are read."""
+    """Return each microbatch's part of the leaves that are read."""
     return list(zip(*[leaves[leaf] for leaf in read], strict=True)) if read else [()] * microbatches
 
 
 def keys(plan: Plan, seed: int | None) -> list[int]:
-    """One key per microbatch; raises `InputError` if the model draws random numbers and there is no seed.
+    """Return one key per microbatch; raise `InputError` if the model draws random numbers and there is no seed.
 
-    Keys take a while to make, and nobody looks at them where nothing is drawn. Where data decide whether anything is,
-    drawing without a seed is refused when it happens.
+    Keys are slow to make, so none are made if nothing is drawn. If it depends on data whether anything is, drawing
+    without a seed is refused when it happens.
     """
     if seed is None and plan.devices:
         raise InputError(
@@ -79,7 +79,7 @@ def keys(plan: Plan, seed: int | None) -> list[int]:
 
 
 def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
-    """The step that ranks computed; the loss is shared with all of them."""
+    """Return the `Step` that the ranks computed; its loss is shared with all of them."""
     stages, new = plan.assembly.stages, dict(buffers)
     for outcome in outcomes.values():
         for s, state in outcome.buffers.items():
@@ -95,7 +95,7 @@ def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: S
 
 
 def _exchanged(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict[int, Tensors]:
-    """The results of every microbatch, where each replica of the last stage has some of them."""
+    """Return the results of every microbatch; each replica of the last stage has only some of them."""
     lasts = [cut.stages[-1] for cut in plan.assemblies]
     return {
         i: tuple(
@@ -107,7 +107,7 @@ def _exchanged(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict
 
 
 def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
-    """Gradients by name, of parameters that any microbatch has used; summed in stage order over the stages."""
+    """Return the gradients, by name, of the parameters that any microbatch used; summed over stages in stage order."""
     stages = plan.assembly.stages
     terms = defaultdict[str, dict[int, Tensor]](dict)
     for outcome in outcomes.values():
@@ -121,7 +121,7 @@ def gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
 
 
 def joined(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:
-    """The sum of the losses, and the tree of outputs with microbatches joined, both in microbatch order."""
+    """Return the sum of the losses, and the outputs' tree with microbatches joined; both in microbatch order."""
     columns = list(zip(*[results[i] for i in sorted(results)], strict=True))
     loss = None
     if plan.assembly.captured.loss is not None:
