@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is assumed of values that fake tensors do not have: false, zero, and that nothing is found; but that all are.
+"""Assumptions about values that fake tensors lack: false, zero, nothing found; except that `all` holds.
 
-So `if not torch.isfinite(x).all()` goes the usual way, whose gradients are laid out in memory as on most batches.
+So `if not torch.isfinite(x).all()` takes the usual path, whose gradients are laid out in memory as on most batches.
 
-Only for modules that never run but as themselves: which way they take on fake tensors tells the shapes of what they
-return, and nothing else; on real ones they go the right way. And of torch's own checks of all elements it is assumed
-that they pass; they are part of what is played, and then made.
+This is only for modules that always run as is: the path they take on fake tensors decides nothing but the shapes of
+their outputs; on real tensors they take the right one. torch's own checks of all elements are assumed to pass; they are
+part of what is played back, and are made then.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 OF_ALL = "_fpipe_of_all"
-"""The attribute of a fake tensor that says whether something is so for all elements of another."""
+"""The attribute that marks a fake tensor as the result of `all`."""
 
 
 def _none(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The indices of what is not zero: there is nothing."""
+    """Return the indices of nonzero elements: none."""
     return tensor.new_empty((0, tensor.dim()), dtype=torch.int64)
 
 
@@ -49,20 +49,20 @@ def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
 
 
 def _selected(tensor: Tensor, index: Any) -> Tensor:
-    """What a mask selects, or an index in which there are some: nothing."""
+    """Return what an index with masks selects: nothing."""
     items = index if isinstance(index, tuple) else (index,)
     return tensor[tuple(one for item in items for one in _indices(item))]
 
 
 def _indices(item: Any) -> list[Any]:
-    """An item of an index; of a mask, an empty list of indices for each of its dimensions."""
+    """Return an index item, or for a mask an empty index for each of its dimensions."""
     if not isinstance(item, Tensor) or item.dtype not in (torch.bool, torch.uint8):
         return [item]
     return [item.new_empty((0,), dtype=torch.int64)] * item.dim()
 
 
 def _masked(tensor: Tensor, mask: Tensor) -> Tensor:
-    """What `masked_select` finds: nothing."""
+    """Return what `masked_select` selects: nothing."""
     return tensor.new_empty((0,))
 
 
@@ -90,21 +90,21 @@ ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def computed(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call a torch function; raise the same for all that read values, those that hand them to numpy included."""
+    """Call a torch function; raise the same error for all that read values, conversion to numpy included."""
     if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
         raise DataDependentOutputException(function)
     return marked(function, function(*args, **kwargs))
 
 
 def marked(function: Any, out: Any) -> Any:
-    """Return what a torch call returned; `all` of a tensor is known by it."""
+    """Return the result of a torch call, marked if it is of `all`."""
     if function in (Tensor.all, torch.all) and isinstance(out, FakeTensor):
         setattr(out, OF_ALL, True)
     return out
 
 
 def reading(tensor: Tensor) -> None:
-    """Note, for whoever watches torch calls, that what happens from here on depends on the values of `tensor`."""
+    """Note, for torch function modes, that what happens from here on depends on the values of `tensor`."""
     if has_torch_function_unary(tensor):
         handle_torch_function(reading, (tensor,), tensor)
 
@@ -114,31 +114,31 @@ READING = frozenset(
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
 )
-"""Calls after which what happens may depend on the values of tensors, also where a fake tensor has its value."""
+"""Calls after which execution may depend on tensor values, even if a fake tensor knows its value."""
 
 
 class Attached(torch.autograd.Function):
     """Connect a fake output of a module that branches on data to everything it may depend on.
 
-    Nodes of this class mark where gradients may or may not pass; see `surely_reached`.
+    Nodes of this class mark where gradients may or may not flow; see `surely_reached`.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        """Return a tensor in the same layout, in memory of its own, so that it may be changed in place."""
+        """Return a tensor with the same layout in memory of its own, so that it may be changed in place."""
         ctx.save_for_backward(*others)
         return tensor.new_empty_strided(tensor.shape, tensor.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the own gradient, and zeros for the others, which leave its layout to what is added to them."""
+        """Return the output's gradient, and expanded zeros for the others, so as not to fix their gradients' layout."""
         return *grads, *[tensor.new_zeros(()).expand_as(tensor) for tensor in ctx.saved_tensors]
 
 
 def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the outputs of a module that branches on data, connected to all of `others` that want a gradient.
+    """Return the outputs of a module that branches on data, connected to all of `others` that require a gradient.
 
-    But only while shapes are inferred: in a step the branch that was taken decides, as it does on one device.
+    Only while shapes are inferred: in a step the branch taken decides, as on one device.
     """
     if active_fake_mode() is None or not torch.is_grad_enabled():
         return made
@@ -148,7 +148,7 @@ def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor
 
 
 def surely_reached(roots: Iterable[Tensor]) -> frozenset[int]:
-    """Return the identities of the leaves that gradients reach from `roots` whichever way modules branch."""
+    """Return the ids of the leaves that gradients reach from `roots` whichever way modules branch."""
     queue = [get_gradient_edge(root).node for root in roots]
     seen = dict.fromkeys(queue)
     for node in queue:
@@ -163,7 +163,7 @@ check: Any = torch._check_tensor_all_with
 
 
 def checked(error_type: Any, cond: Tensor, message: Any = None) -> None:
-    """torch's check that all elements are true; a fake tensor passes."""
+    """Run torch's check that all elements are true; let a fake tensor pass."""
     if not isinstance(cond, FakeTensor):
         check(error_type, cond, message)
 
@@ -172,7 +172,7 @@ is_all_true: Any = torch._is_all_true
 
 
 def all_true(valid: Tensor) -> bool:
-    """torch's check of what distributions are given: a fake tensor passes, and values are looked at in every step."""
+    """Run torch's check of a distribution's arguments; let a fake tensor pass, and check values in every step."""
     if isinstance(valid, FakeTensor):
         reading(valid)
     elif not is_all_true(valid):
@@ -185,7 +185,7 @@ def all_true(valid: Tensor) -> bool:
 
 @contextmanager
 def assuming(mode: FakeTensorMode) -> Iterator[Answers]:
-    """Answer, inside, what fake tensors of `mode` are asked for their values; yields whether any were."""
+    """Answer reads of values from fake tensors of `mode` inside; yield a record of whether there were any."""
     answers = Answers()
     with (
         patch.object(torch, "_check_tensor_all_with", checked),
@@ -202,7 +202,7 @@ class Answers(TorchFunctionMode):
     """Answers from `ASSUMED`.
 
     - `given`: whether it has answered: another value may lead elsewhere.
-    - `nested`: whether torch makes nested tensors of real ones here, which fake ones cannot be.
+    - `nested`: whether torch nests real tensors here, which fake ones do not support.
     """
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class Answers(TorchFunctionMode):
 
 @contextmanager
 def _finding_nothing(mode: FakeTensorMode, answers: Answers) -> Iterator[None]:
-    """Let the mode itself answer `nonzero`, if it can be told to."""
+    """Let the mode itself answer `nonzero`, if it supports that."""
     if not isinstance(mode, Fakes):
         yield
         return

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a front end delivers: a model as units and the values between them.
+"""The output of a front end: a model as units and the values between them.
 
-Problem. Tracers differ in what they see; everything behind them should not.
+Problem. Tracers differ in what they see; the code downstream of them should not care.
 
 Idea. A captured model is a straight line of *units*, in the order in which one device runs them. A unit reads and makes
-*values*, which are tensors named by integers. Parameters, buffers, leaves of the batch and constants are values too,
-that come from a *source* instead of a unit; so a tied parameter is simply a value with several readers. A stage will be
-a contiguous run of units.
+*values*: tensors, named by integers. Parameters, buffers, batch leaves and constants are values too, which come from a
+*source* rather than a unit; so a tied parameter is simply a value with several readers. A stage will be a contiguous
+run of units.
 
-A front end may also say how to fuse a run of units into one callable; `interpret` is the plain way.
+A front end may also supply a way to fuse a run of units into one callable; `interpret` is the plain way.
 
 Invariants. Units are in execution order: every value is made before it is read. A unit's `call` takes the values of
-`reads` and returns a tuple with those of `makes`; calling it changes no state but the tensors that it is given.
+`reads` and returns a tuple of those of `makes`; it changes no state other than the tensors passed to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A value that the model made itself, or holds without registering it."""
+    """A value that the model created itself, or holds without registering it."""
 
     tensor: Tensor
 
@@ -65,7 +65,7 @@ Source: TypeAlias = Parameter | Buffer | Batch | Constant
 class Unit:
     """A piece of the model that is never cut.
 
-    `path` is its call path in the uncut model; `does` says what it does, so that models can be told apart.
+    `path` is its call path in the uncut model; `does` describes what it does, so that models can be told apart.
     """
 
     path: str
@@ -77,9 +77,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Function:
-    """A run of units as one callable: `function(key, *inputs) -> outputs`; random ones draw by `key`.
+    """A run of units as one callable: `function(key, *inputs) -> outputs`; random units draw by `key`.
 
-    `scope`, given the inputs, is a context in which a backward through it must run (a checkpointed module looks up its
+    `scope(inputs)` is a context in which any backward through it must run (a checkpointed module looks up its
     parameters again then).
     """
 
@@ -91,7 +91,7 @@ class Function:
         return self.run(key, *inputs)
 
     def placed(self, inputs: Tensors) -> AbstractContextManager[None]:
-        """The context for a backward."""
+        """Return the context for a backward."""
         return nullcontext() if self.scope is None else self.scope(inputs)
 
 
@@ -116,12 +116,12 @@ class Step(NamedTuple):
 def interpret(
     units: Sequence[Unit], random_units: Mapping[Unit, Labels], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Function:
-    """A run of units, called one after the other."""
+    """Return a run of units as a function that calls them one after another."""
     return Function(sequence([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
 
 
 def single(unit: Unit, labels: Labels | None) -> Step:
-    """A unit as a step, keyed if it is random."""
+    """Return a unit as a step, keyed if it is random."""
 
     def seeded(key: int, *tensors: Tensor) -> Tensors:
         assert labels is not None, "the unit is random"
@@ -133,7 +133,7 @@ def single(unit: Unit, labels: Labels | None) -> Step:
 
 
 def sequence(steps: Sequence[Step], inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Callable[..., Tensors]:
-    """Steps, called one after the other, as a function of a key and `inputs`; values are let go of after their use."""
+    """Return a function of a key and `inputs` that runs the steps in order, and frees values after their last use."""
     last = {value: index for index, step in enumerate(steps) for value in (*step.reads, *step.makes)}
     last.update(dict.fromkeys(outputs, len(steps)))
     slot = {value: k for k, value in enumerate(dict.fromkeys([*inputs, *last]))}
@@ -159,16 +159,16 @@ def sequence(steps: Sequence[Step], inputs: tuple[Value, ...], outputs: tuple[Va
 
 
 def none_differs(positions: Sequence[int]) -> Collection[int]:
-    """Return no call: every call does the same wherever the model is cut."""
+    """Return no calls: every call does the same wherever the model is cut."""
     return ()
 
 
 class Call(NamedTuple):
-    """One call of a module: what runs inside it are the units `start` to `stop`, the latter excluded.
+    """One call of a module; units `start` to `stop`, excluding the latter, run inside it.
 
     - `path`: the module's name; `kind`: its class.
     - `sealed`: why no stage may begin inside it; empty if one may.
-    - `apart`: whether it is never called as itself, since it uses more than its arguments and state, or makes more.
+    - `apart`: whether it is never called as is, because it uses more than its arguments and state, or makes more.
     """
 
     path: str
@@ -183,12 +183,12 @@ class Call(NamedTuple):
 class Observed:
     """What a captured model was seen to do.
 
-    - `storage`: for every value, which memory it lies in; values in the same memory alias each other.
-    - `written`: per unit, the memory that it modifies in place.
+    - `storage`: for every value, the memory that holds it; values in the same memory alias each other.
+    - `written`: for each unit, the memory that it modifies in place.
     - `random`: the units that draw random numbers, and how they are keyed.
     - `views`: the values that are views of others.
-    - `asking`: whether tensors are asked for their node in autograd's graph, or whether they are leaves of it.
-    - `undecided`: the devices on which random numbers may be drawn, as data decide.
+    - `asking`: whether the model asks tensors for their autograd node, or whether they are leaves.
+    - `undecided`: the devices on which random numbers may be drawn, depending on data.
     """
 
     storage: Mapping[Value, int]
@@ -204,18 +204,18 @@ class Captured:
     """A model, its loss, and one example microbatch, as units and values.
 
     - `sources`: the values that no unit makes.
-    - `loss`: the value of the loss, as a part of the step's (see `Objective`); `None` if none was asked for.
+    - `loss`: the value of the loss, as a part of the step's (see `Objective`); `None` if none was requested.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
     - `calls`: the calls of modules, each before those inside it.
     - `observed`: what the units were seen to do, if the front end knows.
-    - `dynamic`: names of the parameters that may be used or not, depending on data; none if nothing branches on data.
-    - `fakes`: a fake tensor for every source; `mode`: the fake mode that they live in.
-    - `differing`: of a cut before these units, the numbers of the calls that are not made as themselves, since they
-      would do something else without what those of other stages leave in Python.
+    - `dynamic`: names of the parameters that may be used or not, depending on data; empty if nothing branches on data.
+    - `fakes`: a fake tensor for every source; `mode`: the fake mode that they belong to.
+    - `differing`: given the units before which the model is cut, the numbers of the calls that are not made as is,
+      because they would do something else without the Python state that other stages' calls leave.
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model assigns anew, and the values that they have afterwards.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
-      In evaluation they are not, but the parameters still require one, since kernels are chosen by that too.
+      In evaluation they are not, but the parameters still require one, because kernel selection depends on it.
     """
 
     units: tuple[Unit, ...]
@@ -242,11 +242,12 @@ class Captured:
 
 
 class FrontEnd(Protocol):
-    """How a model is captured."""
+    """A way to capture a model."""
 
     def __call__(self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
         """Capture what `objective(model, leaves)` computes for one microbatch.
 
-        `leaves` are the tensors of an example microbatch, for their metadata only; the model may be on meta, or hold
-        fake tensors. Raises `CaptureError`, naming the module, for what cannot be captured and for what would be lost.
+        `leaves` are the tensors of an example microbatch, used only for their metadata; the model may be on meta, or
+        hold fake tensors. Raise `CaptureError`, naming the module, for what cannot be captured and for what would be
+        lost.
         """

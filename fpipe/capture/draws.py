@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names what a recorded run draws: each torch call by itself, or all calls together where data decide which are made.
+"""Name a recorded run's random draws: each torch call alone, or all calls together where data decide what is drawn.
 
-Problem. A random call is known by its ordinal in its module. In a module that branches on data another branch makes
-other calls: those that the recording has not seen have no ordinal, and those after them would have another.
+Problem. A random call is identified by its ordinal in its module. In a module that branches on data, another branch
+makes other calls: those that the recording has not seen have no ordinal, and those after them would get another.
 
-Idea. All that is drawn in one call of such a module is a *stream*, with one name. It is the outermost call that may
-branch, or the outermost checkpointed function around it, since that is run again from the generator's state before it.
-Calls in streams count for no ordinal.
+Idea. All draws in one call of such a module form a *stream*, with one name. The call is the outermost one that may
+branch, or the outermost checkpointed function around it, because that is rerun from the generator's state before it.
+Calls in streams do not advance ordinals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fpipe.random import label, stream_label
 
 
 class Drawn(NamedTuple):
-    """A torch call that drew random numbers: when, which function, in which module, and from whose generators."""
+    """A torch call that drew random numbers: its tick, function, module path, and the devices that it drew on."""
 
     tick: int
     function: Callable[..., Any]
@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
 
 
 class Draws:
-    """What a run has drawn so far: `found`, in order; `streams` are the calls whose draws are named together."""
+    """A run's draws so far: `found`, in order; `streams` are the calls whose draws are named together."""
 
     def __init__(self) -> None:
         self.found: list[Drawn] = []
@@ -44,7 +44,7 @@ class Draws:
         return bool(self.found) and self.found[-1].tick >= tick
 
     def begin_stream(self, span: Span, tensors: Iterable[Tensor]) -> None:
-        """Make all that is drawn in a call one stream; it may draw on the CPU and where `tensors` are."""
+        """Make all draws in a call one stream; it may draw on the CPU and on the devices of `tensors`."""
         if span.stream is None:
             devices = dict.fromkeys([torch.device("cpu"), *(tensor.device for tensor in tensors)])
             call = sum(one.path == span.path for one in self.streams)
@@ -67,14 +67,14 @@ class Draws:
         return found
 
     def named(self) -> tuple[Draw, ...]:
-        """Return the draws that have a name of their own."""
+        """Return the draws that have their own names."""
         labels = self.labels()
         return tuple(
             [Draw(one.tick, one.function, *labels[one.tick]) for one in self.found if not self.stream(one.tick)]
         )
 
     def outside(self, ticks: Sequence[int]) -> Sequence[int]:
-        """Return those ticks at which no stream was drawn from."""
+        """Return the ticks at which no stream was running."""
         return [tick for tick in ticks if self.stream(tick) is None]
 
     @property

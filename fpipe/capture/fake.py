@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture without computing: a mode in which operations say what they would return, and compute nothing."""
+"""Capture without computing: a mode in which operators return metadata, and compute nothing."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ DEVICE = torch.ops.prim.device.default
 
 
 def _is_mixed(tensor: Tensor, weight: Tensor | None) -> bool:
-    """Whether a norm has inputs in half precision and weights in single; its statistics are then in single, too."""
+    """Return whether a norm has half-precision inputs and float32 weights; its statistics are then float32 too."""
     return weight is not None and weight.dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _alignments(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """What CTC says of each sequence, and of the ways to read it; there, lengths are taken for the longest possible."""
+    """Return CTC's loss per sequence and its log alphas; lengths are assumed to be the longest possible."""
     time, *batch, _classes = log_probs.shape
     return log_probs.new_empty(batch), log_probs.new_empty((*batch, time, 2 * targets.shape[-1] + 1))
 
 
-# What an operation returns whose shapes only its values tell, though nobody but its own backward uses those.
+# Results of operators whose shapes depend on values, in outputs that only their own backward uses.
 SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         aten._ctc_loss.Tensor: _alignments,
@@ -66,27 +66,27 @@ KERNELS = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-"""What kernels for meta say as every device's do; torch goes another way, which is for symbolic sizes too."""
+"""Operators whose meta kernels agree with every device's; torch takes a slower path that supports symbolic sizes."""
 
 CASTING = frozenset({aten.native_layer_norm.default})
-"""Those of them that some devices compute in float32 whatever they are given, and return so; others do not."""
+"""Those of `KERNELS` that some devices compute and return in float32 whatever the input dtype; others do not."""
 
 
 def fake_mode() -> Fakes:
-    """A mode in which operations compute metadata only. Constants of the model are taken in as they appear."""
+    """Return a mode in which operators compute metadata only; it converts the model's constants as they appear."""
     return Fakes()
 
 
 class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Torch's own mode; but where its fake kernel is not like the real one, the fake is made here.
+    """torch's own mode, except that where its fake kernel differs from the real one, the fake is made here.
 
-    It refuses grouped matrix multiplication, which mixtures of experts use, of other dtypes than bfloat16; and it says
-    wrongly how some results are laid out in memory, which a bias gradient shows in its last bits.
+    torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16;
+    and it gets the memory layout of some results wrong, which shows in the last bits of a bias gradient.
 
-    - `memo`: what operations returned. `states`: by device, what is in a fake there.
-    - `effects`: who is told of the operations that are called; not of those that they consist of.
-    - `nothing(tensor)`: the answer to `nonzero`, which fake tensors do not have; `None` if there is none.
-    - `chosen`: by memory, masks of which it is known how many elements are true: as many as were put there.
+    - `memo`: cached results of operators. `states`: by device, the attributes of a fake there.
+    - `effects`: notified of the operators called, but not of those they decompose into.
+    - `nothing(tensor)`: the answer to `nonzero`, which fake tensors lack; `None` if there is none.
+    - `chosen`: by memory, masks whose number of true elements is known: as many values were put there.
     """
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watched(self, effects: Effects) -> Iterator[None]:
-        """The mode, in which `effects` are noted; what torch.compile has made runs as it was written."""
+        """Enter the mode and note `effects`; code compiled by torch.compile runs eagerly."""
         with torch.compiler.set_stance("force_eager"), self, noted(self, effects):
             yield
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operation returns, as fakes."""
+        """Return the result of an operator, as fakes."""
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped(*args, **kwargs)
@@ -156,7 +156,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return laid_out(RULES[func], args, out)
 
     def _found(self, tensor: Tensor) -> Any:
-        """Where a tensor is not zero."""
+        """Return the indices where a tensor is nonzero."""
         mask, count = self.chosen.get(memory(tensor), (None, 0))
         if mask is not None and mask.shape == tensor.shape:
             with self:
@@ -169,7 +169,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self.nothing(tensor)
 
     def _choose(self, tensor: Tensor, indices: list[Tensor | None], values: Tensor) -> None:
-        """Note how many elements of a mask are true, if one value is put at each; their gradient picks as many."""
+        """Note how many elements of a mask are true, if one value is put at each; its gradient selects as many."""
         mask, *others = indices
         if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
             return
@@ -177,7 +177,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             self.chosen[memory(mask)] = mask, len(values)
 
     def made(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """A fake of what a tensor on meta says; the first on a device by torch, the next like it."""
+        """Return a fake on `device` with the metadata of `meta`; torch makes the first one there, others copy it."""
         if device not in self.states:
             self.states[device] = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
         new: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device)
@@ -186,7 +186,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return cast("FakeTensor", new)
 
     def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
-        """The device of all tensors among the arguments, if they are plain fakes of this mode."""
+        """Return the device of all tensors among the arguments, if they are plain fakes of this mode."""
         if func in CASTING and args[0].dtype not in (torch.float32, torch.float64):
             return None
         leaves: Any = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return devices.pop() if len(devices) == 1 else None
 
     def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """What an operation's kernel for meta returns, as fakes on a device."""
+        """Return the result of an operator's meta kernel, as fakes on `device`."""
         with in_kernel_invocation_manager(self):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
@@ -209,7 +209,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def noted(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
-    """Note, inside, what operations on fakes of `mode` do, if it can tell."""
+    """Note what operators do to fakes of `mode` inside, if the mode supports that."""
     if not isinstance(mode, Fakes):
         yield
         return
@@ -221,7 +221,7 @@ def noted(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    """A fake of a plain tensor; one on meta becomes a fake on `device`."""
+    """Return a fake of a plain tensor; for one on meta, a fake on `device`."""
     home = device if tensor.device.type == "meta" else tensor.device
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

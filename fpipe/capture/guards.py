@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what a traced graph would lose without a word.
+"""Refuse what a traced graph would lose silently.
 
 A graph of operators keeps what was computed, and loses: the backward of a custom `autograd.Function`, activation
 checkpointing and other saved-tensor hooks, hooks on modules, tensors and parameters, and state that the forward assigns
-to its modules. While the model runs under capture these are watched, and refused with the name of the module.
+to its modules. While the model runs under capture, watch for these, and refuse them with the name of the module.
 
-Invariant: the watch is on only while the user's forward and loss run, so what the tracer itself does is not seen.
+Invariant: the watch is on only while the user's forward and loss run, so what the tracer itself does goes unseen.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOOKS = (
 
 
 def refuse(what: str, where: str, why: str) -> NoReturn:
-    """Raise the `CaptureError` for something that a graph cannot keep."""
+    """Raise `CaptureError` for something that a graph cannot keep."""
     raise CaptureError(
         f"{where}: got {what}, expected a forward that a graph of operators describes fully; {why}. "
         'Remove it, or choose capture="trace", where modules run as they are.'
@@ -54,7 +54,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[None]:
-    """Refuse, inside, what the graph would lose of what `model` does."""
+    """Refuse, inside, whatever `model` does that the graph would lose."""
     modules = places(model)
 
     def custom_function(cls: Any, /, *args: object, **kwargs: object) -> NoReturn:
@@ -95,7 +95,7 @@ def watched(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_autocast(model: nn.Module) -> Iterator[None]:
-    """Refuse, inside, autocast, for front ends whose graphs would lose it."""
+    """Refuse autocast inside, for front ends whose graphs would lose it."""
     modules = places(model)
 
     def enter(_: object) -> NoReturn:
@@ -128,7 +128,7 @@ def _assignments(
 
 
 def plain_state(model: nn.Module, prefix: str = "") -> dict[str, Structure]:
-    """By module and attribute, what the user's modules hold besides parameters, buffers and submodules."""
+    """Return, by module and attribute, what the user's modules hold besides parameters, buffers and submodules."""
     return {
         f"{_where(path, module)}, attribute {name!r}": flatten(value, opaque=True)[1]
         for path, module in model.named_modules(prefix=prefix)
@@ -155,12 +155,12 @@ def _alike(a: Structure, b: Structure) -> bool:
 
 
 def torchs(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own, which keep nothing but caches."""
+    """Return whether a module is one of torch's own, which keep nothing but caches."""
     return type(module).__module__.startswith("torch.nn.")
 
 
 def here(modules: Mapping[int, str], otherwise: str = "the loss") -> str:
-    """The innermost of `modules` (see `places`) in whose method the caller runs."""
+    """Return the innermost of `modules` (see `places`) in whose method the caller runs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = modules.get(_identity(frame.f_locals.get("self")))
@@ -171,7 +171,7 @@ def here(modules: Mapping[int, str], otherwise: str = "the loss") -> str:
 
 
 def blame(traceback: TracebackType | None, model: nn.Module) -> str:
-    """The innermost module of `model` in whose method an exception arose."""
+    """Return the innermost module of `model` in whose method an exception was raised."""
     modules = places(model)
     found = "the loss"
     while traceback is not None:
@@ -181,13 +181,13 @@ def blame(traceback: TracebackType | None, model: nn.Module) -> str:
 
 
 def source_of(traceback: TracebackType | None) -> str:
-    """The innermost line of the user's in a traceback: `" in model.py, line 3: if x.sum() > 0"`."""
+    """Return the innermost line of user code in a traceback: `" in model.py, line 3: if x.sum() > 0"`."""
     lines = [(frame, line) for frame, line in walk_tb(traceback) if _is_users(frame)]
     return _said(*lines[-1]) if lines else ""
 
 
 def asking_line() -> str:
-    """Return the innermost line of the user's that runs now, in the same form."""
+    """Return the innermost line of user code now running, in the same form."""
     return next((_said(frame, line) for frame, line in walk_stack(None) if _is_users(frame)), "")
 
 
@@ -201,17 +201,17 @@ def _said(frame: FrameType, line: int) -> str:
 
 
 def _harmless(old: object, new: object) -> bool:
-    """Whether an assignment leaves the module as it was; in-place operators assign the same tensor again."""
+    """Return whether an assignment leaves the module unchanged; in-place operators assign the same tensor again."""
     return old is new or (type(old) is type(new) and isinstance(old, bool | int | float | str) and old == new)
 
 
 def places(model: nn.Module, prefix: str = "") -> dict[int, str]:
-    """What to call each module of `model` in messages, by identity."""
+    """Return how to name each module of `model` in messages, by `_identity`."""
     return {_identity(module): _where(name, module) for name, module in model.named_modules(prefix=prefix)}
 
 
 def _identity(module: object) -> int:
-    """Tells modules apart while they live; export runs proxies of them, short-lived, which share their tables."""
+    """Return a key unique among live modules; export runs short-lived proxies, which share a module's `__dict__`."""
     return id(getattr(module, "__dict__", module))
 
 
@@ -224,7 +224,7 @@ def _name(hook: Any) -> str:
 
 
 class _NoForeignParameters(TorchFunctionMode):
-    """Refuses operations on real tensors that want a gradient: the captured model's are fake, or on meta."""
+    """Refuses operations on real tensors that require a gradient: the captured model's are fake, or on meta."""
 
     def __init__(self, modules: Mapping[int, str], otherwise: str) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings to a recorder what a `TorchFunctionMode` does not see.
+"""Bring to a recorder what a `TorchFunctionMode` cannot see.
 
-Calls of modules, custom autograd functions, checkpointed functions, functions of functions, assignments to attributes,
-and contexts that change how calls inside them run: autocast, saved-tensor hooks, the choice of attention kernels. Each
-is watched in its one place in torch while the recording lasts.
+That is: calls of modules, custom autograd functions, checkpointed functions, function transforms, assignments to
+attributes, and contexts that change how calls inside them run: autocast, saved-tensor hooks, the choice of attention
+kernels. Each is patched at its one place in torch for the duration of the recording.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "e
 
 @contextmanager
 def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) -> Iterator[None]:
-    """Everything that happens inside is brought to `recorder`. The modules `whole` of `model` are sealed."""
+    """Bring everything that happens inside to `recorder`; seal the modules of `model` named in `whole`."""
     patched = _Patched.now()
     watching = _Watching(recorder, model, whole, patched)
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
 
 
 class _Patched(NamedTuple):
-    """torch's own functions, as they are before."""
+    """torch's own functions, as they were before patching."""
 
     call: Any
     apply: Any
@@ -82,9 +82,9 @@ class _Patched(NamedTuple):
 
 
 class _Watching:
-    """What stands in the place of torch's functions: the same, and a word to the recorder.
+    """Replacements for torch's functions that do the same and notify the recorder.
 
-    It may be called after the recording too, by who has kept a bound method; then `active` is off.
+    Code that kept a bound method may call one after the recording too; `active` is off by then.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, whole: Collection[str], patched: _Patched) -> None:
@@ -94,11 +94,11 @@ class _Watching:
 
     @property
     def idle(self) -> bool:
-        """Whether what happens is none of the recorder's business."""
+        """True if the recorder need not see what happens now."""
         return self.recorder.inside or not self.active
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """What stands where in torch."""
+        """Yield each patched owner, the name there, and the replacement."""
         yield nn.Module, "__call__", _function(self._called)
         yield nn.Module, "__setattr__", _function(self._assigned)
         yield nn.Module, "register_buffer", _function(self._registered)
@@ -130,7 +130,7 @@ class _Watching:
                     f"{self.spans.here()}: got an assignment to the parameter {name!r}, expected parameters to be read "
                     "only; the new value would be lost. Compute a new tensor from it (torch.nn.utils.parametrize)."
                 )
-            if name not in module._buffers:  # these are registered again
+            if name not in module._buffers:  # assigning a buffer goes through register_buffer
                 self.spans.assigned(module, name, value, self.recorder.values)
         self.torch.assign(module, name, value)
 
@@ -153,7 +153,7 @@ class _Watching:
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _reentrant(self, function: Any, preserve: bool, *args: Any) -> Any:
-        """In the place of torch's node: one that works for chosen gradients, and a span."""
+        """Replace torch's node with one that supports gradients of chosen inputs, and record a span."""
         outer, recorder = self.spans.stack[-1], self.recorder
         if not preserve:
             raise CaptureError(
@@ -193,7 +193,7 @@ class _Watching:
             self.recorder.depth += 1
         entered = self.torch.entered(context)
         if self.active:
-            torch.set_autocast_cache_enabled(False)  # so that every use is seen to cast; leaving puts it back
+            torch.set_autocast_cache_enabled(False)  # so that every use is seen to cast; exit restores it
         return entered
 
     def _left(self, context: Any, *error: Any) -> Any:
@@ -205,7 +205,7 @@ class _Watching:
         return self.torch.kernels(*args, **kwargs)
 
     def nests(self) -> None:
-        """Note that the module makes nested tensors of real ones, and goes another way on fake ones."""
+        """Note that the module nests real tensors, and takes another path on fake ones."""
         self.spans.seal("an encoder with a padding mask, which nests tensors")
 
     def _seeded(self, *_: object) -> None:
@@ -215,7 +215,7 @@ class _Watching:
         )
 
     def _checkpointed(self, function: Any, *settings: Any, **kwargs: Any) -> Iterator[None]:
-        """In the place of torch's generator around a checkpointed function: the same, and a span.
+        """Wrap torch's generator around a checkpointed function, and record a span.
 
         What the function returned is a local variable of `checkpoint`, which drives the generator.
         """
@@ -236,12 +236,12 @@ class _Watching:
             yield
         self.recorder.ended(span, sys._getframe(1).f_locals["ret"])
         if span.stream is not None or self.recorder.draws.has_from(span.first_tick):
-            how["preserve_rng_state"] = True  # else the second run draws what the schedule has left in the generator
+            how["preserve_rng_state"] = True  # else the rerun draws from whatever state the schedule left
         yield from generator
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method as a function, which becomes the method of another class."""
+    """Return a bound method as a plain function, to become a method of another class."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
@@ -250,6 +250,6 @@ def _function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _backward_hook(module: nn.Module) -> str:
-    """A hook that torch attaches to the autograd graph around a module's call, in words; empty if it has none."""
+    """Name a hook that torch attaches to the autograd graph around a module's call; empty if it has none."""
     hooks: list[Any] = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return f"the backward hook {getattr(hooks[0], '__qualname__', repr(hooks[0]))}" if hooks else ""

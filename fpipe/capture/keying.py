@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys the random numbers of what is played back.
+"""Key the random numbers of what is played back.
 
-Under `Keyed`, each torch call that drew at capture is preceded by its own seed, as if it were played alone. That works
-where the calls are those of the capture. A call that branches on data is seeded once, as it begins, and what runs in it
-draws from there on in turn, whichever branches it takes; `Keyed` neither counts nor seeds the calls in it.
+`Keyed` seeds the generator before each torch call that drew at capture, as if the call were played alone. That works
+where the calls are those of the capture. A call that branches on data is seeded once, at its start, and whatever runs
+in it draws in sequence from there, whichever branches it takes; `Keyed` neither counts nor seeds the calls in it.
 
-A checkpointed function is seeded once, too, before it: its second run starts from the generator's state before the
-first.
+A checkpointed function, too, is seeded once, before it runs: its rerun starts from the generator's state before the
+first run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fpipe.capture.tape import Draw, Span
 from fpipe.errors import InputError
 
 Draws: TypeAlias = Mapping[tuple[Any, int], Draw]
-"""Torch calls that draw, by function and which of its calls it is."""
+"""Torch calls that draw, by function and call number."""
 
 
 class Keyed(TorchFunctionMode):
-    """Seeds the generator before each torch call of `draws`, unless one of `streams` is drawn from."""
+    """Seeds the generator before each torch call of `draws`, unless one of `streams` is running."""
 
     def __init__(self, key: int, draws: Draws, streams: Streams) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Keyed(TorchFunctionMode):
 
 
 class Calls(NamedTuple):
-    """The calls of a module inside a span, in order: those that draw from a stream, and `None` for each other."""
+    """A module's calls inside a span, in order: each one that draws from a stream, and `None` for each other."""
 
     module: nn.Module
     spans: Sequence[Span | None]
 
 
 class Streams:
-    """A context in which a call of a module that branches on data seeds the generator; `current` is one that runs."""
+    """A context in which modules that branch on data seed the generator when called; `current` is the running call."""
 
     def __init__(self, key: int, calls: Sequence[Calls]) -> None:
         self.key, self.calls = key, calls
@@ -93,7 +93,7 @@ class Streams:
 
 
 def calls(spans: Sequence[Span]) -> list[Calls]:
-    """Return the calls inside `spans` of the modules of which any draws from a stream."""
+    """Return the calls inside `spans` of each module for which any call draws from a stream."""
     found = defaultdict[nn.Module, list[Span | None]](list)
 
     def follow(spans: Sequence[Span]) -> None:
@@ -109,13 +109,13 @@ def calls(spans: Sequence[Span]) -> list[Calls]:
 
 
 def begin(key: int, span: Span) -> None:
-    """Seed the generators from which a stream draws."""
+    """Seed the generators that a stream draws from."""
     assert span.stream is not None, "the call draws from a stream"
     seed(key, span.stream)
 
 
 def end(key: int, span: Span) -> None:
-    """Raise `InputError` if a stream was drawn from in a step without a seed."""
+    """Raise `InputError` if a stream drew in a step without a seed."""
     assert span.stream is not None, "the call draws from a stream"
     if isinstance(key, random.Unseeded) and not all(map(random.is_fresh, span.stream.devices)):
         raise InputError(
@@ -125,13 +125,13 @@ def end(key: int, span: Span) -> None:
 
 
 def seed(key: int, draw: Draw | Labels) -> None:
-    """Make what follows depend on `key` and the label of `draw`."""
+    """Make subsequent draws depend on `key` and the label of `draw`."""
     for device in draw.devices:
         random.reseed(key, draw.label, device)
 
 
 def seeded(step: Step, draw: Labels | None) -> Step:
-    """Return the step, seeded once if there is a draw in it."""
+    """Return the step, seeded once if `draw` is given."""
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         if draw is not None:
@@ -142,7 +142,7 @@ def seeded(step: Step, draw: Labels | None) -> Step:
 
 
 def keyed(step: Step, draws: Draws, inner: Sequence[Calls], counts: Mapping[Any, int], where: str) -> Step:
-    """Return the step, in which each of `draws` is seeded by itself, and so is each stream of the calls `inner`."""
+    """Return the step with each of `draws` seeded separately, and each stream of the calls `inner` once."""
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         with Streams(key, inner) as streams, Keyed(key, draws, streams) as mode:
@@ -151,14 +151,14 @@ def keyed(step: Step, draws: Draws, inner: Sequence[Calls], counts: Mapping[Any,
         return made
 
     def simply(key: int, *tensors: Tensor) -> Tensors:
-        with Streams(key, inner):  # no mode, with which torch's modules would not take their fast path
+        with Streams(key, inner):  # no mode: under one, torch's modules would not take their fast path
             return step.call(key, *tensors)
 
     return step._replace(call=call if draws else simply)
 
 
 def streaming(step: Step, span: Span) -> Step:
-    """Return the step, which plays a call that draws from a stream."""
+    """Return the step, seeded as one stream, which must play `span`."""
     first, last = bounds(span)
 
     def call(key: int, *tensors: Tensor) -> Tensors:
@@ -171,7 +171,7 @@ def streaming(step: Step, span: Span) -> Step:
 
 
 def bounds(span: Span) -> tuple[Step, Step]:
-    """Return what is to be played before and after the parts of a call that draws from a stream."""
+    """Return the steps to play before and after the parts of a call that draws from a stream."""
 
     def first(key: int) -> Tensors:
         begin(key, span)

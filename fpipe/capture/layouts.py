@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How operations lay out in memory what they return, where torch's fake kernels say something else.
+"""The memory layout of operators' results, where torch's fake kernels get it wrong.
 
-Problem. Many fake kernels are written as other operations: the gradient of softplus as a `where`, whose first operand
-is not the gradient, so the result looks laid out as another operand is. Layouts decide in which order kernels add up,
-which shows in last bits, and whether a gradient can be viewed as a recorded backward views it.
+Problem. Many fake kernels are written in terms of other operators: the gradient of softplus is a `where` whose first
+operand is not the gradient, so the result appears laid out like another operand. Layouts decide the order in which
+kernels accumulate, which shows in the last bits, and whether a gradient can be viewed as a recorded backward views it.
 
-Idea. A table says, per operation, by what the real one goes: rows, an argument, or, as elementwise kernels do, all
-operands in an order of its own.
+Idea. A table says, per operator, what the real layout follows: row-major, an argument, or, as elementwise kernels do,
+all operands in an order particular to the operator.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 
 Rule: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor]
-"""Returns a result of these arguments, laid out as the operation does."""
+"""Returns a result for these arguments, laid out as the operator does."""
 
 aten = torch.ops.aten
 
 
 def rows(args: Sequence[Any], out: Tensor) -> Tensor:
-    """In rows, whatever the arguments are."""
+    """Lay out in row-major order, whatever the arguments."""
     return out.contiguous()
 
 
 def host_rows(args: Sequence[Any], out: Tensor) -> Tensor:
-    """In rows on the CPU; other devices have other kernels."""
+    """Lay out in row-major order on the CPU; other devices have other kernels."""
     return out.contiguous() if out.device.type == "cpu" else out
 
 
 def images(position: int) -> Rule:
-    """As a norm of images does, by the argument at a position."""
+    """Lay out as image norms do, following the argument at `position`."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
         given = args[position]
@@ -48,7 +48,7 @@ def images(position: int) -> Rule:
 
 
 def like(position: int) -> Rule:
-    """As the argument at a position, if that is dense."""
+    """Lay out like the argument at `position`, if that is dense."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
         return torch.empty_like(args[position], dtype=out.dtype)
@@ -57,7 +57,7 @@ def like(position: int) -> Rule:
 
 
 def elementwise(*order: int) -> Rule:
-    """As elementwise kernels do, whose operands are the arguments at these positions."""
+    """Lay out as elementwise kernels do, with the arguments at these positions as operands."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
         operands = [args[k] for k in order if isinstance(args[k], Tensor)]
@@ -100,7 +100,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
 
 
 def laid_out(rule: Rule, args: Sequence[Any], out: Any) -> Any:
-    """Return the results of an operation; the first of them, and those of its shape, laid out as it does."""
+    """Return an operator's results; lay out the first, and those of its shape, as the operator does."""
     if isinstance(out, Tensor):
         return rule(args, out)
     first = next((one for one in out if one is not None), None)

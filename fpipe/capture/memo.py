@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operations on fake tensors returned, so that it need not be worked out again.
+"""A cache of operators' results on fake tensors, so that they need not be computed again.
 
-A model's blocks are alike, and it is run several times before the first step: most operations are asked what they were
-asked before. torch remembers that too, but takes longer to see it than the operation takes. Here less is remembered,
-and told apart by less: only torch's own operations, which write nothing, on ordinary tensors of the mode itself. All
-else is left to torch.
+A model's blocks are alike, and the model runs several times before the first step, so most operators are called with
+metadata seen before. torch has a cache too, but a lookup takes it longer than the operator. This one caches less, under
+smaller keys: only torch's own operators that write nothing, on ordinary tensors of the mode itself. The rest is left to
+torch.
 
-Invariant: what an operation returns follows from its arguments' metadata and the settings in the key, which hold
-everything that torch's own key does, or exclude it. Results that lie in an argument's memory do so again.
+Invariant: an operator's result follows from its arguments' metadata and the settings in the key, which hold everything
+that torch's own key does, or exclude it. Results that alias an argument's memory do so again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class _UnlikeError(Exception):
-    """Raised for an argument or a result that is not remembered."""
+    """Raised for an argument or a result that is not cached."""
 
 
 class Made(NamedTuple):
-    """A tensor that an operation returned: its metadata, and in which argument's memory it lies, if in any.
+    """A tensor that an operator returned: its metadata, and the argument whose memory it aliases, if any.
 
-    `itself`: it was that argument.
+    `itself`: whether it is that argument.
     """
 
     shape: tuple[int, ...]
@@ -49,17 +49,17 @@ class Made(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What an operation returned: `kind` is list, tuple, or that of a single tensor."""
+    """The result of an operator; `kind` is list or tuple, or `FakeTensor` for a single tensor."""
 
     kind: type
     made: tuple[Made | None, ...]
 
 
 class Memo:
-    """Remembers for one mode.
+    """The cache of one mode.
 
-    - `make(meta, device)`: makes a fake of a tensor on meta.
-    - `known`: per operation, what it returned; `None` if that is not remembered.
+    - `make(meta, device)`: makes a fake of a meta tensor.
+    - `known`: for each operator, its results; `None` if they are not cached.
     """
 
     def __init__(self, mode: FakeTensorMode, make: Make) -> None:
@@ -67,7 +67,7 @@ class Memo:
         self.known: dict[Any, dict[Key, Returned] | None] = {}
 
     def result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Any:
-        """What `run()` returns, which calls `func(*args, **kwargs)`."""
+        """Return the result of `run()`, which calls `func(*args, **kwargs)`."""
         try:
             table = self.known[func]
         except KeyError:
@@ -76,7 +76,7 @@ class Memo:
             return run()
         key, tensors = [torch.get_default_dtype(), torch._C._get_default_device()], list[Tensor]()
         try:
-            with torch._C.DisableTorchFunction():  # this is no call of the model's
+            with torch._C.DisableTorchFunction():  # not a call of the model
                 self._describe(args, key, tensors)
                 for name, value in kwargs.items():
                     self._describe((name, value), key, tensors)
@@ -91,7 +91,7 @@ class Memo:
         return out
 
     def _describe(self, values: Sequence[Any], key: list[Any], tensors: list[Tensor]) -> None:
-        """Add what tells arguments apart to `key`, and the tensors among them to `tensors`."""
+        """Add what distinguishes the arguments to `key`, and the tensors among them to `tensors`."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -108,7 +108,7 @@ class Memo:
                 raise _UnlikeError
 
     def _returned(self, out: Any, tensors: Sequence[Tensor]) -> Returned:
-        """What was returned, by which the same can be made again."""
+        """Return a description from which the same result can be made again."""
         if type(out) is FakeTensor:
             return Returned(FakeTensor, (self._made(out, tensors),))
         if type(out) not in (list, tuple):
@@ -136,7 +136,7 @@ class Memo:
         return Made(shape, stride, offset, tensor.dtype, tensor.fake_device, argument, bool(itself))
 
     def _again(self, returned: Returned, tensors: Sequence[Tensor]) -> Any:
-        """The same, made anew; here no mode is on any longer, so that tensors on meta are what they say."""
+        """Make the result again; no mode is on here any longer, so meta tensors report meta."""
         out = [None if made is None else self._new(made, tensors) for made in returned.made]
         return out[0] if returned.kind is FakeTensor else returned.kind(out)
 
@@ -152,7 +152,7 @@ class Memo:
 
 
 def plain(tensor: Any, mode: FakeTensorMode) -> bool:
-    """Whether a tensor is a fake of this mode without values, as sizes and strides describe it."""
+    """Return whether a tensor is a fake of this mode without a value, fully described by sizes and strides."""
     ours = type(tensor) is FakeTensor and tensor.fake_mode is mode and tensor.constant is None
     if not ours or tensor.layout is not torch.strided:
         return False
@@ -160,7 +160,7 @@ def plain(tensor: Any, mode: FakeTensorMode) -> bool:
 
 
 def _remembered(func: Any) -> bool:
-    """Whether results of an operation may be remembered: it writes nothing, and no value decides what it returns."""
+    """Return whether an operator's results may be cached: it writes nothing, and no value decides its result."""
     return (
         isinstance(func, OpOverload)
         and func.namespace == "aten"
@@ -179,12 +179,12 @@ def _metadata(tensor: Any) -> Key:
         tensor.untyped_storage().nbytes(),
         tensor._fake_device,
         tensor.requires_grad,
-        torch._C._dispatch_keys(tensor).raw_repr(),  # conjugated, negated, of inference mode, ...
+        torch._C._dispatch_keys(tensor).raw_repr(),  # conjugate, negative, inference mode, ...
     )
 
 
 def _extent(tensor: Tensor) -> int:
-    """How many bytes a tensor's elements span."""
+    """Return how many bytes a tensor's elements span."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torch call depends on besides its arguments: whether gradients are recorded, and autocast.
+"""What a torch call depends on besides its arguments: grad mode and autocast.
 
-Steps are run again under the modes of their recording. An autocast region is entered once for all of its steps, since
-autocast keeps what it has cast until the outermost context ends.
+Steps run under the modes of their recording. An autocast region is entered once for all of its steps, because autocast
+caches casts until the outermost context exits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fpipe.capture.contract import Step, Tensors, Value, sequence
 
 
 class Modes(NamedTuple):
-    """What else a torch call depends on: whether gradients are recorded, and autocast by kind of device.
+    """What else a torch call depends on: grad mode, and autocast by device type.
 
-    `region` tells apart the outermost autocast contexts, which keep what they cast; it is 0 outside of any.
+    `region` distinguishes the outermost autocast contexts, which cache casts; it is 0 outside of any.
     """
 
     grad: bool
@@ -36,16 +36,16 @@ Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
 def in_force() -> tuple[bool, Casts]:
-    """Whether gradients are recorded now, and autocast by kind of device."""
+    """Return whether gradients are being recorded, and the autocast dtypes by device type."""
     kinds = ("cpu", "cuda")
     casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
     return torch.is_grad_enabled(), casts
 
 
 def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
-    """The steps; those that ran under other modes than usual become one step in the context that they need.
+    """Return the steps, joining those that ran under special modes into one step in the contexts they need.
 
-    An autocast region is entered once, since it casts a weight once for all of its uses.
+    An autocast region is entered once, because it casts a weight once for all of its uses.
     """
     steps: list[Step] = []
     for region, later in _grouped(items, lambda modes: modes.region, outputs):
@@ -58,7 +58,7 @@ def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
 
 
 def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
-    """Steps with equal keys, one after the other, and the values that are needed behind them."""
+    """Return runs of steps with equal keys, each with the values needed after it."""
     groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
     later = {*outputs}
     found: list[tuple[Items, set[Value]]] = []
@@ -69,14 +69,14 @@ def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Valu
 
 
 def contexts(modes: Modes) -> Contexts:
-    """The contexts that bring these modes about."""
+    """Return the contexts that put these modes in force."""
     casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
     off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
     return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
 
 
 def _joined(around: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
-    """The steps, as one in these contexts if there are any."""
+    """Return the steps, joined into one inside the contexts `around` if there are any."""
     if not around:
         return steps
     made = tuple(value for step in steps for value in step.makes)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What units do besides returning values: which memory they write, and where they draw random numbers.
 
-One run of all units on fake tensors, under a dispatch mode that sees every operation with its schema. Version counters
-would miss the statistics of batch normalisation, whose operators do not declare what they write; the table
-`UNDECLARED` names the positions of these arguments.
+All units run once on fake tensors, under a dispatch mode that sees every operator with its schema. Version counters
+would miss the statistics of batch normalization, whose operators do not declare what they write; the table `UNDECLARED`
+names the positions of these arguments.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "aten::miopen_batch_norm": (3, 4),
     }
 )
-TRAINING = 5  # the position of the flag without which these write nothing
+TRAINING = 5  # the position of the flag; without it, these write nothing
 
 
 def observe(captured: Captured) -> Observed:
-    """What the front end saw; if it did not look, every unit is run once on fake tensors and watched."""
+    """Return what the front end saw; if it did not look, run every unit once on fake tensors and watch it."""
     if captured.observed is not None:
         return captured.observed
     values = dict(captured.fakes)
@@ -72,14 +72,14 @@ def observe(captured: Captured) -> Observed:
 
 
 def memory(tensor: Tensor) -> int:
-    """An identifier of the storage of a live tensor; a sparse one has none, and shares it with nobody."""
+    """Return an identifier of a live tensor's storage; a sparse tensor has none, and gets a unique one."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 class Effects:
-    """What operations write, what they cast and where they draw, noted as they are called.
+    """What operators write, what they cast and where they draw, noted as they are called.
 
-    `calling` is told of each, too.
+    `calling` is called with each operator, too.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Effects:
         self.calling: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """An operation is called."""
+        """Note the call of an operator."""
         self.calling(func, args, kwargs)
         for argument in written(func, args, kwargs):
             self._write(argument)
@@ -100,7 +100,7 @@ class Effects:
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
 
     def returned(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """It has returned."""
+        """Note that it has returned."""
         self.drawn.update(dict.fromkeys(drawn(func, args, kwargs, out)))
 
     def _write(self, argument: Any) -> None:
@@ -112,7 +112,7 @@ class Effects:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the effects of the operations under it, in any fake mode."""
+    """Notes the effects of the operators dispatched under it, in any fake mode."""
 
     supports_higher_order_operators = True
 
@@ -131,10 +131,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments of a call of an operator that it writes to."""
+    """Yield the arguments that a call of an operator writes to."""
     if not isinstance(func, torch._ops.OpOverload):
         return
-    if is_collective(func) and func._schema.name.endswith("_"):  # what it receives comes first, and is not declared
+    if is_collective(func) and func._schema.name.endswith("_"):  # its first argument receives, undeclared
         yield from args[0] if isinstance(args[0], list | tuple) else args[:1]
         return
     if not func._schema.is_mutable and func._schema.name not in UNDECLARED:
@@ -146,12 +146,12 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
 
 
 def is_collective(func: Any) -> bool:
-    """Whether an operator is one of torch.distributed's that write to their arguments, and return a handle."""
+    """Return whether an operator is one of torch.distributed's that write to their arguments and return a handle."""
     return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
 
 
 def drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
-    """From which devices' generators a call of an operator, which returned `out`, draws random numbers."""
+    """Return the devices whose generators a call of an operator that returned `out` draws from."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return []
     if _argument(func, "dropout_p", args, kwargs) == 0:
@@ -161,7 +161,7 @@ def drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any)
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a call passes for the argument `name` of an operator; `None` if there is none of that name."""
+    """Return what a call passes for an operator's argument `name`; `None` if the operator has no such argument."""
     for position, declared in enumerate(func._schema.arguments):
         if declared.name == name:
             return args[position] if position < len(args) else kwargs.get(name, declared.default_value)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the values of a recording came from, and how to compute them for real.
+"""The origins of a recording's values, and how to compute the values for real.
 
-Problem. A model that runs on fake tensors asks for a value, which these do not have.
+Problem. A model running on fake tensors reads a value, which they do not have.
 
-Idea. The recorder knows every call that led to it. If they read constants alone, they are run for real there and then;
-if they read the batch too, they are run on each batch at the start of its step. A value that depends on parameters,
-buffers or random numbers is not known before the step runs.
+Idea. The recorder knows every call that led to it. If they read constants alone, run them for real there and then; if
+they read the batch too, run them on each batch at the start of its step. A value that depends on parameters, buffers or
+random numbers is unknown before the step runs.
 
 Invariant. The same calls run, in the same order and modes, as in the model.
 """
@@ -31,10 +31,10 @@ from fpipe.errors import CaptureError
 
 @dataclass
 class History:
-    """How the values of a recording came about, as far as it has come.
+    """How the values of a recording were computed so far.
 
-    - `units`: the torch calls so far; `modes`, `written`, `random`: what is known of each.
-    - `sources`, `storage`: of the values.
+    - `units`: the torch calls so far; `modes`, `written`, `random`: facts about each.
+    - `sources`, `storage`: facts about the values.
     """
 
     units: Sequence[Unit]
@@ -45,7 +45,7 @@ class History:
     storage: Mapping[Value, int]
 
     def origin(self, values: Iterable[Value]) -> Origin:
-        """Return what `values` were computed from, and how."""
+        """Return the calls and sources that `values` were computed from."""
         needed, used = set(values), list[Unit]()
         memories = {self.storage[value] for value in needed}
         for unit in reversed(self.units):
@@ -60,7 +60,7 @@ class History:
 
 @dataclass(frozen=True)
 class Origin:
-    """The calls that values came from, in order, and the sources that these read."""
+    """The calls that produced some values, in order, and the sources that they read."""
 
     history: History
     units: tuple[Unit, ...]
@@ -68,19 +68,19 @@ class Origin:
 
     @property
     def leaves(self) -> dict[Value, int]:
-        """The batch's leaves among the sources."""
+        """The leaves of the batch among the sources."""
         return {value: source.leaf for value, source in self.sources.items() if isinstance(source, Batch)}
 
     @property
     def obstacle(self) -> str:
-        """What it depends on that nobody knows before the step runs; empty if nothing."""
+        """A dependency that is unknown before the step runs; empty if there is none."""
         for source in self.sources.values():
             if not isinstance(source, Batch | Constant):
                 return f"the {type(source).__name__.lower()} {source.name!r}"
         return "random numbers" if any(unit in self.history.random for unit in self.units) else ""
 
     def computed(self, outputs: tuple[Value, ...]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """Return the function that computes `outputs` from the batch's leaves, which it does not change."""
+        """Return a function that computes `outputs` from the batch's leaves without modifying them."""
         constants = {v: source.tensor for v, source in self.sources.items() if isinstance(source, Constant)}
         inputs = (*self.leaves, *constants)
         items = [(self.history.modes[unit], single(unit, None)) for unit in self.units]
@@ -95,9 +95,9 @@ class Origin:
         return compute
 
     def question(self, invocation: Invocation, where: str) -> Question:
-        """Return the question that a call asks which reads values of this origin.
+        """Return the question asked by a call that reads values of this origin.
 
-        Raises `CaptureError` if it depends on more than constants and the batch.
+        Raise `CaptureError` if it depends on more than constants and the batch.
         """
         function = invocation.function
         asks = f"{where}, {getattr(function, '__name__', function)}"
@@ -117,7 +117,7 @@ class Origin:
 
 @contextmanager
 def for_real() -> Iterator[None]:
-    """Compute, inside, as eagerly as if nothing were recorded, and outside of any autocast."""
+    """Compute eagerly inside, as if nothing were recorded, without gradients and outside of any autocast."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)

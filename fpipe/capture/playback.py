@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays a stretch of a tape: module calls that lie wholly inside as they are, the torch calls between them one by one.
+"""Play back a stretch of a tape: call modules that lie wholly inside as they are, the rest torch call by torch call.
 
-The modules are those of a skeleton without tensors. The stage's parameters and buffers are put in their places for the
-time of a call, by writing into the tables in which modules keep them, and taken out again behind it.
+The modules are those of a skeleton without tensors. The stage's parameters and buffers are put in place for the
+duration of a call, by writing to the tables in which modules keep them, and removed afterwards.
 
 Random numbers are drawn as if every torch call were played alone, and every call that branches on data as a whole (see
-`fpipe.capture.keying`). What is around a checkpointed function with random calls inside is never played whole.
+`fpipe.capture.keying`). A module around a checkpointed function that draws random numbers is never played whole.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
 Part: TypeAlias = Span | Unit | tuple[Modes, Step]
-"""What is played: a call as itself, a torch call, or what is done before or after others."""
+"""What is played: a span called as is, a torch call, or a step run before or after others."""
 
 
 class Seated:
-    """A context in which tensors are in their places; afterwards, what was there before.
+    """A context in which tensors are in their places; on exit, put back what was there before.
 
-    `seats` are tables, names, and which of `tensors` belongs there.
+    `seats` are tables, names, and the key in `tensors` of what belongs there.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Seated:
 class Playback:
     """Fuses stretches of a tape into functions.
 
-    `needed` are the values that leave the model; `written` the containers that a run of it changes. `rehearsal` tells
-    what calls do without those of other stretches; `rehearsed` is what it told, by first and last position.
+    `needed` are the values that leave the model; `written` the containers that a run of it changes. `rehearsal` finds
+    out what calls do without those of other stretches; `rehearsed` caches its results, by first and last position.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Playback:
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
     ) -> Function:
-        """A stretch of the tape as a function."""
+        """Return a stretch of the tape as a function."""
         if not units:
             return Function(sequence([], inputs, outputs))
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
@@ -117,12 +117,12 @@ class Playback:
         return Function(played, placed if self._runs_again(start, stop) else None)
 
     def _runs_again(self, start: int, stop: int) -> bool:
-        """Whether a backward may run something again from unit `start` to `stop`, in some branch or other."""
+        """Return whether a backward may rerun something from unit `start` to `stop`, in some branch."""
         branching = any(span.start < stop and start < span.stop for span in self.tape.streams)
         return branching or any(start <= position < stop for position in self.tape.hooked)
 
     def rehearse(self, stretches: Sequence[tuple[int, int]]) -> list[Rehearsed]:
-        """Return, for each stretch of units, which calls must not be made as themselves, and what the others change."""
+        """Return, for each stretch of units, which calls must not be made as is, and what state the others change."""
         new = [stretch for stretch in stretches if stretch not in self.rehearsed]
         if new:
             with self.rehearsal.begun() as rehearse:
@@ -130,16 +130,16 @@ class Playback:
         return [self.rehearsed[stretch] for stretch in stretches]
 
     def apart(self, positions: Sequence[int]) -> frozenset[Span]:
-        """Return the calls that are not made as themselves if the tape is cut before these units, though they could."""
+        """Return the calls that could be made as is, but are not if the tape is cut before these units."""
         stretches = [*pairwise((0, *positions, len(self.tape.units)))]
         return frozenset(span for found in self.rehearse(stretches) for span in found.differing)
 
     def _rehearsed(self, start: int, stop: int, rehearse: Rehearse) -> Rehearsed:
-        """Open what differs, until nothing does: what is opened changes no state any longer that others may use."""
+        """Open calls that differ until none does; an opened call no longer changes state that others may use."""
         differing: dict[Span, str] = {}
         while True:
             parts = [*self._parts(self.tape.spans, start, stop, differing)]
-            whole = len(parts) == 1 and stop - start == len(self.tape.units)  # as it was recorded
+            whole = len(parts) == 1 and stop - start == len(self.tape.units)  # exactly as recorded
             found = rehearse([one for one in parts if isinstance(one, Span) and not whole])
             if not found.differing:
                 return found._replace(differing=differing)
@@ -147,7 +147,7 @@ class Playback:
                 differing[span] = f"uses Python state that is another one in its stage ({why})"
 
     def _steps(self, start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[tuple[Modes, Step]]:
-        """The steps from unit `start` to `stop`."""
+        """Yield the steps from unit `start` to `stop`."""
         for one in self._parts(self.tape.spans, start, stop, differing):
             if isinstance(one, Span):
                 yield one.modes, self._whole(one)
@@ -155,7 +155,7 @@ class Playback:
                 yield (self.tape.modes[one], self._unit(one)) if isinstance(one, Unit) else one
 
     def _parts(self, spans: Sequence[Span], start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[Part]:
-        """Whole spans where possible, what they consist of elsewhere."""
+        """Yield whole spans where possible, their contents elsewhere."""
         at = start
         for span in spans:
             first, last = max(span.start, start), min(span.stop, stop)
@@ -172,7 +172,7 @@ class Playback:
         yield from self.tape.units[at:stop]
 
     def _opened(self, span: Span, start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[Part]:
-        """What a span consists of from unit `start` to `stop`; if it draws from a stream, its ends are marked."""
+        """Yield a span's contents from unit `start` to `stop`; mark its ends if it draws from a stream."""
         if span.stream is None:
             yield from self._parts(span.inner, start, stop, differing)
             return
@@ -191,7 +191,7 @@ class Playback:
         return step if labels or not draws else keyed(step, draws, (), {}, unit.path)
 
     def obstacle(self, span: Span) -> str | None:
-        """Why a span cannot be called from outside, or `None` if it can."""
+        """Return why a span cannot be called from outside, or `None` if it can."""
         inside = range(span.start, span.stop)
         given = {*span.invocation.reads, *self.sources}
         reached = {*span.returned.values(), *(attribute.value for attribute in span.assigned)}
@@ -216,20 +216,23 @@ class Playback:
         return None
 
     def _fused(self, span: Span) -> bool:
-        """Whether attention takes its fast path inside, as it does not while random numbers are keyed."""
+        """Return whether attention takes its fast path inside, which it does not while random numbers are keyed."""
         return any(span.first_tick <= tick < span.last_tick for tick in self.tape.fused)
 
     def _lost(self, span: Span, reached: Collection[Value]) -> list[Value]:
-        """What a span makes and others use, but for the values that are `reached` when it has returned."""
+        """Return the values that a span makes and others use, except those `reached` once it has returned."""
         made = [value for unit in self.tape.units[span.start : span.stop] for value in unit.makes]
         return [value for value in made if value not in reached and self.last_use.get(value, 0) >= span.stop]
 
     def _collected(self, span: Span, lost: Collection[Value]) -> Mapping[Value, Inner]:
-        """Those of them that modules inside return; a reentrant checkpoint computes them without gradients."""
+        """Return those of the `lost` values that inner modules return.
+
+        None for a reentrant checkpoint, which computes them without gradients.
+        """
         return {} if _is_reentrant(span) else inner(span, lost)
 
     def _said(self, value: Value) -> str:
-        """A value, by the torch call that makes it."""
+        """Describe a value by the torch call that makes it."""
         unit = self.tape.units[self.maker[value]]
         return f"made by {unit.does.split('[')[0]} in module {unit.path or '(root)'}"
 
@@ -239,7 +242,7 @@ class Playback:
         return any(self._random_checkpoint(inner) for inner in span.inner)
 
     def _whole(self, span: Span) -> Step:
-        """A span, called as it is."""
+        """Return a span as one step that calls it as is."""
         span = self._differentiable(span) if span.reentrant else span
         draws = self.tape.drawn(span.first_tick, span.last_tick)
         inside = range(span.start, span.stop)
@@ -272,7 +275,7 @@ class Playback:
         return keyed(step, draws, within, counts, where) if draws or within else step
 
     def _devices(self, span: Span) -> tuple[torch.device, ...]:
-        """The devices on which a span may draw, one inside a stream included."""
+        """Return the devices on which a span may draw, including a span inside a stream."""
         stream = self.tape.stream(span.first_tick)
         draws = self.tape.drawn(span.first_tick, span.last_tick)
         return (
@@ -280,12 +283,15 @@ class Playback:
         )
 
     def _again(self, span: Span) -> Step:
-        """A checkpointed function as its backward runs it, for what it changes."""
+        """Return a step that reruns a checkpointed function as its backward does, for the state it changes."""
         step = answering(once_more(span), self.tape.answered(span.first_tick, span.last_tick))
         return seeded(step, self._seed(span))
 
     def _seed(self, span: Span) -> Labels | None:
-        """How a checkpointed function is seeded; inside a stream it is not, unless it is to be run again later."""
+        """Return how to seed a checkpointed function.
+
+        One inside a stream is not seeded, unless it must be run again later.
+        """
         stream = self.tape.stream(span.first_tick)
         if stream is None or span.stream:
             draw = next(iter(self.tape.drawn(span.first_tick, span.last_tick).values()), None)
@@ -294,7 +300,7 @@ class Playback:
         return again if self.rewriting.of(span) else None
 
     def _differentiable(self, span: Span) -> Span:
-        """A reentrant checkpoint as one whose gradients can be asked for."""
+        """Return a reentrant checkpoint as a span that supports `torch.autograd.grad`."""
         seats = self._parameters(span)
         how = Reentrant(
             modes=contexts(span.modes._replace(grad=True)),
@@ -306,7 +312,7 @@ class Playback:
         return replace(span, invocation=invocation)
 
     def _parameters(self, span: Span) -> list[Seat]:
-        """Return where the parameters are kept that a span may use; others that its module holds may be absent."""
+        """Return the seats of the parameters that a span may use; its module's others may be absent."""
         used = dict.fromkeys(value for unit in self.tape.units[span.start : span.stop] for value in unit.reads)
         return [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
 
@@ -325,9 +331,9 @@ class Playback:
                 )
 
     def _with_ghosts(self, span: Span, step: Step) -> Step:
-        """The step, taking only those arguments that are read; for the others stand zeros without memory.
+        """Return the step with only those arguments that are read; pass zeros without memory for the others.
 
-        What is handed through, or not used at all, need not come to this stage.
+        A value that is merely passed through, or not used at all, need not be sent to this stage.
         """
         used = {value for unit in self.tape.units[span.start : span.stop] for value in unit.reads}
         reads = tuple(value for value in step.reads if value in used)
@@ -343,7 +349,7 @@ class Playback:
 
 
 def _ghost(fake: Tensor) -> Tensor:
-    """Return a real tensor of the same shape: who asks whether it is fake must find none in a step."""
+    """Return a real tensor of the same shape: code that checks for fake tensors must find none in a step."""
     return torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 
 
@@ -364,7 +370,7 @@ def _uncallable(span: Span, what: str, why: str) -> CutError:
 
 
 def _attached(span: Span, step: Step, parameters: Sequence[Seat]) -> Step:
-    module = span.invocation.function  # of a module, or of the loss
+    module = span.invocation.function  # a module, or the loss
     assigned = {(id(one.module._buffers), one.name) for one in span.assigned}
 
     def call(key: int, *tensors: Tensor) -> Tensors:
@@ -382,6 +388,6 @@ def _attached(span: Span, step: Step, parameters: Sequence[Seat]) -> Step:
 
 
 def _buffers(module: object) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The buffers in a module and in those inside: where they are kept, and under which name."""
+    """Yield the buffers of a module and its submodules: the table, the name, and the tensor."""
     for one in module.modules() if isinstance(module, nn.Module) else ():
         yield from [(one._buffers, name, tensor) for name, tensor in one._buffers.items()]

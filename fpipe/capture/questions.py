@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model asks about its batch, and the answers.
+"""Questions a model asks about its batch, and the answers.
 
-Problem. `if mask.all():` takes one way or the other, and a capture must know which.
+Problem. `if mask.all():` takes one branch or the other, and a capture must know which.
 
-Idea. A `Question` is answered from each batch at the start of its step; the `Answer` is part of the batch's signature,
-so every answer has a capture of its own.
+Idea. A `Question` is answered from each batch at the start of its step. The `Answer` is part of the batch's signature,
+so each answer has its own capture.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from fpipe.errors import CaptureError, InputError
 
 MOST = 4096
-"""The longest answer, in characters: it is part of what a capture is for, and of what ranks tell each other."""
+"""The longest answer, in characters: answers are part of a capture's key, and are exchanged by ranks."""
 
 
 class Answer(NamedTuple):
-    """What a call that reads values returned: numbers as they are, tensors by shape, stride, dtype and device.
+    """The result of a call that reads values: numbers as is, tensors by shape, stride, dtype and device.
 
     >>> Answer.of([True, 2.5]).text, Answer.of(torch.zeros(2, 3)).text
     ('{"list": [true, 2.5]}', '{"tensor": [[2, 3], [3, 1], "float32", "cpu"]}')
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, result: Any) -> Answer:
-        """Return the answer that a call gave; raise `InputError` for one that cannot be written down."""
+        """Return the answer for a call's result; raise `InputError` if it cannot be encoded, or is too long."""
         text = json.dumps(_encode(result))
         if len(text) > MOST:
             raise InputError(
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
         return cls(text)
 
     def result(self) -> Any:
-        """Return what the call returned, with empty tensors in the place of those that it made."""
+        """Return what the call returned, with empty tensors in place of those that it made."""
         return _decode(json.loads(self.text))
 
     @property
@@ -86,16 +86,16 @@ GUESSES: Mapping[Any, Answer] = MappingProxyType(
     | dict.fromkeys((Tensor.item, Tensor.__int__, Tensor.__index__), Answer.of(0))
     | {Tensor.__float__: Answer.of(0.0)}
 )
-"""What is taken for the answer where an example has no values: no, and zero."""
+"""Answers assumed where an example has no values: no, and zero."""
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What a model asks about a microbatch alone.
+    """A question a model asks about a microbatch alone.
 
     - `where`: the module that asks, and the call.
-    - `leaves`: the numbers of the batch's tensor leaves that decide; `compute` takes these and returns the answer.
-    - `assumed`: what is taken for the answer where an example has no values.
+    - `leaves`: the numbers of the batch's tensor leaves that decide; `compute` maps these to the answer.
+    - `assumed`: the answer assumed where an example has no values.
     """
 
     where: str
@@ -108,7 +108,7 @@ Ask: TypeAlias = Callable[[Question], Answer]
 
 
 def refuse_questions(question: Question) -> Answer:
-    """Raise `CaptureError`: nobody is there to answer."""
+    """Raise `CaptureError`: no answer is available here."""
     raise CaptureError(
         f"{question.where}: got a question about the batch that was not asked before, expected a model that asks the "
         "same whenever it is run on the same batch. Take out of it what changes from call to call."
@@ -116,7 +116,7 @@ def refuse_questions(question: Question) -> Answer:
 
 
 class Told(NamedTuple):
-    """A question of a recorded run: the torch call that asked, at which tick, and the answer."""
+    """A question in a recorded run: the tick and the torch call that asked, and the answer."""
 
     tick: int
     function: Any

@@ -3,12 +3,12 @@
 
 Problem. A step puts buffers into their modules and takes them out again, so what a forward assigns there would be lost.
 
-Idea. Compare the tensor that is in a buffer's place after the run with the buffer. If it has the same shape, strides,
-dtype and device, it is the buffer's next value, and the stage that assigns it returns it. If not, it is a cache that
-was made anew, as for a longer sequence. That is right as long as every run would make the same one: out of constants,
-and of buffers that never change. Everything else is refused.
+Idea. After the run, compare the tensor in a buffer's place with the buffer. If it has the same shape, strides, dtype
+and device, it is the buffer's next value, and the stage that assigns it returns it. If not, it is a cache that was
+rebuilt, say for a longer sequence. That is fine as long as every run would build the same one: from constants, and from
+buffers that never change. Everything else is refused.
 
-Invariant: an assigned tensor gets a value of its own, an alias of it, so the unit that makes this value is where the
+Invariant: an assigned tensor gets its own value, an alias of it, so the unit that makes this value is where the
 assignment happened.
 """
 
@@ -33,7 +33,7 @@ Table = dict[str, Tensor | None]
 class Reassigned(NamedTuple):
     """A buffer that was assigned anew.
 
-    - `table`, `name`: its place. `first`: what was there before the run; `buffer`: the value of that, if it has one.
+    - `table`, `name`: its place. `first`: what was there before the run; `buffer`: its value, if it has one.
     - `new`: the value that is there now. `where`: the module that assigned it.
     """
 
@@ -46,9 +46,9 @@ class Reassigned(NamedTuple):
 
 
 class Reassignments:
-    """The buffers that a run assigns anew; `values` are the tensors of the run, and `here` says where it is.
+    """The buffers that a run assigns anew; `values` are the run's tensors, and `here` returns where it is.
 
-    - `found`: by place; `assigned`: all values that ever were in one.
+    - `found`: by place; `assigned`: all values that were ever assigned.
     """
 
     def __init__(self, values: Values, here: Callable[[], str]) -> None:
@@ -57,13 +57,13 @@ class Reassignments:
         self.assigned: set[Value] = set()
 
     def assign(self, module: nn.Module, name: str, value: object, call: Callable[..., Any]) -> Any:
-        """Return what to put in the place of a buffer for `value`; `call` runs and records a torch call."""
+        """Return what to put in a buffer's place for `value`; `call` runs and records a torch call."""
         table, key = module._buffers, (id(module._buffers), name)
         known = self.found.get(key)
         first = table[name] if known is None else known.first
         if value is table[name]:
             return value
-        if value is first:  # which is put back
+        if value is first:  # the original is back
             del self.found[key]
             return value
         self._require_plain(name, value)
@@ -87,23 +87,23 @@ class Reassignments:
         )
 
     def restore(self) -> None:
-        """Put back what was in the places before the run."""
+        """Restore what was in these places before the run."""
         for one in self.found.values():
             one.table[one.name] = one.first
 
     @property
     def now(self) -> dict[Value, Value]:
-        """By buffer, the value that is in its place."""
+        """The value in each assigned buffer's place, by buffer."""
         return {one.buffer: one.new for one in self.found.values() if one.buffer is not None}
 
     @property
     def next(self) -> dict[Value, Value]:
-        """By buffer, the value that it has after the run."""
+        """The value that each carried buffer has after the run, by buffer."""
         return {one.buffer: one.new for one in self.found.values() if one.buffer is not None and self._is_alike(one)}
 
     @property
     def caches(self) -> list[Reassigned]:
-        """The others."""
+        """The reassigned buffers that are rebuilt rather than carried."""
         return [one for one in self.found.values() if one.buffer is None or not self._is_alike(one)]
 
     def _is_alike(self, one: Reassigned) -> bool:
@@ -113,9 +113,9 @@ class Reassignments:
     # ---------------------------------------------------------------------------------------------------------- checks
 
     def require_carried(self, written: Collection[int], origin: Callable[[Sequence[Value]], Origin]) -> None:
-        """Raise `CaptureError`, naming the buffer, unless what was assigned can be carried on, or made again.
+        """Raise `CaptureError`, naming the buffer, unless assigned tensors can be carried on, or made again.
 
-        `written` is the memory that the run modifies in place; `origin` says what values were computed from.
+        `written` is the memory that the run modifies in place; `origin` returns what values were computed from.
         """
         for one in self.caches:
             self._require_constant(one, written, origin((one.new,)))
@@ -124,7 +124,7 @@ class Reassignments:
                 self._require_apart(one, written)
 
     def _require_constant(self, one: Reassigned, written: Collection[int], origin: Origin) -> None:
-        """Refuse a cache that another run might make otherwise."""
+        """Refuse a cache that another run might build differently."""
         changing = {other.buffer for other in self.found.values()}
 
         def is_fixed(value: Value, source: Source) -> bool:
@@ -144,7 +144,7 @@ class Reassignments:
         )
 
     def _require_apart(self, one: Reassigned, written: Collection[int]) -> None:
-        """Refuse a buffer that would share memory with something that changes by itself."""
+        """Refuse a buffer that would share memory with something that changes independently."""
         storage, sources, mine = self.values.storage, self.values.sources, {one.buffer, one.new}
         others = {**sources, **{new: sources[buffer] for buffer, new in self.next.items()}}
         in_place = one.buffer is not None and storage[one.buffer] in written
@@ -160,7 +160,7 @@ class Reassignments:
                 )
 
     def require_not_repeated(self, spans: Sequence[Span], units: Sequence[Unit]) -> None:
-        """Raise `CaptureError` if a checkpointed function uses such a buffer: the backward would use the new value."""
+        """Raise `CaptureError` if a checkpointed function uses such a buffer: its backward would use the new value."""
         tensors = self.values.tensors
         changing = self.assigned | {one.buffer for one in self.found.values()}
         for span in checkpointed(spans):
@@ -177,7 +177,7 @@ class Reassignments:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """The shape, the strides along which a tensor extends, its dtype and its device."""
+    """Return a tensor's shape, the strides of its dimensions longer than 1, its dtype and its device."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tuple(tensor.shape), [step for size, step in pairs if size > 1], tensor.dtype, tensor.device
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records a model's run on fake tensors as a tape: its torch calls in order, and the module calls around them.
+"""Record a model's run on fake tensors as a tape: its torch calls in order, and the module calls around them.
 
-A `TorchFunctionMode` sees every call of torch's API as the user wrote it, from any module, with autocast and gradient
-modes as they are; what it does not see is brought to it (`fpipe.capture.interception`). The fake mode below tells what
-each call writes and where it draws random numbers.
+A `TorchFunctionMode` sees every call of torch's API as the user wrote it, from any module, under the autocast and
+gradient modes in force; what the mode cannot see is brought to it (`fpipe.capture.interception`). The fake mode below
+reports what each call writes and where it draws random numbers.
 
-What runs inside a torch call belongs to it. What changes how others run, such as saved-tensor hooks, seals the module
-in whose forward it stands: that module is then played as a whole or not at all.
+Whatever runs inside a torch call belongs to that call. Anything that changes how other calls run, such as saved-tensor
+hooks, seals the module whose forward contains it: that module is played back as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -53,24 +53,25 @@ SEALING: Mapping[Any, str] = MappingProxyType(
 
 
 class Constants(NamedTuple):
-    """The values of a run that depend on constants alone, and the units that make and change them, in order."""
+    """The values of a run that depend on constants alone, and the units that make or change them, in order."""
 
     values: set[Value]
     units: list[Unit]
 
 
 class Recorder(TorchFunctionMode):
-    """Records while it is entered, inside a fake mode.
+    """Records while entered, inside a fake mode.
 
-    - `spans`, `values`: the calls and tensors of the run. `units`: its torch calls; `invocations`, `modes`, `ticks`,
-      `written`, `casts`: what is known of each; `random`: when those that draw do. `returned`: what torch calls gave.
-    - `draws`: torch calls that draw random numbers. `told`: those that read values and got answers. `calls`: when each
-      function was called. `hooked`: before which units tensors began to be saved through hooks.
-    - `raised`: what to raise for calls that raised since tensors are fake, if the forward catches that.
-    - `ask`: answers questions about the batch. `reassigned`: the buffers that were assigned anew.
-    - `tick`: how many torch calls there were. `inside`: whether one runs; `used`: the known values that calls inside it
-      got; `communicating`: whether a collective is called there.
-    - `depth`: of autocast; `regions`: how many outermost autocasts there were.
+    - `spans`, `values`: the run's calls and tensors. `units`: its torch calls; `invocations`, `modes`, `ticks`,
+      `written`, `casts`: facts about each unit; `random`: the tick at which a unit draws. `returned`: results of torch
+      calls, by tick.
+    - `draws`: torch calls that draw random numbers. `told`: calls that read values and were answered. `calls`: the
+      ticks of each function's calls. `hooked`: positions of units before which saved-tensor hooks were installed.
+    - `raised`: errors to raise for calls that failed because tensors are fake, in case the forward swallows them.
+    - `ask`: answers questions about the batch. `reassigned`: buffers that were assigned anew.
+    - `tick`: the number of torch calls so far. `inside`: whether one is running; `used`: known values passed to calls
+      inside it; `communicating`: whether it calls a collective.
+    - `depth`: the nesting depth of autocast; `regions`: the number of outermost autocast regions so far.
     """
 
     def __init__(
@@ -139,9 +140,9 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _unknown(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return what a call that reads values gives: if constants or the batch decide, what it would give eagerly.
+        """Return the result of a call that reads values: what eager would return if constants or the batch decide.
 
-        In a module that runs as it is whatever it does, the batch is not asked: the module asks it itself.
+        In an opaque module, do not ask about the batch: the module runs as is and reads the values itself.
         """
         function, masks = invocation.function, deciding(invocation.function, args)
         asking = Invocation(counts, (masks,), {}, self.values.read) if masks else invocation
@@ -158,7 +159,7 @@ class Recorder(TorchFunctionMode):
         return given(function, args, answer)
 
     def real(self, value: Value) -> Tensor:
-        """Return the tensor that a constant value has when it is computed for real."""
+        """Return the real tensor of a constant value."""
         compute = self._origin((value,)).computed((value,))
         with for_real():
             return compute(())[0]
@@ -169,9 +170,9 @@ class Recorder(TorchFunctionMode):
         return history.origin(values)
 
     def _branches(self) -> None:
-        """The innermost module goes one way or the other.
+        """Note that the innermost module branches on data.
 
-        It may use all that it holds and all that it gets, and write to any buffer.
+        It may use everything that it holds and receives, and write to any of its buffers.
         """
         self.spans.seal("control flow on data")
         for span in self.spans.stack:
@@ -184,10 +185,10 @@ class Recorder(TorchFunctionMode):
         self.effects.written |= {self.values.storage[value] for value in self.values.within(buffers)}
 
     def _drawing(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
-        """Run a torch call; if it draws random numbers, give it a label."""
+        """Run a torch call; label it if it draws random numbers."""
         drawn, self.effects.drawn = self.effects.drawn, {}
         out = run()
-        if self.effects.drawn and not self.draws.has_from(tick + 1):  # not by a call inside
+        if self.effects.drawn and not self.draws.has_from(tick + 1):  # and no call inside did
             self.draws.found.append(Drawn(tick, function, self.spans.path, tuple(self.effects.drawn)))
         self.effects.drawn |= drawn
         return out
@@ -215,7 +216,7 @@ class Recorder(TorchFunctionMode):
             self.random[unit] = self.draws.found[-1].tick
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """An operator is called; if it is a collective that no torch call shows, its module stays whole."""
+        """Check an operator call; seal the module if it is a collective that no torch call shows."""
         if not is_collective(func):
             return
         name = func._schema.name.partition("::")[2].rstrip("_")
@@ -238,7 +239,7 @@ class Recorder(TorchFunctionMode):
             )
 
     def _new(self, returned: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Those of the returned tensors, by leaf, that were not there before, each once."""
+        """Return the returned tensors that did not exist before, by leaf, each once."""
         leaves: dict[int, int] = {}
         for leaf, tensor in returned.items():
             if id(tensor) not in self.values.known:
@@ -271,7 +272,7 @@ class Recorder(TorchFunctionMode):
             )
 
     def now(self) -> Modes:
-        """The modes in which a call runs."""
+        """Return the modes in force."""
         return Modes(*in_force(), self.regions if self.depth else 0)
 
     # ----------------------------------------------------------------------------------------------------------- spans
@@ -279,12 +280,12 @@ class Recorder(TorchFunctionMode):
     def span(
         self, path: str, kind: type, function: Callable[..., Any], args: Any, kwargs: Any, sealed: str = ""
     ) -> Span:
-        """A call of `function` that begins now."""
+        """Return the span of a call of `function` that begins now."""
         invocation = Invocation(function, args, kwargs, self.values.read)
         return Span(path, kind, invocation, self.now(), start=len(self.units), first_tick=self.tick, sealed=sealed)
 
     def ended(self, span: Span, out: Any) -> None:
-        """A call has returned `out`."""
+        """Complete `span`, whose call has returned `out`."""
         span.stop, span.last_tick = len(self.units), self.tick
         span.constants = constants_at(out)
         known = self.values.known
@@ -300,53 +301,53 @@ class Recorder(TorchFunctionMode):
         return out
 
     def own(self, span: Span, out: Any) -> Any:
-        """What a call returned, of its own making: another branch may return something else."""
+        """Return `out` with views in place of tensors that the call did not make; another branch may return others."""
         tensors, structure = flatten(out, opaque=True)
         made = {value for unit in self.units[span.start :] for value in unit.makes}
         known = self.values.known
         return structure.unflatten([t if known.get(id(t)) in made else t.view_as(t) for t in tensors])
 
     def begin(self, path: str, kind: type) -> None:
-        """A call begins of which nothing else is known; it is never played as a whole."""
+        """Begin a call about which nothing else is known; it is never played as a whole."""
         self.spans.begin(self.span(path, kind, kind, (), {})).invocation.opaque = kind.__name__
 
     def end(self) -> None:
-        """The innermost call ends."""
+        """End the innermost call."""
         self.ended(self.spans.stack.pop(), None)
 
     # --------------------------------------------------------------------------------------------------------- results
 
     def observed(self) -> Observed:
-        """What the units were seen to do."""
+        """Return what the units were seen to do."""
         values, asking = self.values, any(self.calls[function] for function in ASKING)
         labels = self.draws.labels()
         random = {unit: labels[tick] for unit, tick in self.random.items()}
         return Observed(values.storage, self.written, random, values.views(), asking, self.draws.undecided)
 
     def require_carried(self) -> None:
-        """Raise `CaptureError` unless what was assigned to buffers can be carried on, or made again."""
+        """Raise `CaptureError` unless tensors assigned to buffers can be carried on, or made again."""
         self.reassigned.require_carried(frozenset().union(*self.written.values()), self._origin)
         self.reassigned.require_not_repeated(self.spans.outermost, self.units)
 
     def constants(self) -> Constants:
-        """What depends on neither parameters, buffers nor the batch, and is not random."""
+        """Return what depends on neither parameters, buffers nor the batch, and is not random."""
         found = {value for value, source in self.values.sources.items() if isinstance(source, Constant)}
         units: list[Unit] = []
         for unit in self.units:
             if unit not in self.random and found.issuperset(unit.reads):
                 found.update(unit.makes)
                 units.append(unit)
-            elif self.written[unit]:  # into memory that is no constant any longer
+            elif self.written[unit]:  # this memory is no longer constant
                 found -= {value for value in found if self.values.storage[value] in self.written[unit]}
         return Constants(found, units)
 
     def created(self) -> Counter[tuple[str, str]]:
-        """How often tensors were made of nothing but numbers, by what was called."""
+        """Return how often each call, by module path and description, made tensors from numbers alone."""
         units = [unit for unit in self.units if unit.makes and not unit.reads and unit not in self.random]
         return Counter((unit.path, unit.does) for unit in units)
 
     def varying(self) -> list[tuple[str, str, tuple[Value, ...]]]:
-        """What was called, and on which state, but for what is the same in every run, and what nobody uses."""
+        """Return the live torch calls by module, description and state read, without those on constants alone."""
         constant, storage = set(self.constants().units), self.values.storage
         returned = {value for span in self.spans.outermost for value in span.returned.values()}
         units = live(self.units, self.written, storage, returned, self.values.sources)
@@ -355,7 +356,7 @@ class Recorder(TorchFunctionMode):
         return [(unit.path, unit.does, tuple(v for v in unit.reads if v in state)) for unit in varying]
 
     def tape(self) -> Tape:
-        """What was recorded."""
+        """Return the recording."""
         held = self.values
         buffers = {held.storage[value] for value, source in held.sources.items() if isinstance(source, Buffer)}
         return Tape(
@@ -383,5 +384,5 @@ def _is_data(leaf: object) -> bool:
 
 
 def _digest(leaf: Any) -> Any:
-    """A number or string itself; of an array, a digest of its elements."""
+    """Return a number or string itself, or a digest of an array's elements."""
     return leaf if isinstance(leaf, bool | int | float | str) else blake2b(leaf.tobytes(), digest_size=8).hexdigest()

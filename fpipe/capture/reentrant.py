@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reentrant checkpoints, for a backward that asks for chosen gradients.
+"""Reentrant checkpoints under a backward for chosen gradients.
 
-Problem. `checkpoint(function, *args, use_reentrant=True)` runs its function again in the backward, and calls
-`backward()` there: gradients of parameters go into their `.grad`, past whoever asked for them.
+Problem. `checkpoint(function, *args, use_reentrant=True)` reruns its function in the backward, and calls `backward()`
+there: gradients of parameters go into their `.grad`, bypassing whoever asked for them.
 
-Idea. The same node of the autograd graph, but parameters are among its inputs: it returns their gradients. All else is
-as in torch: the first run records nothing, the arguments are detached for the second, and the gradient of an argument
-or of a parameter is summed inside before it is added to others. So the bits are those of one device.
+Idea. Use the same autograd node, but with the parameters among its inputs: it returns their gradients. Everything else
+is as in torch: the first run records no graph, the arguments are detached for the second, and the gradient of an
+argument or parameter is summed inside before it is added to others. So the bits are those of one device.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ REPAIR = "Pass use_reentrant=False to checkpoint() (gradient_checkpointing_kwarg
 
 @dataclass(frozen=True)
 class Reentrant:
-    """What a checkpointed function is called with in the place of torch's.
+    """The replacement for torch's reentrant checkpoint: called with a function and its arguments.
 
     - `modes`: the contexts of its first run, for the second.
-    - `devices`: those on which it draws random numbers.
-    - `parameters`: those that it uses and that want a gradient, at the time of the call.
+    - `devices`: those it draws random numbers on.
+    - `parameters`: returns those that it uses and that require a gradient, at the time of the call.
     """
 
     modes: Contexts = ()
@@ -42,7 +42,7 @@ class Reentrant:
     parameters: Callable[[], Sequence[Tensor]] = tuple
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)`; parameters get no gradient unless an argument wants one, as with torch's."""
+        """Return `function(*args)`; as in torch, parameters get no gradient unless an argument requires one."""
         if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():
                 return function(*args)
@@ -50,7 +50,7 @@ class Reentrant:
         return apply(self, function, len(args), *args, *self.parameters())
 
     def again(self, states: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """The context of the second run: the modes and the random numbers of the first."""
+        """Return the context of the second run: the modes and the random numbers of the first."""
         stack = ExitStack()
         stack.enter_context(random.repeated(self.devices, states))
         stack.enter_context(torch.enable_grad())
@@ -64,7 +64,7 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: Reentrant, function: Callable[..., Any], count: int, *given: Any) -> Any:
-        """Run the function on the first `count` of `given`; the others are parameters that it uses."""
+        """Run the function on the first `count` of `given`; the rest are parameters that it uses."""
         args = given[:count]
         ctx.how, ctx.function, ctx.count, ctx.total = how, function, count, len(given)
         ctx.states = random.states(how.devices)
@@ -74,7 +74,7 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """The gradients of the arguments and of the parameters."""
+        """Return the gradients of the arguments and of the parameters."""
         saved = iter(ctx.saved_tensors)
         args = [ctx.others[k] if k in ctx.others else _leaf(next(saved)) for k in range(ctx.count)]
         with ctx.how.again(ctx.states):
@@ -94,7 +94,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def require_arguments(span: Span, units: Sequence[Unit], wanting: Collection[Value], args: Sequence[Value]) -> None:
-    """Raise `CaptureError` if the function reads a tensor from outside that wants a gradient and is no argument."""
+    """Raise `CaptureError` if the function reads an outside tensor that requires a gradient and is not an argument."""
     inside = units[span.start : span.stop]
     made = {value for unit in inside for value in unit.makes}
     hidden = [v for unit in inside for v in unit.reads if v not in made and v not in args and v in wanting]
@@ -109,9 +109,9 @@ def require_arguments(span: Span, units: Sequence[Unit], wanting: Collection[Val
 def require_own_parameters(
     spans: Sequence[Span], units: Sequence[Unit], sources: Mapping[Value, Source], wanting: Collection[Value]
 ) -> None:
-    """Raise `CaptureError` if a parameter that is trained is used in a reentrant checkpoint and outside of all of them.
+    """Raise `CaptureError` if a trained parameter is used both inside and outside of reentrant checkpoints.
 
-    One device adds the gradients of the two apart, and their sums in an order that depends on both.
+    One device accumulates the two gradients separately, and adds them in an order that depends on both.
     """
     found = [*_reentrant(spans)]
     inside = {k for span in found for k in range(span.start, span.stop)}

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a module do the same when it is called without those of other stages?
+"""Check whether a module does the same when it is called without the modules of other stages.
 
 Problem. Modules and hooks share Python state: a list that blocks fill, a counter, a dict, a context variable. On one
-device a block finds there what all earlier blocks have left; in a stage, only what that stage's own modules have left.
-No tensor need tell: the block may read a number, or the very tensor that it gets as its argument.
+device, a block finds there what all earlier blocks left; in a stage, only what that stage's own modules left. No tensor
+need show it: the block may read a number, or the very tensor passed as its argument.
 
-Idea. Before a stage is used, its calls are made once more, one after the other, on the fake tensors of the recording,
-and recorded again. A call that differs from the tape in anything (a torch call, an argument, a mode, what is returned)
-must not be made as itself. Nearly all do the same, which `fpipe.capture.replay` finds without recording them.
+Idea. Before a stage is used, make its calls once more, in order, on the fake tensors of the recording, and record them
+again. A call that differs from the tape in any way (a torch call, an argument, a mode, a result) must not be made as
+is. Nearly all calls do the same, which `fpipe.capture.replay` establishes without recording them.
 
-Invariant: all Python state is afterwards as it was before, and what the calls have changed of it is known.
+Invariant: afterwards all Python state is as it was before, and the changes the calls made to it are known.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from fpipe.tree import PLAIN
 CALLABLE = (BuiltinFunctionType, MethodDescriptorType, MethodType, MethodWrapperType, WrapperDescriptorType)
 DATA = (*PLAIN, slice, range, type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 COMPARED = (*CALLABLE, *DATA)
-"""Classes of what is compared by value. Of functions it is their code and what they close over; else, the class."""
-DEPTH = 4  # of functions in functions
+"""Classes compared by value. Functions are compared by code and what they close over; anything else by class."""
+DEPTH = 4  # how far to follow functions within functions
 
 
 class Rehearsed(NamedTuple):
-    """What calls did when they were made again: which of them differed and how, and the state that they changed."""
+    """The outcome of a rehearsal: the calls that differed and why, and the state that the calls changed."""
 
     differing: Mapping[Span, str]
     changed: Sequence[Held]
@@ -65,7 +65,7 @@ Rehearse: TypeAlias = Callable[[Sequence[Span]], Rehearsed]
 
 
 class Again(Recorder):
-    """A recorder that knows the values of a tape, and gives the answers of it again."""
+    """A recorder that knows the values of a tape, and repeats its answers."""
 
     def __init__(self, model: nn.Module, tape: Tape, sources: Mapping[Value, Source], opaque: Collection[str]) -> None:
         super().__init__(model, {v: (source, tape.fakes[v]) for v, source in sources.items()}, opaque=opaque)
@@ -74,11 +74,11 @@ class Again(Recorder):
         self.earlier: Mapping[Any, int] = {}
 
     def begin_again(self, answers: Mapping[tuple[Any, int], Answer]) -> None:
-        """Count the calls of functions from here on, for `answers` by function and number."""
+        """Count calls of functions from here on, to look up `answers` by function and call number."""
         self.answers, self.earlier = answers, {function: len(self.calls[function]) for function, _ in answers}
 
     def _unknown(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return what the call gave in the recording."""
+        """Return what the call returned in the recording."""
         function = invocation.function
         number = len(self.calls[function]) - 1 - self.earlier.get(function, 0)
         answer = self.answers.get((function, number))
@@ -94,10 +94,10 @@ class Again(Recorder):
 class Rehearsal:
     """Makes calls of a tape again.
 
-    - `replay` makes what replays calls; `recorder` makes a recorder, which sees what they do `inside` a context.
-    - `fresh` makes new tensors of the model's state and of the batch, `seated` is a context in which they are in their
-      places: those of the recording belong to its autograd graph.
-    - `state` are the containers that hold Python state.
+    - `replay` makes a `Replay`; `recorder` makes a recorder, which sees what calls do `inside` a context.
+    - `fresh` makes new tensors for the model's state and the batch, and `seated` is a context in which they are in
+      place: those of the recording belong to its autograd graph.
+    - `state`: the containers that hold Python state.
     """
 
     def __init__(
@@ -115,15 +115,16 @@ class Rehearsal:
 
     @contextmanager
     def begun(self) -> Iterator[Rehearse]:
-        """Yield the function that makes calls again; meanwhile this may not be done elsewhere."""
+        """Yield the function that makes calls again; do not enter this elsewhere meanwhile."""
         before = [one._replace(contents=contents(one.container)) for one in self.state]
         with torch.inference_mode(False), torch.enable_grad():
             yield partial(self._rehearsed, self.replay(), before)
 
     def _rehearsed(self, replay: Replay, before: Sequence[Held], spans: Sequence[Span]) -> Rehearsed:
-        """Make these calls, and put everything back.
+        """Make these calls, and restore all state.
 
-        What differs before a call may be why that one differs; so one that must be made as itself ends the rehearsal.
+        A call may differ only because an earlier one did, so a differing call that must be made as is ends the
+        rehearsal.
         """
         with replay.begun():
             found = copy_context().run(_twice, before, lambda: self._replayed(replay, spans))
@@ -134,7 +135,7 @@ class Rehearsal:
         return found
 
     def _replayed(self, replay: Replay, spans: Sequence[Span]) -> dict[Span, str]:
-        """What a replay tells: the first of these calls of which it stays open whether it differs, if there is one."""
+        """Replay the calls; return the first that is not known to do the same, if there is one."""
         with self.seated(self.tape.fakes):
             span = replay.first_open(spans)
         return {} if span is None else {span: "is not known to do the same"}
@@ -155,11 +156,11 @@ class Rehearsal:
 
 
 def _twice(before: Sequence[Held], differing: Callable[[], dict[Span, str]]) -> Rehearsed:
-    """Do what tells which calls differ, and put back all state, which is as it was `before`."""
+    """Run `differing`, which finds the calls that differ, up to twice, and restore all state as it was `before`."""
     changed: dict[int, Held] = {}
     found: dict[Span, str] = {}
     try:
-        for _ in range(2):  # what is not put back between microbatches, in classes say, is found by the second one
+        for _ in range(2):  # the second run finds what is not restored between microbatches, such as class state
             found = found or differing()
             changed.update({id(one.container): one for one in before if one.changed})
             for one in changed.values():
@@ -175,14 +176,14 @@ def _twice(before: Sequence[Held], differing: Callable[[], dict[Span, str]]) -> 
 
 
 class _Take:
-    """Compares calls with those of a tape; `old` says which of its values stand for those that were made again."""
+    """Compares calls with those of a tape; `old` maps values made again to the tape's values."""
 
     def __init__(self, tape: Tape, recorder: Again) -> None:
         self.tape, self.recorder = tape, recorder
         self.old: dict[Value, Value] = {}
 
     def difference(self, span: Span) -> str:
-        """Make a call again, and say what is different; empty if nothing is."""
+        """Make a call again, and describe the first difference; empty if there is none."""
         recorder, start = self.recorder, len(self.recorder.units)
         recorder.begin_again(self.tape.answered(span.first_tick, span.last_tick))
         again = Span(span.path, span.kind, span.invocation, recorder.now(), start, recorder.tick)
@@ -193,7 +194,7 @@ class _Take:
                     stack.enter_context(context())
                 self._call(span, again)
                 return self._units(span, start) or self._results(span, again)
-        except Exception as error:  # whatever a forward raises that does not find what it expects
+        except Exception as error:  # whatever a forward raises that misses the state it expects
             return f"got {type(error).__name__}: {error}"
 
     def _call(self, span: Span, again: Span) -> None:
@@ -205,12 +206,12 @@ class _Take:
         recorder.ended(again, out)
 
     def _units(self, span: Span, start: int) -> str:
-        """Compare the torch calls since unit `start` of the recorder with those of the span."""
+        """Compare the recorder's torch calls since unit `start` with those of the span."""
         pairs = zip_longest(self.recorder.units[start:], self.tape.units[span.start : span.stop])
         return next((_said(new, old) for new, old in pairs if not self._same(new, old)), "")
 
     def _same(self, new: Unit | None, old: Unit | None) -> bool:
-        """Compare two torch calls; if they are the same, so is what they make."""
+        """Compare two torch calls; map the values that the new one makes to those of the old one."""
         if new is None or old is None or new.path != old.path or len(new.makes) != len(old.makes):
             return False
         same = len(new.reads) == len(old.reads) and all(map(self._same_value, new.reads, old.reads))
@@ -225,7 +226,7 @@ class _Take:
         return isinstance(source, Constant) and _same_constant(source.tensor, tensor)
 
     def _results(self, span: Span, again: Span) -> str:
-        """Compare what was returned, by modules inside too, and what is in the attributes that were assigned."""
+        """Compare what was returned, inner modules included, and the contents of assigned attributes."""
         if span.constants != again.constants:
             return f"got {list(again.constants.values())} returned, expected {list(span.constants.values())}"
         for old, new in _pairs(span, again):
@@ -245,7 +246,7 @@ class _Take:
 
 
 def _pairs(old: Span, again: Span) -> Iterator[tuple[Span, Span]]:
-    """A span and those inside it, each with the one that stands for it; some have none inside `again`."""
+    """Yield a span and those inside it, each with its counterpart; some have none inside `again`."""
     alone = len(again.inner) == 1 and again.inner[0].kind is old.kind and not old.reentrant
     twin = again.inner[0] if alone else again
     stack = [(old, twin)]
@@ -264,9 +265,9 @@ def _name(unit: Unit | None) -> str:
 
 
 def _alike(new: Invocation, old: Invocation) -> bool:
-    """Compare functions and arguments, but for tensors."""
+    """Compare functions and arguments, except tensors."""
     same = _same_leaf(new.function, old.function) and len(new.leaves) == len(old.leaves)
-    same = same and (new.spec == old.spec or treespec_paths(new.spec) == treespec_paths(old.spec))  # closures are anew
+    same = same and (new.spec == old.spec or treespec_paths(new.spec) == treespec_paths(old.spec))  # closures are new
     return same and all(map(_same_leaf, new.leaves, old.leaves))
 
 
@@ -281,7 +282,7 @@ def _same_leaf(new: Any, old: Any, depth: int = DEPTH) -> bool:
 
 
 def _same_function(new: Any, old: Any, depth: int) -> bool:
-    """Compare functions that a forward makes anew each time."""
+    """Compare functions that a forward creates anew each time."""
     if isinstance(new, FunctionType) and new.__code__ is not old.__code__:
         return False
     pairs = [*zip_longest(held(new), held(old))]
@@ -293,7 +294,7 @@ def _same_modes(new: Modes, old: Modes) -> bool:
 
 
 def _same_constant(new: Tensor, old: Tensor) -> bool:
-    """Compare the values of real tensors; what the recorder is not to see."""
+    """Compare the values of real tensors, unseen by the recorder."""
     if isinstance(old, FakeTensor):
         return False
     with torch._C.DisableTorchFunction(), for_real():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about what a capture puts in the place of the model's own tensors.
+"""Questions about tensors that a capture replaces.
 
-In a step the tensors in a module are the step's: parameters, but not those that an optimizer holds. So they are
-instances of `nn.Parameter` and leaves, and what a stage receives is neither; but nobody can say what `.grad` holds,
-which is the sum of earlier microbatches on one device. And on fake tensors calls raise that would not on real ones: a
-forward that catches that goes another way in the capture than in a step.
+In a step, the tensors in a module are the step's: parameters, but not the ones that an optimizer holds. They are
+instances of `nn.Parameter` and leaves, and what a stage receives is neither; but `.grad` cannot be answered, because on
+one device it holds the sum of earlier microbatches. And on fake tensors, calls raise that would not on real ones: a
+forward that catches the error takes another path in the capture than in a step.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fpipe.errors import CaptureError, PipelineError
 
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
 UNANSWERABLE: Mapping[Any, str] = MappingProxyType({GRAD.__get__: "is asked for", GRAD.__set__: "is assigned to"})
-"""What torch calls when a tensor's gradient is used."""
+"""What torch calls when a tensor's `.grad` is used."""
 ASKING: tuple[Any, ...] = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "is_leaf"))
 """What torch calls when a tensor is asked whether it was computed."""
 ELSEWHERE = (Tensor.numpy, Tensor.__array__)
-"""Calls that fake tensors refuse with errors of any kind."""
+"""Calls that fake tensors refuse with various errors."""
 GATHERING = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
-"""Calls that copy the values of tensors in lists, where no operation shows it."""
+"""Calls that copy the values of tensors in lists, where no operator shows it."""
 
 
 def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any], str], here: Callable[[], str]) -> None:
-    """Raise `CaptureError` for the address of a tensor, values gathered from a list, or the gradient of a parameter.
+    """Raise `CaptureError` for a tensor's address, values gathered from a list, or a parameter's gradient.
 
-    `name` is that of the parameter that a tensor is; `here` says where the forward is. torch's modules may ask, in
-    `nn.Module.to` say, since they only move it.
+    `name` maps a tensor to its parameter's name; `here` returns where the forward is. torch's own modules may ask, in
+    `nn.Module.to` say, because they only move the tensor.
     """
     if function is Tensor.data_ptr and not _is_torchs():
         raise CaptureError(
@@ -62,7 +62,7 @@ def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any],
 
 
 def _holds_fakes(items: Sequence[Any]) -> bool:
-    """Return whether there are fake tensors with elements in nested lists."""
+    """Return whether nested lists hold nonempty fake tensors."""
     return any(
         _holds_fakes(one) if isinstance(one, list | tuple) else isinstance(one, FakeTensor) and one.numel() > 0
         for one in items
@@ -70,14 +70,14 @@ def _holds_fakes(items: Sequence[Any]) -> bool:
 
 
 def _is_torchs() -> bool:
-    """Whether the innermost caller outside of fpipe is torch."""
+    """Return whether the innermost caller outside of fpipe is torch."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe(1)))
     caller = next(dropwhile("fpipe".__eq__, (module.partition(".")[0] for module in modules)))
     return bool(caller == "torch")
 
 
 def refusal(function: Any, error: Exception, here: Callable[[], str]) -> PipelineError | None:
-    """Return the error to raise if the forward catches one that a torch call raised since tensors are fake."""
+    """Return the error to raise if the forward catches one that a torch call raised because tensors are fake."""
     if isinstance(error, PipelineError):
         return error
     if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == fake_tensor.__name__):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do calls do the same again if each torch call returns again what it returned?
+"""Check whether calls do the same again when each torch call returns what it returned before.
 
-Problem. Calls are rehearsed to see what Python state they find. To run their torch calls on fake tensors once more, and
-to record them, takes as long as the recording itself.
+Problem. Calls are rehearsed to see what Python state they find. Running their torch calls on fake tensors again, and
+recording them, takes as long as the recording itself.
 
-Idea. Each torch call is compared with the next one of the tape, and returns what that one returned; nothing is run but
-Python code. A call that is not a plain function of torch's on plain arguments ends the replay, and so does everything
-that a recorder must be told of. Then the calls must be recorded again to see whether they differ.
+Idea. Compare each torch call with the next one of the tape, and return what that one returned; run nothing but Python
+code. A call that is not a plain torch function on plain arguments ends the replay, and so does everything that a
+recorder must be notified of. The calls must then be recorded again to see whether they differ.
 
-Invariant: a replay in which an operator is called, or any torch call is another one, is not the same.
+Invariant: a replay in which an operator is dispatched, or any torch call is a different one, never counts as the same.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from fpipe.tree import taken_apart
 
 BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 EXECUTED = frozenset({*SEALING, Tensor.__deepcopy__})
-"""Functions of torch's that run code of the user's, or change what they are given."""
+"""torch functions that run user code, or change their arguments."""
 SETTING: Any = torch._C._set_grad_enabled
-"""What sets a mode. Others that take nothing and give nothing may set something, too."""
+"""Sets a mode. Others that take no tensors and return `None` may set something, too."""
 TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
 NUMBERS = frozenset({bool, int, float, NoneType})
 CLASSES = (complex, str, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
 DATA = NUMBERS.union(CLASSES)
-"""Classes of arguments in which neither code nor state can hide. Subclasses are others."""
+"""Classes of arguments in which neither code nor state can hide. Subclasses do not count."""
 ENDING = (
     *((torch, "manual_seed"), (torch, "_check_tensor_all_with"), (torch, "_is_all_true")),
     *((torch, "_native_multi_head_attention"), (torch.nn.attention, "_sdpa_kernel")),
@@ -61,7 +61,7 @@ ENDING = (
     (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
     *TRANSFORMS,
 )
-"""Where else recorders watch torch, but for contexts of autocast, which each call is compared by."""
+"""Where else recorders patch torch, except autocast contexts, which are part of each call's comparison."""
 
 
 class DifferentError(Exception):
@@ -71,13 +71,13 @@ class DifferentError(Exception):
 class Replay(TorchFunctionMode):
     """Makes calls of a tape again, inside `begun`.
 
-    - `tick`: when the next torch call was made; `coming`: of the calls that run, the innermost last, the calls inside
-      them that are still to come. `ended`: whether anything was different; a forward may have caught the exception.
+    - `tick`: the tick of the next torch call; `coming`: for each running call, innermost last, its inner calls still to
+      come. `ended`: whether anything differed; a forward may have swallowed the exception.
     - `expected`: by tick, the arguments of torch calls that can be compared.
-    - `attributes`: what fake tensors have of their own; a tape on which they have more cannot be replayed, since they
-      would have it sooner.
-    - `active`: whether a call runs. Who keeps a function that stands for one of torch's has torch's afterwards.
-    - `depth`: how many dispatch modes there are.
+    - `attributes`: the attributes every fake tensor has. A tape whose tensors have more cannot be replayed: they would
+      have them too early.
+    - `active`: whether a call runs. Code that kept a replacement for a torch function gets torch's own afterwards.
+    - `depth`: the number of dispatch modes.
     """
 
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
@@ -96,7 +96,7 @@ class Replay(TorchFunctionMode):
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Torch is watched inside, where it is watched when a run is recorded."""
+        """Patch torch inside, in the places where a recording patches it."""
         with ExitStack() as stack:
             stack.enter_context(self.mode.watched(self.effects))
             for owner, name, function in self._replacements():
@@ -111,18 +111,18 @@ class Replay(TorchFunctionMode):
                 self._unmark()
 
     def _marked(self) -> list[Tensor]:
-        """The tensors of the tape on which somebody has set attributes."""
+        """Return the tensors of the tape on which someone has set attributes."""
         fakes = [tensor for tensor in self.tape.fakes.values() if type(tensor) is FakeTensor]
         return [tensor for tensor in fakes if not vars(tensor).keys() <= self.attributes]
 
     def _unmark(self) -> None:
-        """Take off what a replay has set."""
+        """Remove attributes that a replay has set."""
         for tensor in self._marked() if self.replayable else ():
             for name in vars(tensor).keys() - self.attributes:
                 del vars(tensor)[name]
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """What stands where in torch."""
+        """Yield each patched owner, the name there, and the replacement."""
         yield nn.Module, "__call__", _function(self._called)
         yield nn.Module, "__setattr__", _function(self._assigned)
         yield nn.Module, "register_buffer", _function(self._registered)
@@ -138,20 +138,20 @@ class Replay(TorchFunctionMode):
         return ending
 
     def first_open(self, spans: Sequence[Span]) -> Span | None:
-        """Make calls again; return the first of which it stays open whether it differs, `None` if all do the same."""
+        """Make calls again; return the first that is not known to do the same, or `None` if all do."""
         if spans and self._marked():
             return spans[0]
         return next((span for span in spans if not self._is_again(span)), None)
 
     def _is_again(self, span: Span) -> bool:
-        """Make a call again, and return whether it is known to do what it did."""
+        """Make a call again, and return whether it is known to do the same."""
         function, fakes = span.invocation.function, self.tape.fakes
         self.tick, self.ended = span.first_tick, False
         self.coming = [iter([span] if id(function) in self.paths else span.inner)]
         try:
             with ExitStack() as stack:
                 stack.enter_context(attributes_restored(span.touched))
-                stack.enter_context(torch.enable_grad())  # which is put back, however a forward is left
+                stack.enter_context(torch.enable_grad())  # restored however a forward exits
                 for context in contexts(span.modes):
                     stack.enter_context(context())
                 out = self._run(span)
@@ -159,7 +159,7 @@ class Replay(TorchFunctionMode):
                 kept = {(one.module, one.name): one.value for one in span.assigned}
                 same: bool = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
                 return bool(same and constants_at(out) == span.constants and not self.ended)
-        except Exception:  # whatever a forward raises that does not find what it expects
+        except Exception:  # whatever a forward raises that misses the state it expects
             return False
 
     def _run(self, span: Span) -> Any:
@@ -170,7 +170,7 @@ class Replay(TorchFunctionMode):
             self.active = False
 
     def end(self, *_: Any, **__: Any) -> NoReturn:
-        """Something is different, or cannot be compared."""
+        """End the replay: something differs, or cannot be compared."""
         self.ended = True
         raise DifferentError
 
@@ -178,7 +178,7 @@ class Replay(TorchFunctionMode):
         if self.active:
             self.end()
 
-    # ---------------------------------------------------------------------------------------------------- what is made
+    # --------------------------------------------------------------------------------------------------------- results
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -187,19 +187,19 @@ class Replay(TorchFunctionMode):
         try:
             return self._returned(func, args, kwargs)
         finally:
-            if func is SETTING:  # also at the end: contexts put back what was before
+            if func is SETTING:  # also at the end: contexts restore the previous mode
                 func(*args, **kwargs)
 
     def _returned(self, function: Any, args: Any, kwargs: Any) -> Any:
         one = self.tape.returned.get(self.tick)
-        foreign = torch._C._len_torch_dispatch_stack() != self.depth  # a mode that would see operators
+        foreign = torch._C._len_torch_dispatch_stack() != self.depth  # another mode, which would see operators
         if self.ended or foreign or one is None or not self._is_same(one, function, args, kwargs):
             self.end()
         self.tick = one.last
         return one.out
 
     def _is_same(self, old: Returned, function: Any, args: Any, kwargs: Any) -> bool:
-        """Compare a torch call with one that was made."""
+        """Compare a torch call with a recorded one."""
         invocation = old.invocation
         if function is not invocation.function and function != invocation.function:
             return False
@@ -209,7 +209,7 @@ class Replay(TorchFunctionMode):
         return bool(same and all(map(_is_same, leaves, expected)))
 
     def _expected(self, old: Returned) -> list[Any]:
-        """Return the arguments of a call that was made; none are expected of one that must be recorded."""
+        """Return the arguments of a recorded call; end the replay if it must be recorded to be compared."""
         if self.tick not in self.expected:
             arguments = self._arguments(old)
             setting = old.out is None and not old.invocation.reads and old.invocation.function is not SETTING
@@ -241,7 +241,7 @@ class Replay(TorchFunctionMode):
         return out
 
     def _leave(self, span: Span, out: Any) -> None:
-        """A call has returned."""
+        """Check a call that has returned."""
         expected, got = {k: self.tape.fakes[v] for k, v in span.returned.items()}, tensors_at(out)
         same = len(got) == len(expected) and all(got.get(k) is tensor for k, tensor in expected.items())
         if not same or self.tick != span.last_tick or span.branching or next(self.coming[-1], None) is not None:
@@ -263,7 +263,7 @@ def _is_same(new: Any, old: Any) -> bool:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether something is a tensor or data, or a tuple of such."""
+    """Return whether something is a tensor or data, or a tuple of them."""
     kind = type(leaf)
     if isinstance(leaf, tuple):
         return all(map(_is_plain, leaf))
@@ -273,7 +273,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _is_torchs(function: Any) -> bool:
-    """Whether a function runs no code but torch's."""
+    """Return whether a function runs only torch's code."""
     if function in EXECUTED:
         return False
     if isinstance(function, FunctionType):
@@ -282,7 +282,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method as a function, which becomes the method of another class."""
+    """Return a bound method as a plain function, to become a method of another class."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a checkpointed function do the same when the backward runs it again?
+"""Check whether a checkpointed function does the same when the backward reruns it.
 
-Problem. Until then the forward has gone on: a list that blocks fill is longer, a counter is higher. On one device the
-function finds them so, and gets gradients of something else than the forward computed; in a stage they are as before.
+Problem. By then the forward has moved on: a list that blocks fill is longer, a counter is higher. On one device the
+function finds them so, and gets gradients of something other than the forward computed; in a stage they are as before.
 
 Idea. Rehearse these functions from the state in which a forward begins, and from that in which it ends. If both are as
 recorded, it does not matter which of the two they find.
@@ -20,7 +20,7 @@ from fpipe.errors import CaptureError
 def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
     """Raise `CaptureError` if a checkpointed function depends on Python state that the forward changes."""
     again = [span for span in checkpointed(tape.spans) if _is_rerun(tape, span)]
-    forward = [replace(span, touched=[]) for span in tape.spans]  # what it assigns stays there
+    forward = [replace(span, touched=[]) for span in tape.spans]  # keep what it assigns
     for calls in ([*forward, *reversed(again)], *([span] for span in again)) if again else ():
         for span, found in rehearse(calls).differing.items():
             raise CaptureError(

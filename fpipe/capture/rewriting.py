@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpointed functions that change buffers, such as those with batch normalization.
 
-Problem. On one device such a function changes its buffers twice for each microbatch: in the forward, and again when the
-backward runs it. In a pipeline forwards of later microbatches come in between, and buffers are threaded through
+Problem. On one device such a function changes its buffers twice per microbatch: in the forward, and again when the
+backward reruns it. In a pipeline, forwards of later microbatches come in between, and buffers are threaded through
 forwards alone.
 
-Idea. What a normalization adds to its statistics depends on the microbatch only, so the second change may come before
-the next microbatch: when a stage has run forward, these functions run once more, the last one first as in a backward,
-and all that they make is dropped.
+Idea. What a normalization adds to its statistics depends only on the microbatch, so the second change may come before
+the next microbatch: once a stage has run forward, rerun these functions, last one first as in a backward, and discard
+everything they make.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fpipe.capture.tape import Span, Tape, checkpointed
 from fpipe.errors import CaptureError
 
 NORMS = frozenset({"batch_norm", "instance_norm"})
-"""They change running statistics, which then they do not read."""
+"""These update running statistics, and do not read them when they do."""
 
 
 class Rewriting:
-    """Which checkpointed functions of a tape change buffers, and are run again by a backward.
+    """The checkpointed functions of a tape that change buffers and are rerun by a backward.
 
-    Raises `CaptureError` if one computes something of a buffer that one changes, unless it is only the buffer's next
-    value: on one device the backward would not compute what the forward did.
+    Raise `CaptureError` if one reads a buffer that one changes, other than to compute the buffer's next value: on one
+    device the backward would not recompute what the forward did.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -57,16 +57,16 @@ class Rewriting:
             )
 
     def inside(self, span: Span) -> bool:
-        """Whether a checkpointed function inside a span, or the span itself, is one."""
+        """Return whether a span is such a function, or contains one."""
         return self.of(span) or any(map(self.inside, span.inner))
 
     def of(self, span: Span) -> bool:
-        """Whether a span is one."""
+        """Return whether a span is such a function."""
         runs_again = span.checkpoint and any(self.tape.fakes[v].requires_grad for v in span.returned.values())
         return runs_again and bool(self._writers(span))
 
     def within(self, spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
-        """Yield those from unit `start` to `stop`, in the order in which a backward runs them."""
+        """Yield such functions from unit `start` to `stop`, in the order in which a backward reruns them."""
         for span in reversed(spans):
             if span.stop > start and span.start < stop:
                 yield from [span] if self.of(span) else self.within(span.inner, start, stop)
@@ -90,4 +90,4 @@ def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _dropped(saved: object) -> Any:
-    """What is left of a tensor that autograd saves, and of what was left."""
+    """Pack or unpack a tensor that autograd saves, as nothing."""

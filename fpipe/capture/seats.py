@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and buffers stay in their places while a model runs.
+"""Check that parameters and buffers stay in place while a model runs.
 
-A step puts tensors where the modules keep theirs, and takes them out again. A forward that replaces one in a way that
-nobody sees, or gives it other data, would so lose what it put there, from the second step on.
+A step puts tensors where the modules keep theirs, and takes them out again. A forward that replaces one unseen, or
+assigns to its `.data`, would lose what it put there, from the second step on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fpipe.errors import CaptureError
 
 
 def require_seated(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[str, Any], str]]) -> None:
-    """Raise `CaptureError` unless a parameter or buffer is in all of its seats, or what the run assigned there."""
+    """Raise `CaptureError` unless all seats of a parameter or buffer hold it, or what the run assigned there."""
     values = recorder.values
     source, tensor = values.sources[value], values.tensors[recorder.reassigned.now.get(value, value)]
     if (

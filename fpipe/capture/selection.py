@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pick elements by a mask: only the mask decides how many there are.
+"""Select elements by a mask; only the mask decides how many there are.
 
-So `logits[labels > 0]` asks about the labels alone, though the logits depend on parameters. On fake tensors the mask is
-replaced by as many indices as it has true elements.
+So `logits[labels > 0]` asks about the labels alone, though the logits depend on parameters. On fake tensors, the mask
+is replaced by as many indices as it has true elements.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def _is_mask(index: Any) -> bool:
 
 
 def counts(masks: Sequence[Tensor]) -> list[int]:
-    """Return how many elements each mask picks."""
+    """Return how many elements each mask selects."""
     return [int(mask.count_nonzero()) for mask in masks]
 
 
 def deciding(function: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the masks that decide the shape of what a call returns; none if something else does."""
+    """Return the masks that decide the shape of a call's result; none if something else does."""
     return DECIDING[function](*args) if function in DECIDING and len(args) == 2 else ()
 
 
@@ -47,7 +47,7 @@ DECIDING: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = MappingProxyType(
 
 
 def given(function: Any, args: Sequence[Any], answer: Answer) -> Any:
-    """Return what a call gives on fake tensors, after its question was answered."""
+    """Return a call's result on fake tensors, once its question has been answered."""
     found = answer.result()
     if not deciding(function, args):
         return found
@@ -62,7 +62,7 @@ def _picked(tensor: Tensor, index: Any, found: Counts) -> Tensor:
 
 
 def _spread(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Pick by a mask that is repeated, or repeats the tensor, until both have one shape."""
+    """Select by a mask after broadcasting it and the tensor to one shape."""
     whole = tensor * torch.ones_like(mask, dtype=tensor.dtype)
     times = whole.numel() // max(1, mask.numel())
     return whole.reshape(-1)[_indices(tensor, count * times)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring a model's Python state to where a run leaves it as it finds it: what happens at a first call has happened.
+"""Bring a model's Python state to a fixed point: every run finds it as it leaves it.
 
-Models install hooks, register buffers and fill caches when they are first called. The run that is recorded is the one
-after that, so that whatever is played finds what it found in the recording. Tensors that the first run left behind are
-computed for real if they follow from constants alone. No other fake tensor stays.
+Models install hooks, register buffers and fill caches on their first call. The run that is recorded comes after that,
+so that played calls find what they found in the recording. Tensors that the first run left behind are computed for real
+if they follow from constants alone. No other fake tensor remains.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fpipe.capture.snapshot import MISSING, Held, Snapshot, contents, fill
 
 
 def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeTensorMode) -> None:
-    """Put real tensors in the place of the constants that a recorded run left behind.
+    """Replace the constants that a recorded run left behind with real tensors.
 
-    One that cannot be computed, on a device that this machine lacks, say, is taken out: every run makes it anew.
+    Remove one that cannot be computed, say on a device that this machine lacks: every run makes it anew.
     """
     values = {id(recorder.values.tensors[value]): value for value in recorder.constants().values}
     for key, one in now.held.items():
@@ -36,17 +36,18 @@ def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeT
 
 
 def real(recorder: Recorder, value: Value) -> Tensor | None:
-    """Return the tensor that a constant value has; `None` if it cannot be computed, on a device that is not there."""
+    """Return the real tensor of a constant value; `None` if it cannot be computed, say on a missing device."""
     try:
         return recorder.real(value)
-    except Exception:  # whatever a device does that is not there
+    except Exception:  # whatever a missing device raises
         return None
 
 
 def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[Held, ...]:
-    """End a capture: leave the model's copy as every run finds it, and what is the user's as it was `before`.
+    """End a capture: leave the model's copy as every run finds it, and restore the user's state as it was `before`.
 
-    Returns the containers that a run changes, or the first one of the user's, with what is to be in them after a run.
+    Return the containers that any run changes, or the first run if they are the user's, with their contents after a
+    run.
     """
     written: list[Held] = []
     for key, one in settled.held.items():
@@ -61,7 +62,7 @@ def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[H
 
 
 def _without_fakes(held: Held, old: Held | None, mode: FakeTensorMode) -> tuple[Any, ...]:
-    """The contents without fake tensors; in their places what was there before, if anything was."""
+    """Return the contents without fake tensors; replace those in dicts with the old value, if any."""
     if not isinstance(held.container, dict):
         return tuple([part for part in held.contents if not any(True for _ in _fakes(part, mode))])
     was = {} if old is None else dict(zip(old.contents[::2], old.contents[1::2], strict=True))
@@ -73,7 +74,7 @@ def _without_fakes(held: Held, old: Held | None, mode: FakeTensorMode) -> tuple[
 
 
 def _fakes(part: Any, mode: FakeTensorMode) -> Iterator[Tensor]:
-    """The fake tensors that a part of a container's contents is, or holds as a tuple."""
+    """Yield the fake tensors that are this part of a container's contents, or inside it if it is a tuple."""
     if isinstance(part, tuple):
         for one in part:
             yield from _fakes(one, mode)
@@ -82,7 +83,7 @@ def _fakes(part: Any, mode: FakeTensorMode) -> Iterator[Tensor]:
 
 
 def _replaced(part: Any, real: Mapping[int, Tensor]) -> Any:
-    """The same with real tensors in the place of those with these identities, in tuples too."""
+    """Return `part` with the tensors of these ids replaced by real ones, in tuples too."""
     if isinstance(part, tuple):
         made = [_replaced(one, real) for one in part]
         return type(part)(*made) if hasattr(part, "_fields") else tuple(made)
@@ -90,7 +91,7 @@ def _replaced(part: Any, real: Mapping[int, Tensor]) -> Any:
 
 
 def _with_inner(written: Iterable[Held]) -> Iterator[Held]:
-    """Yield the containers and those in them.
+    """Yield the containers and those inside them.
 
     A forward that begins with `self.found = []` fills a new list; played in part, it fills the one that it left behind.
     """

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture without touching: a copy of the user's model with other tensors in the place of its own.
+"""Capture without side effects: a copy of the user's model with its tensors replaced.
 
 Capturing a `skeleton` touches neither the user's tensors nor the modules' state, works for a model on the meta device,
-and lets the user throw the model away. Shared tensors stay shared. What a model must be for that is checked here, too.
+and lets the user discard the model. Shared tensors stay shared. This module also checks that a model can be captured
+so.
 
-A stage puts its own tensors into the skeleton; in all other places are `Absent` ones, which have no memory, but say
-where they would be: a model asks its first parameter for the device, whoever holds it.
+A stage puts its own tensors into the skeleton; everywhere else are `Absent` ones, which have no memory but report the
+original's device: a model may ask its first parameter for the device, whichever stage holds it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
-    """A deep copy of `model` with `replace(tensor)` for every parameter and buffer, shared where they were shared."""
+    """Return a deep copy of `model` with `replace(tensor)` for every parameter and buffer, shared where they were.
+
+    Raise `CaptureError` if the model cannot be copied.
+    """
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         new = replace(tensor)
@@ -35,10 +39,10 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     held = [value for module in model.modules() for value in vars(module).values()]
     empty = [one for one in held if type(one) in (dict, OrderedDict, set) and not one]  # most are for hooks
     memo.update((id(one), type(one)()) for one in empty)
-    computed = [one for one in held if isinstance(one, Tensor) and one.grad_fn is not None]  # anew before each forward
+    computed = [one for one in held if isinstance(one, Tensor) and one.grad_fn is not None]  # made anew by forwards
     memo.update((id(one), on_meta(one)) for one in computed)
     sparse = [one for one in held if isinstance(one, Tensor) and one.layout is not torch.strided]
-    memo.update((id(one), one.clone()) for one in sparse)  # which deepcopy cannot
+    memo.update((id(one), one.clone()) for one in sparse)  # deepcopy cannot copy these
     functions = Functions(model)
     memo.update(functions.made)
     try:
@@ -54,21 +58,21 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
 
 
 class Absent(Tensor):
-    """A tensor on meta that says that it is on the device `home`."""
+    """A meta tensor that reports the device `home`."""
 
     home: torch.device
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def like(cls, tensor: Tensor) -> Absent:
-        """Return one in the place of `tensor`."""
+        """Return a stand-in for `tensor`."""
         made: Absent = Tensor._make_subclass(cls, on_meta(tensor))
         made.home = tensor.device
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it would be."""
+        """The device of the tensor it stands for."""
         return self.home
 
 
@@ -80,7 +84,7 @@ def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def require_plain_tensors(model: nn.Module) -> None:
-    """Raise `CaptureError` for parameters and buffers that are lazy or sparse, and for two that share memory."""
+    """Raise `CaptureError` for a lazy or sparse parameter or buffer, and for two that share memory."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
@@ -109,14 +113,14 @@ def require_plain_tensors(model: nn.Module) -> None:
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """A tensor on meta in the place of `tensor`."""
+    """Return a meta tensor with the shape, strides and dtype of `tensor`."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def require_registered(model: nn.Module) -> None:
-    """Raise `CaptureError` for a tensor on meta that is neither parameter nor buffer: nobody can give it a value.
+    """Raise `CaptureError` for a meta tensor that is neither parameter nor buffer: it can never be filled.
 
-    But for modules with hooks before their forward, which compute such tensors anew (`torch.nn.utils.spectral_norm`).
+    Except in modules with forward pre-hooks, which recompute such tensors (`torch.nn.utils.spectral_norm`).
     """
     known = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     for path, module in model.named_modules():
@@ -133,7 +137,7 @@ def require_registered(model: nn.Module) -> None:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """All submodules in eval mode inside; as they were outside."""
+    """Put all submodules in eval mode inside; restore their modes on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

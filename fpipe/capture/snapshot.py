@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python state around a model, so that a run on fake tensors leaves nothing behind.
+"""A snapshot of the Python state around a model, so that a run on fake tensors leaves no trace.
 
-Problem. A forward changes more than attributes. It installs hooks and buffers at its first call, and fills the dicts
+Problem. A forward changes more than attributes. On its first call it installs hooks and buffers, and fills the dicts
 and lists of modules, helper objects, closures and globals; what it puts there may be fake.
 
 Idea. Walk everything that the model's code reaches: the tables of modules, the containers and objects in them, the
-cells and defaults of functions (of hooks and losses, too), and the globals that those functions use. Note the contents
-of each container, one level deep, so that they can be compared and put back.
+cells and defaults of functions (hooks and losses included), and the globals that those functions use. Note the contents
+of each container, one level deep, so that they can be compared and restored.
 
 Invariant: a container that the copy of a model reaches without going through a function, and that the model itself does
-not reach, belongs to the copy; all others lie `outside`, and belong to the user.
+not reach, belongs to the copy; all others are `outside`, and belong to the user.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fpipe.tree import PLAIN
 MISSING = object()
 LEAVES = (Tensor, *PLAIN, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
 LIBRARIES = frozenset({"builtins", "torch", "optree", "numpy", "logging", "threading", "_thread", "weakref", "inspect"})
-"""Packages whose objects are not opened, modules excepted: what those hold is not the model's."""
+"""Packages whose objects are not opened, except modules: what they hold is not the model's."""
 STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
@@ -45,7 +45,7 @@ class Names(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A container, its contents when it was noted, and whether it lies outside the model's copy."""
+    """A container, its contents when noted, and whether it is outside the model's copy."""
 
     container: Any
     contents: tuple[Any, ...]
@@ -53,25 +53,25 @@ class Held(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether it has other contents now."""
+        """True if its contents have changed."""
         now = contents(self.container)
         return len(now) != len(self.contents) or any(map(is_not, now, self.contents))
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Restore the contents."""
         if self.changed:
             fill(self.container, self.contents)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a model and its loss hold in Python, by identity of the container."""
+    """Everything that a model and its loss hold in Python, by the container's identity."""
 
     held: Mapping[object, Held]
 
     @classmethod
     def of(cls, copied: nn.Module, shared: Collection[object], *others: object) -> Snapshot:
-        """Note what the copy of a model, other roots, and the functions that all of them reach hold.
+        """Note what is held by a model's copy, other roots, and the functions that they all reach.
 
         `shared` are the keys of the containers that the model itself reaches.
         """
@@ -83,18 +83,21 @@ class Snapshot:
         return cls({key: Held(one, contents(one), key not in mine) for key, one in walk.containers.items()})
 
     def changed(self) -> Iterator[Held]:
-        """The containers that have other contents now."""
+        """Yield the containers whose contents have changed."""
         return (one for one in self.held.values() if one.changed)
 
     def restore(self) -> None:
-        """Put all contents back."""
+        """Restore all contents."""
         for one in self.held.values():
             one.restore()
 
 
 @contextmanager
 def kept(written: Sequence[Held], tensors: Sequence[Tensor], inside: AbstractContextManager[None]) -> Iterator[None]:
-    """Afterwards, these containers have the contents that they had at capture; the user's, if tensors are fake."""
+    """Restore these containers on exit.
+
+    The copy's get their contents at capture; those `outside` get their contents on entry, if tensors are fake.
+    """
     fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
     before = [one._replace(contents=contents(one.container)) if one.outside else one for one in written]
     try:
@@ -108,7 +111,7 @@ def kept(written: Sequence[Held], tensors: Sequence[Tensor], inside: AbstractCon
 
 @contextmanager
 def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Afterwards, these attributes of modules are as before: every call finds the same, and no tensor is kept alive."""
+    """Restore these module attributes on exit: every call finds the same, and no tensor is kept alive."""
     missing = object()
     before = [(vars(module), name, vars(module).get(name, missing)) for module, name in touched]
     try:
@@ -135,9 +138,9 @@ def put_back(model: nn.Module) -> Iterator[None]:
 
 
 class Walk:
-    """Finds the `containers` that objects reach, by key, and the `functions`, into which it goes once it is told to.
+    """Finds the `containers` that objects reach, by key, and the `functions`, which it opens once `enter` is called.
 
-    Everything that it has seen stays alive, so that identities are unique.
+    Everything seen stays alive, so that ids stay unique.
     """
 
     def __init__(self) -> None:
@@ -147,7 +150,7 @@ class Walk:
         self.functions: list[FunctionType] = []
 
     def follow(self, roots: Iterable[object]) -> None:
-        """Walk from here."""
+        """Walk from `roots`."""
         stack = list(roots)
         while stack:
             one = stack.pop()
@@ -163,12 +166,12 @@ class Walk:
             stack += children(one)
 
     def enter(self) -> None:
-        """Go into the functions that were met, and into those that will be."""
+        """Open the functions found so far, and those found from now on."""
         self.into = True
         self.follow([one for function in list(self.functions) for one in self._inside(function)])
 
     def _inside(self, function: FunctionType) -> list[Any]:
-        """What a function holds; the globals that it assigns to are noted."""
+        """Return what a function holds; note the globals that it assigns to."""
         names = Names(function.__globals__, assigned(function.__code__))
         if names.names:
             self.containers[id(names.table), names.names] = names
@@ -176,7 +179,7 @@ class Walk:
 
 
 def children(one: Any) -> list[Any]:
-    """What an object holds, as far as it is opened."""
+    """Return what an object holds; nothing for leaves and objects of libraries."""
     if isinstance(one, dict):
         return list(dict.values(one))
     if isinstance(one, list | tuple | set | frozenset | deque | CellType):
@@ -195,7 +198,7 @@ def children(one: Any) -> list[Any]:
 
 
 def globals_of(function: FunctionType) -> Iterator[Any]:
-    """The globals that a function may change: containers, and what is defined in its own file."""
+    """Yield the globals that a function may change: containers, and what is defined in its own module."""
     for name in {name for code in codes(function.__code__) for name in code.co_names}:
         one = function.__globals__.get(name)
         defined = getattr(one if isinstance(one, FunctionType) else type(one), "__module__", None)
@@ -204,7 +207,7 @@ def globals_of(function: FunctionType) -> Iterator[Any]:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions that it defines."""
+    """Yield a function's code, and the code of functions that it defines."""
     yield code
     for one in code.co_consts:
         if isinstance(one, CodeType):
@@ -212,7 +215,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def assigned(code: CodeType) -> tuple[str, ...]:
-    """The names of the globals that code assigns to."""
+    """Return the names of the globals that code assigns to or deletes."""
     if not any(dis.opmap[name] in one.co_code[::2] for one in codes(code) for name in STORES):  # nearly always
         return ()
     steps = [step for one in codes(code) for step in dis.get_instructions(one) if step.opname in STORES]
@@ -220,8 +223,8 @@ def assigned(code: CodeType) -> tuple[str, ...]:
 
 
 def contents(container: Any) -> tuple[Any, ...]:
-    """What is in a container: of dicts, keys and values by turns."""
-    if isinstance(container, dict):  # not as a subclass would have it
+    """Return what is in a container; for dicts, keys and values alternate."""
+    if isinstance(container, dict):  # bypass a subclass's own items()
         return tuple(chain.from_iterable(dict.items(container)))
     if isinstance(container, Names):
         return tuple([container.table.get(name, MISSING) for name in container.names])
@@ -234,7 +237,7 @@ def contents(container: Any) -> tuple[Any, ...]:
 
 
 def fill(container: Any, parts: tuple[Any, ...]) -> None:
-    """Make `parts` the contents of a container."""
+    """Replace the contents of a container with `parts`."""
     if isinstance(container, Names):
         _assign(container.table, zip(container.names, parts, strict=True))
     elif isinstance(container, dict):

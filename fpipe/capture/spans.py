@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that a recorded run is in, and those that it has been in."""
+"""The calls that a recorded run is in, and those that have finished."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fpipe.capture.values import Values
 
 
 class Spans:
-    """A stack of calls; `outermost` are those in no other one. What is in the modules `within` may depend on data.
+    """A stack of calls; `outermost` are those not inside another. Modules in `within` may depend on data.
 
-    `generators` are looked at around each call, if there are any.
+    If there are `generators`, they are checked around each call.
     """
 
     def __init__(self, model: nn.Module, within: Collection[str], generators: Generators | None = None) -> None:
@@ -29,14 +29,14 @@ class Spans:
         self.generators = generators
 
     def begin(self, span: Span) -> Span:
-        """A call begins inside the innermost one."""
+        """Begin a call inside the innermost one."""
         (self.stack[-1].inner if self.stack else self.outermost).append(span)
         self.stack.append(span)
         return span
 
     @contextmanager
     def running(self, span: Span) -> Iterator[None]:
-        """A call begins, and ends behind."""
+        """Begin a call, and end it on exit."""
         self._look()
         self.begin(span)
         try:
@@ -50,14 +50,14 @@ class Spans:
             self.generators.look(self.where)
 
     def seal(self, reason: str) -> None:
-        """The innermost module that runs cannot be opened."""
+        """Mark the innermost running module as one that cannot be opened."""
         for span in reversed(self.stack):
             if not span.checkpoint:
                 span.sealed = reason
                 return
 
     def assigned(self, module: nn.Module, name: str, value: object, values: Values) -> None:
-        """Note that an attribute was assigned to."""
+        """Note an assignment to an attribute."""
         for span in self.stack:
             if (module, name) not in span.touched:
                 span.touched.append((module, name))
@@ -67,24 +67,24 @@ class Spans:
 
     @property
     def module(self) -> nn.Module | None:
-        """The innermost module that runs; `None` in a loss that is none."""
+        """The innermost running module; `None` inside a loss that is not a module."""
         called = [span.invocation.function for span in reversed(self.stack)]
         return next((module for module in called if isinstance(module, nn.Module)), None)
 
     @property
     def opaque(self) -> bool:
-        """Whether a module runs that never runs but as itself, whatever it does inside."""
+        """True if a module is running that always runs as is, whatever happens inside."""
         return any(map(self._is_within, self.stack))
 
     @property
     def innermost(self) -> list[Span]:
-        """The call of the innermost module that runs, and checkpointed functions in it."""
+        """The call of the innermost running module, and checkpointed functions in it."""
         last = next((k for k, span in enumerate(reversed(self.stack)) if not span.checkpoint), 0)
         return self.stack[-last - 1 :]
 
     @property
     def outermost_branching(self) -> Span:
-        """The outermost call of those that may branch on data, or that torch runs again and that hold such a one."""
+        """The outermost call that may branch on data, or checkpointed call that contains one."""
         return next(span for span in self.stack if span.checkpoint or self._is_within(span))
 
     def _is_within(self, span: Span) -> bool:
@@ -92,14 +92,14 @@ class Spans:
 
     @property
     def path(self) -> str:
-        """The innermost module that runs."""
+        """The path of the innermost running module."""
         return self.stack[-1].path if self.stack else ""
 
     @property
     def where(self) -> str:
-        """The same, for messages."""
+        """The innermost running module, for error messages."""
         return f"module {self.path or '(root)'}"
 
     def here(self) -> str:
-        """The innermost module in whose method the caller runs."""
+        """Return the innermost module in whose method the caller runs."""
         return here(self.names, self.where)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording of a model's run consists of: torch calls in order, and the module calls around them.
+"""A recording of a model's run: torch calls in order, and the module calls around them.
 
-A *tape* is a straight line of units, one per torch call, with *spans* over it: the calls of modules, of the loss, and
-of checkpointed functions, nested as they were. Either can be played: a unit repeats one torch call, a span calls what
-was called, as it is, so that everything inside it happens as its author wrote it.
+A *tape* is a straight line of units, one per torch call, with nested *spans* over it: the calls of modules, of the
+loss, and of checkpointed functions. Either can be played: a unit repeats one torch call; a span repeats the original
+call, so that everything inside it happens as its author wrote it.
 
-A span stands for its units only if it can be called from outside: every tensor that it reads is an argument, or state
-that is put in place before; every tensor that it makes and others use is returned, or assigned to an attribute. One
-that cannot is opened, and what it consists of is played instead.
+A span can replace its units only if it can be called from outside: every tensor that it reads is an argument, or state
+put in place beforehand; every tensor that it makes and others use is returned, or assigned to an attribute. A span for
+which this does not hold is opened, and its contents are played instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionTyp
 
 
 class Invocation:
-    """A call that can be repeated with other tensors: a function, and the tree of its arguments.
+    """A call that can be repeated with other tensors: a function and the tree of its arguments.
 
     - `reads`: the values of the tensors among the arguments, each once.
     - `opaque`: the class of an argument in which tensors or state may hide; empty if there is none.
@@ -65,28 +65,28 @@ class Invocation:
 
 
 def _hides(leaf: Any) -> bool:
-    """Whether tensors or state may hide in an argument that was not taken apart."""
+    """Return whether tensors or state may hide in an argument that was not flattened."""
     if isinstance(leaf, partial):
         return any(map(_hides, taken_apart((leaf.func, leaf.args, leaf.keywords))[0]))
     return not isinstance(leaf, HARMLESS)
 
 
 def tensors_at(tree: Any) -> dict[int, Tensor]:
-    """The tensors of a tree, by the number of the leaf."""
+    """Return the tensors of a tree, by leaf number."""
     if isinstance(tree, Tensor):
         return {0: tree}
     return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, Tensor)}
 
 
 def constants_at(tree: Any) -> dict[int, Any]:
-    """The numbers, strings and flags of a tree, by the number of the leaf."""
+    """Return the numbers, strings and flags of a tree, by leaf number."""
     if isinstance(tree, Tensor):
         return {}
     return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, PLAIN)}
 
 
 def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> None:
-    """Raise `InputError` unless what a call returned besides tensors is what it was at capture."""
+    """Raise `InputError` unless a call returned the same non-tensors as at capture."""
     if expected and (got := constants_at(tree)) != expected:
         raise InputError(
             f"{where}: got {list(got.values())} among what it returned, expected {list(expected.values())} as at "
@@ -95,7 +95,7 @@ def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> Non
 
 
 def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
-    """The tensors at these leaves of what a call returned."""
+    """Return the tensors at the leaves `picks` of what a call returned; raise `InputError` if one is not a tensor."""
     if isinstance(tree, Tensor) and len(picks) == 1:
         return (tree,)
     leaves = tensors_at(tree)
@@ -117,16 +117,16 @@ class Attribute(NamedTuple):
 
 @dataclass(eq=False)
 class Span:
-    """A call whose torch calls are the units `start` to `stop`, the latter excluded.
+    """A call whose torch calls are units `start` to `stop`, excluding the latter.
 
-    - `path`, `kind`: the module's first name and its class; of a checkpointed function, those of the module around it.
-    - `returned`: the values of the returned tensors, by leaf; `constants`: what else was returned.
-    - `assigned`: tensors that were assigned to attributes meanwhile; `touched`: all attributes that were.
-    - `ticks`: from which torch call to which, those that left no unit included.
+    - `path`, `kind`: the module's first name and its class; for a checkpointed function, those of the enclosing module.
+    - `returned`: the values of the returned tensors, by leaf; `constants`: the other leaves returned.
+    - `assigned`: tensors assigned to attributes during the call; `touched`: all attributes assigned.
+    - `first_tick`, `last_tick`: the range of torch calls, including those that left no unit.
     - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function;
       `reentrant`: whether torch would differentiate it by a backward inside the backward.
-    - `branching`: whether what happens in it depends on data.
-    - `stream`: how all that is drawn in it is keyed, if that depends on data; `None` inside such a call, or outside.
+    - `branching`: whether it branches on data.
+    - `stream`: how all draws in it are keyed, if data decide what is drawn; `None` inside such a call, or outside.
     """
 
     path: str
@@ -150,7 +150,7 @@ class Span:
 
 
 class Returned(NamedTuple):
-    """What a torch call returned, in which modes it was made, and when the next one was."""
+    """The result of a torch call, the modes it was made in, and the tick of the next one."""
 
     invocation: Invocation
     modes: tuple[bool, Casts]
@@ -159,7 +159,7 @@ class Returned(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A torch call that draws random numbers: when, which function, and how it is keyed."""
+    """A torch call that draws random numbers: its tick, its function, and how it is keyed."""
 
     tick: int
     function: Any
@@ -171,19 +171,19 @@ class Draw(NamedTuple):
 class Tape:
     """A recorded run.
 
-    - `units`: the torch calls; `invocations`, `modes`, `ticks`: of each, the function and its arguments, what else it
-      depends on, and from when to when it ran.
-    - `returned`: by tick, what each torch call returned that ran inside no other, also those that left no unit.
-    - `casts`: which of the values that it reads each unit casts to another dtype, as autocast does.
-    - `spans`: the outermost spans. `streams`: those of all spans that draw from a stream.
-    - `draws`: what drew random numbers, in order, outside of streams.
-    - `told`: what read values and was answered, in order.
-    - `calls`: per function that was answered, the ticks of all its calls; `outside`: per function that draws, the ticks
-      of its calls outside of streams.
-    - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: between
-      the hooks and the first unit there may be calls that left none.
-    - `fused`: ticks at which torch's modules took their fast path, which they do only where no mode is on.
-    - `rewriters`: positions of the units that change buffers, and the memories of these.
+    - `units`: the torch calls; `invocations`, `modes`, `ticks`: for each, the function and its arguments, the modes it
+      depends on, and the ticks between which it ran.
+    - `returned`: by tick, the result of each torch call not inside another, including those that left no unit.
+    - `casts`: for each unit, the values read that it casts to another dtype, as autocast does.
+    - `spans`: the outermost spans. `streams`: all spans that draw from a stream.
+    - `draws`: the calls that drew random numbers outside of streams, in order.
+    - `told`: the calls that read values and were answered, in order.
+    - `calls`: the ticks of all calls of each function that was answered; `outside`: the ticks of the calls of each
+      function that draws, outside of streams.
+    - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: calls
+      between the hooks and the first unit may have left no unit.
+    - `fused`: ticks at which torch's modules took their fast path, which they take only where no mode is on.
+    - `rewriters`: positions of the units that change buffers, and the memory of those buffers.
     - `fakes`: the tensors of the run, by value.
     """
 
@@ -205,9 +205,9 @@ class Tape:
     fakes: Mapping[Value, Tensor]
 
     def drawn(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
-        """Return what draws from tick `first` to `last`, by function and which of its calls in that time it is.
+        """Return the draws from tick `first` to `last`, by function and its call number in that range.
 
-        What draws from a stream is left out, and so are the calls made there.
+        Leave out draws from a stream; do not count calls made there.
         """
         found = [draw for draw in self.draws if first <= draw.tick < last]
         return {(draw.function, _number(self.outside[draw.function], draw.tick, first)): draw for draw in found}
@@ -222,13 +222,13 @@ class Tape:
         return {function: _number(self.outside[function], last, first) for function in functions}
 
     def answered(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
-        """Return the answers given from tick `first` to `last`, by function and which of its calls in that time."""
+        """Return the answers given from tick `first` to `last`, by function and its call number in that range."""
         found = [told for told in self.told if first <= told.tick < last]
         return {(told.function, _number(self.calls[told.function], told.tick, first)): told.answer for told in found}
 
 
 def _number(ticks: Sequence[int], tick: int, first: int) -> int:
-    """Return how many of these ticks are from `first` to `tick`, the latter excluded."""
+    """Return how many of `ticks` are from `first` to `tick`, excluding the latter."""
     return bisect_left(ticks, tick) - bisect_left(ticks, first)
 
 

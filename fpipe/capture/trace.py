@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: the model is run once on fake tensors and recorded; what was recorded is played back, stage by stage.
+"""Front end: run the model once on fake tensors, record the run, and play it back stage by stage.
 
-Every module that lies wholly inside one stage is called as itself, with the step's parameters in place; so custom
-autograd functions, checkpointing, hooks, autocast and whatever else its author did keep working. Only what lies between
-such modules is played torch call by torch call. Uncut, the whole model is called as itself.
+A module that lies wholly inside one stage is called as is, with the step's parameters in place, so custom autograd
+functions, checkpointing, hooks, autocast and anything else its author wrote keep working. Only the code between such
+modules is played back torch call by torch call. An uncut model is called as is.
 
-The model runs on a skeleton without tensors of its own, twice, since microbatches must not depend on each other: of
-what the first run leaves behind, the second may read constants only, and must do the same. The second is recorded: what
-models do at their first call only (install hooks, fill caches) has happened then, and stays in the skeleton.
+The model runs on a skeleton that holds no tensors, and it runs twice, because microbatches must not depend on each
+other: the second run may read only constants of what the first run left behind, and must do the same work. The second
+run is the one recorded: by then, whatever models do only on their first call (install hooks, fill caches) has happened,
+and stays in the skeleton.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def trace(
 ) -> Captured:
     """Capture `model` and its loss for one microbatch; see `FrontEnd`.
 
-    The modules `whole` are never opened. Those inside the modules `opaque` may branch on data, and are not opened then.
-    `via(skeleton, recorder)` is called in the skeleton's place.
+    Modules named in `whole` are never opened. Modules inside those named in `opaque` may branch on data; one that does
+    is not opened. `via(skeleton, recorder)` returns the callable that is run instead of the skeleton.
     """
     return _Tracer(model, objective, leaves, whole, opaque, via).captured()
 
@@ -88,7 +89,7 @@ class _Tracer:
         self.seats = _seats(self.skeleton)
 
     def sources(self) -> dict[Value, tuple[Source, Tensor]]:
-        """Fresh fakes of the model's state and of the batch."""
+        """Return fresh fake tensors for the model's state and for the batch."""
         made: list[tuple[Source, Tensor]] = []
         for source, tensor in self.state:
             new = fake(self.mode, tensor, self.device)
@@ -98,7 +99,7 @@ class _Tracer:
         return dict(enumerate(made))
 
     def captured(self) -> Captured:
-        """Run the model, recorded, and see whether it would do the same again."""
+        """Run the model, record it, and check that it would do the same again."""
         recorder, loss, outputs, written, state = copy_context().run(self._settled)
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
@@ -129,9 +130,9 @@ class _Tracer:
         )
 
     def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...]]:
-        """The second of two runs, its loss and outputs, what a run changes, and what any call may change.
+        """Run the model twice; return the second run's recorder, loss and outputs, and two lists of containers.
 
-        What contexts hold is put back.
+        The first list is what a run changes, the second what any call may change. Restore what contexts hold.
         """
         original = Walk()
         original.follow([self.model])
@@ -159,7 +160,10 @@ class _Tracer:
         return recorder, loss, outputs, written, tuple(settled.held.values())
 
     def _keep_caches(self, recorder: Recorder) -> None:
-        """Leave caches in buffers that a run made of constants in their places, as what they are for every run."""
+        """Leave in place caches that a run computed from constants alone and stored in buffers.
+
+        They are the same for every run.
+        """
         constants = recorder.constants().values
         for one in recorder.reassigned.caches:
             tensor = real(recorder, one.new) if one.new in constants else None
@@ -169,7 +173,10 @@ class _Tracer:
                     seats[:] = [(table, name) for table, name in seats if (id(table), name) != place]
 
     def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
-        """The loss and the outputs of one run; raises `CaptureError` if it draws from other generators than torch's."""
+        """Return the loss and outputs of one run.
+
+        Raise `CaptureError` if it draws from generators other than torch's.
+        """
         generators = Generators()
         try:
             return self._recorded(recorder)
@@ -179,14 +186,14 @@ class _Tracer:
                 raise refusal(self._drawing() or drawing)
 
     def _drawing(self) -> Drawing | None:
-        """Who draws; another run tells."""
+        """Run once more to find out who draws."""
         generators = Generators()
         with suppress(PipelineError):
             self._recorded(Recorder(self.skeleton, self.sources(), opaque=self.opaque, generators=generators))
         return generators.drawing
 
     def _recorded(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
-        """The loss and the outputs of one run."""
+        """Return the loss and outputs of one run."""
         fakes = recorder.values.tensors
         leaves = tuple(fakes[v] for v, source in recorder.values.sources.items() if isinstance(source, Batch))
         objective, loss = self.objective, self.objective.loss
@@ -197,7 +204,7 @@ class _Tracer:
             with self._seated(fakes), self._inside(recorder):
                 made = objective(called, leaves)
                 for error in filter(None, recorder.raised):
-                    raise error  # the forward caught it
+                    raise error  # the forward swallowed it
                 recorder.require_carried()
                 for value, where in self._seats_by_value().items():
                     require_seated(recorder, value, where)
@@ -214,7 +221,7 @@ class _Tracer:
 
     @contextmanager
     def _inside(self, recorder: Recorder) -> Iterator[None]:
-        """The context in which a recorder sees what the skeleton does."""
+        """Enter the context in which a recorder sees what the skeleton does."""
         with self.mode.watched(recorder.effects), intercepted(recorder, self.skeleton, self.whole):
             yield
 
@@ -234,12 +241,12 @@ class _Tracer:
 
 
 def _is_about_values(error: Exception) -> bool:
-    """Whether an exception comes of values that fake tensors do not have, as far as its class tells."""
+    """Return whether an exception may come from values that fake tensors lack, judging by its class."""
     return not isinstance(error, LookupError | NameError | ImportError)
 
 
 def _seats(model: nn.Module) -> dict[Source, list[Seat]]:
-    """Where the modules of `model` keep each parameter and buffer, under all of its names."""
+    """Return where the modules of `model` keep each parameter and buffer, under all of its names."""
     found: dict[Source, list[Seat]] = {}
     for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
         for name, first in names(model, kind).items():
@@ -250,7 +257,7 @@ def _seats(model: nn.Module) -> dict[Source, list[Seat]]:
 
 
 def _within(spans: Sequence[Span]) -> Iterator[Span]:
-    """All spans, each before those inside it."""
+    """Yield all spans, each before the spans inside it."""
     for span in spans:
         yield span
         yield from _within(span.inner)
@@ -265,7 +272,7 @@ def _numbers(spans: Sequence[Span], wanted: Collection[Span]) -> frozenset[int]:
 
 
 def _recorded(loss: Loss, recorder: Recorder) -> Loss:
-    """A loss whose call is recorded as that of a module is."""
+    """Return the loss, with its call recorded as a module's is."""
 
     def recorded(*args: Any) -> Tensor:
         span = recorder.span("loss", type(loss), loss, args, {})
@@ -275,7 +282,10 @@ def _recorded(loss: Loss, recorder: Recorder) -> Loss:
 
 
 def _require_alike(first: Recorder, second: Recorder) -> None:
-    """Raise `CaptureError` unless a model did the same in its second run, or less: constants may have been kept."""
+    """Raise `CaptureError` unless the second run did the same as the first, or less.
+
+    It may do less because constants may have been cached.
+    """
     created = second.created() - first.created()
     assigned = first.reassigned.next.keys() != second.reassigned.next.keys()
     calls = [*zip_longest(first.varying(), second.varying(), fillvalue=("", "", ()))]
@@ -288,13 +298,16 @@ def _require_alike(first: Recorder, second: Recorder) -> None:
 
 
 def _is_alike(first: tuple[str, str, Sequence[Value]], second: tuple[str, str, Sequence[Value]]) -> bool:
-    """Compare two torch calls by module, name and state; a module that the first run made has no path in it yet."""
+    """Compare two torch calls by module, name and state.
+
+    A module created during the first run has no path there yet.
+    """
     (path, *call), (where, *again) = first, second
     return call == again and f"{where}.".startswith(f"{path}." if path else "")
 
 
 def _noting(ask: Ask, asked: list[Answer]) -> Ask:
-    """Return `ask`, which adds what it answers to `asked`."""
+    """Return `ask`, also appending each of its answers to `asked`."""
 
     def noted(question: Question) -> Answer:
         asked.append(ask(question))
@@ -304,6 +317,6 @@ def _noting(ask: Ask, asked: list[Answer]) -> Ask:
 
 
 def _repeating(asked: Iterable[Answer]) -> Ask:
-    """Return a function that gives the same answers once more, in order."""
+    """Return a function that gives the same answers again, in order."""
     answers = iter(asked)
     return lambda question: next(answers, None) or refuse_questions(question)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what a front end delivered a model? Checked for every front end, since anyone may bring one.
+"""Check that what a front end delivers is a model; run on every front end, because anyone may supply one.
 
-What is checked is the contract's invariants, as far as they can be seen without running anything: everything is made
-once and before it is read, every parameter and buffer of the model is a source, loss and outputs exist, and calls of
-modules lie inside each other. That the units compute what the model computes, only `fpipe.verify` can tell.
+The checks are the contract's invariants, as far as they can be seen without running anything: everything is made once
+and before it is read, every parameter and buffer of the model is a source, loss and outputs exist, and calls of modules
+nest. Whether the units compute what the model computes, only `fpipe.verify` can tell.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fpipe.errors import CaptureError
 def require_valid(
     captured: Any, front_end: str, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]
 ) -> None:
-    """Raise `CaptureError`, naming the front end and what is wrong, unless `captured` keeps to the contract."""
+    """Raise `CaptureError`, naming the front end and the fault, unless `captured` satisfies the contract."""
     _Check(f"front end {front_end}").captured(captured, model, objective, len(leaves))
 
 
 def name_of(front_end: FrontEnd) -> str:
-    """What to call a front end in messages."""
+    """Return what to call a front end in messages."""
     front_end = front_end.func if isinstance(front_end, partial) else front_end
     return getattr(front_end, "__qualname__", type(front_end).__name__)
 
 
 def require_made(unit: Unit, made: Any) -> None:
-    """Raise `CaptureError` unless a unit returned a tuple of one tensor for each value that it makes."""
+    """Raise `CaptureError` unless a unit returned a tuple with one tensor for each value that it makes."""
     if isinstance(made, tuple) and len(made) == len(unit.makes) and all(isinstance(one, Tensor) for one in made):
         return
     got = [type(one).__name__ for one in made] if isinstance(made, tuple) else type(made).__name__
@@ -46,13 +46,13 @@ def require_made(unit: Unit, made: Any) -> None:
 
 
 class _Check:
-    """The checks, each of which refuses in the name of the front end."""
+    """The checks, each raising errors in the name of the front end."""
 
     def __init__(self, who: str) -> None:
         self.who = who
 
     def captured(self, captured: Any, model: nn.Module, objective: Objective, leaves: int) -> None:
-        """Check all of it."""
+        """Run all checks."""
         if not isinstance(captured, Captured):
             self._refuse(f"got {type(captured).__name__}, expected a Captured", "Return one")
         self._sources(captured, model, leaves)
@@ -98,7 +98,7 @@ class _Check:
             self._refuse(f"got a constant without values for value {value}, expected a real tensor", "Keep the model's")
 
     def _units(self, captured: Captured) -> set[Value]:
-        """All values, once each was seen to be made before it is read, and once only."""
+        """Return all values; check that each is made before it is read, and only once."""
         known = set(captured.sources)
         for position, unit in enumerate(captured.units):
             if not isinstance(unit, Unit):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a recorded run, known by identity: which value each is, and where those come from that nobody made.
+"""The tensors of a recorded run, identified by `id`: the value of each, and the sources of those that no call made.
 
-All tensors that were seen are kept alive, so that identities are unique.
+All tensors seen are kept alive, so that ids stay unique.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fpipe.errors import CaptureError
 class Values:
     """Numbers tensors as they appear.
 
-    `sources` are tensors whose value is known beforehand; constants that the run meets join them. `here` says where the
-    run is.
+    `sources` are tensors whose value is known beforehand; constants that the run meets are added. `here` returns where
+    the run is.
     """
 
     def __init__(self, sources: Mapping[Value, tuple[Source, Tensor]], here: Callable[[], str]) -> None:
@@ -36,29 +36,29 @@ class Values:
         self.earlier: list[Tensor] = []
 
     def made(self, tensor: Tensor) -> Value:
-        """The value of a new tensor."""
+        """Return the value for a new tensor."""
         value = len(self.tensors)
-        with torch._C.DisableTorchFunction():  # this is no call of the model's
+        with torch._C.DisableTorchFunction():  # not a call of the model
             self.tensors[value], self.storage[value] = tensor, memory(tensor)
         self.known[id(tensor)] = value
         self.memories.add(self.storage[value])
         return value
 
     def know(self, tensors: Mapping[Value, Tensor]) -> None:
-        """Let these be the tensors of these values from now on; those that were are known still."""
+        """Make these the tensors of these values from now on; the previous ones stay known."""
         self.earlier += [self.tensors[value] for value in tensors if value in self.tensors]
-        with torch._C.DisableTorchFunction():  # this is no call of the model's
+        with torch._C.DisableTorchFunction():  # not a call of the model
             self.storage.update({value: memory(tensor) for value, tensor in tensors.items()})
         self.tensors.update(tensors)
         self.known.update({id(tensor): value for value, tensor in tensors.items()})
         self.memories.update(self.storage.values())
 
     def within(self, tree: Any) -> list[Value]:
-        """The values of the tensors in a tree, as far as they are known."""
+        """Return the values of the tensors in a tree, skipping unknown ones."""
         return [self.known[id(tensor)] for tensor in tensors_at(tree).values() if id(tensor) in self.known]
 
     def read(self, tensor: Tensor) -> Value:
-        """The value of a tensor that is used; raises `CaptureError` for one that cannot be had again."""
+        """Return the value of a tensor that is used; raise `CaptureError` if it cannot be obtained in a step."""
         if id(tensor) in self.known:
             return self.known[id(tensor)]
         self._require_constant(tensor)
@@ -86,10 +86,10 @@ class Values:
             )
 
     def parameter(self, tensor: Any) -> str:
-        """The name of the parameter that a tensor stands for; empty if it stands for none."""
+        """Return the name of the parameter that `tensor` stands for; empty if none."""
         source = self.sources.get(self.known.get(id(tensor), -1))
         return source.name if isinstance(source, Parameter) else ""
 
     def views(self) -> frozenset[Value]:
-        """The values that are views of others."""
+        """Return the values that are views of others."""
         return frozenset(value for value, tensor in self.tensors.items() if tensor._is_view())
