@@ -183,3 +183,29 @@ def test_what_asks_whether_all_is_well_is_taken_to_be_well():
     options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["rows.1"], "unsplittable": [Finite]}
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, **options)
     fpipe.verify(pipe, model, (x,), y)
+
+
+class Spelling(nn.Module):
+    """Takes a step after the other, and ends early once all rows are at their end."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        steps = []
+        for _ in range(3):
+            x = self.inner(x).tanh()
+            steps.append(x)
+            if (x.argmax(-1) == 4).all():
+                break
+        return torch.stack(steps, 1)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_loop_that_may_end_early_is_taken_to_go_on(backward):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), Spelling(), nn.Linear(4, 4)), torch.randn(4, 4)
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "unsplittable": [Spelling]}
+    pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), backward=backward, **options)
+    fpipe.verify(pipe, model, (x,))

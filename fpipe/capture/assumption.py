@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assumptions about values that fake tensors lack: false, zero, nothing found; except that `all` holds.
+"""Assumptions about values that fake tensors lack: false, zero, nothing found; except that all is finite.
 
 So `if not torch.isfinite(x).all()` takes the usual path, whose gradients are laid out in memory as on most batches.
 
@@ -35,8 +35,11 @@ from fpipe.capture.fast_paths import as_in_eager
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-OF_ALL = "_fpipe_of_all"
-"""The attribute that marks a fake tensor as the result of `all`."""
+FINITE = "_fpipe_finite"
+"""The attribute that marks a fake tensor as telling whether values are finite."""
+
+
+ASKING_FINITE = frozenset({torch.isfinite, Tensor.isfinite})
 
 
 def _none(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -72,7 +75,7 @@ def _zeros(shape: Sequence[int]) -> Any:
 
 ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
-        Tensor.__bool__: lambda tensor: hasattr(tensor, OF_ALL),
+        Tensor.__bool__: lambda tensor: hasattr(tensor, FINITE),
         Tensor.item: lambda _: 0,
         Tensor.__int__: lambda _: 0,
         Tensor.__float__: lambda _: 0.0,
@@ -93,13 +96,14 @@ def computed(function: Any, args: Any, kwargs: Any) -> Any:
     """Call a torch function; raise the same error for all that read values, conversion to numpy included."""
     if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
         raise DataDependentOutputException(function)
-    return marked(function, function(*args, **kwargs))
+    return marked(function, args, function(*args, **kwargs))
 
 
-def marked(function: Any, out: Any) -> Any:
-    """Return the result of a torch call, marked if it is of `all`."""
-    if function in (Tensor.all, torch.all) and isinstance(out, FakeTensor):
-        setattr(out, OF_ALL, True)
+def marked(function: Any, args: Any, out: Any) -> Any:
+    """Return the result of a torch call, marked if it tells whether values, or all of them, are finite."""
+    finite = function in ASKING_FINITE or (function in (Tensor.all, torch.all) and hasattr(args[0], FINITE))
+    if finite and isinstance(out, FakeTensor):
+        setattr(out, FINITE, True)
     return out
 
 
@@ -215,7 +219,7 @@ class Answers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return marked(func, func(*args, **(kwargs or {})))
+            return marked(func, args, func(*args, **(kwargs or {})))
         except UNKNOWN:
             if func not in ASSUMED:
                 raise

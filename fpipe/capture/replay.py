@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.assumption import OF_ALL
+from fpipe.capture.assumption import FINITE
 from fpipe.capture.disguise import disguised
 from fpipe.capture.fake import Fakes
 from fpipe.capture.fast_paths import as_in_eager
@@ -83,7 +83,7 @@ class Replay(TorchFunctionMode):
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
         super().__init__()
         self.tape, self.mode = tape, mode
-        self.attributes = {"_is_param", OF_ALL}.union(*mode.states.values())
+        self.attributes = {"_is_param", FINITE}.union(*mode.states.values())
         self.replayable = not self._marked()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
