@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary: what one rank can be told to do.
+"""The vocabulary: the actions one rank can run.
 
-Problem. A schedule is checked, simulated, drawn, written to files and run; all of these must mean the same thing by
-the same word.
+Problem. A schedule is checked, simulated, drawn, written to files and run, and all of these must agree on what each
+action means.
 
-Idea. An action is a small frozen tuple. One table, `KINDS`, holds every word, and what the word does to a microbatch
-(where in its life on the stage it may come, and where it leaves it) and to other stages (what crosses an edge for it).
-Text form, parser, rules, replay and lowering read that table. So the vocabulary grows by a row and by the row's handler
-in the executor, never by a second vocabulary. A field that only some actions carry has a mark of its own in the text:
-`peer` has `>` and `<`, `slice` has a dot. A replica of a stage is the same stage on another rank: the microbatch tells
-which (`schedules.placement`).
+Idea. An action is a small frozen tuple. One table, `KINDS`, lists every kind of action and its effect on a microbatch
+(the state it must be in on the stage, and the state it is left in) and on other stages (what crosses an edge). The text
+form, parser, rules, replay and lowering all read that table, so extending the vocabulary takes one row plus a handler
+in the executor, never a second vocabulary. Optional fields have their own marks in the text: `>` and `<` for `peer`,
+a dot for `slice`. A replica of a stage is the same stage on another rank; the microbatch determines which one runs it
+(`schedules.placement`).
 
 Letters used throughout: `P` ranks, `S` stages, `M` microbatches; `r` a rank, `s` and `t` stages, `i` a microbatch.
 
@@ -27,14 +27,14 @@ from schedules.errors import VocabularyError
 
 
 class Kind(NamedTuple):
-    """One word of the vocabulary.
+    """One kind of action.
 
-    - `meaning`: what it says.
-    - `mark`: stands before the peer stage in the text; empty where there is no peer.
-    - `before`, `after`: where a microbatch stands on the stage before and after: `""` not begun, `kept` with only its
-      inputs kept, `forward` with all that its backward needs, `halved` with only its weight gradient to come, `done`.
-      Both are empty for what is done once for many microbatches, and for transfers.
-    - `crosses`: what it takes from and gives to other stages: `F` values, `B` cotangents, or nothing.
+    - `meaning`: a one-line description.
+    - `mark`: the character before the peer stage in the text form; empty for actions without a peer.
+    - `before`, `after`: the state of the microbatch on the stage before and after the action: `""` not started, `kept`
+      only its inputs saved, `forward` all residuals saved, `halved` only its weight gradient still to compute, `done`.
+      Both are empty for transfers and for actions that run once for many microbatches.
+    - `crosses`: what the action exchanges with other stages: `F` values, `B` cotangents, or nothing.
     """
 
     meaning: str
@@ -69,11 +69,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 class Action(NamedTuple):
-    """One thing that one rank does: `kind`, on `stage`, for `microbatch`.
+    """One action of one rank: `kind`, on `stage`, for `microbatch`.
 
-    `peer` is the stage at the other end of a transfer; compute actions have none. `slice` is the number of a slice of
-    the microbatch's sequence, where a schedule cuts it. Build compute actions with `F B I W` and `C R G U`, and any
-    action from its text with `parse`.
+    `peer` is the stage at the other end of a transfer, and `None` for compute actions. `slice` is the index of a slice
+    of the microbatch's sequence, if the schedule cuts sequences. Build compute actions with `F B I W` and `C R G U`,
+    and any action from its text form with `parse`.
 
     >>> str(F(3, 0)), str(F(3, 0, slice=2)), str(Action("SEND_F", 2, 1, 5))
     ('3F0', '3F0.2', '2SEND_F1>5')
@@ -98,58 +98,58 @@ class Action(NamedTuple):
         return f"Action({kind!r}, {stage}, {microbatch}{'' if peer is None else f', {peer}'}{cut})"
 
 
-_new = tuple.__new__  # what Action(...) comes to, in half the time: schedules are made of these calls
+_new = tuple.__new__  # the same as Action(...) in half the time; schedules make these calls by the million
 
 
 def F(stage: int, microbatch: int, slice: int | None = None) -> Action:
-    """Forward of one microbatch, or of one slice of it, through one stage."""
+    """Return the forward of one microbatch, or of one slice of it, through one stage."""
     return _new(Action, ("F", stage, microbatch, None, slice))
 
 
 def B(stage: int, microbatch: int, slice: int | None = None) -> Action:
-    """Full backward: gradients of the stage's inputs and of its weights."""
+    """Return the full backward: gradients of the stage's inputs and weights."""
     return _new(Action, ("B", stage, microbatch, None, slice))
 
 
-def I(stage: int, microbatch: int, slice: int | None = None) -> Action:  # noqa: E743 - the field's name for it
-    """Input half of the backward: gradients of the stage's inputs only (arXiv 2401.10241, section 2, there `B`)."""
+def I(stage: int, microbatch: int, slice: int | None = None) -> Action:  # noqa: E743 - the standard name
+    """Return the input half of the backward: gradients of the inputs only (arXiv 2401.10241, section 2, there `B`)."""
     return _new(Action, ("I", stage, microbatch, None, slice))
 
 
 def W(stage: int, microbatch: int, slice: int | None = None) -> Action:
-    """Weight half of the backward: gradients of the stage's weights (arXiv 2401.10241, section 2)."""
+    """Return the weight half of the backward: gradients of the stage's weights (arXiv 2401.10241, section 2)."""
     return _new(Action, ("W", stage, microbatch, None, slice))
 
 
 def C(stage: int, microbatch: int, slice: int | None = None) -> Action:
-    """Checkpointed forward: keeps its inputs only, so that an `R` must come before the backward (arXiv 1604.06174)."""
+    """Return a checkpointed forward: it saves only its inputs, so its backward needs an `R` (arXiv 1604.06174)."""
     return _new(Action, ("C", stage, microbatch, None, slice))
 
 
 def R(stage: int, microbatch: int, slice: int | None = None) -> Action:
-    """Recomputation: the forward again, from the inputs kept, now keeping all that the backward needs."""
+    """Return the recomputation: the forward again from its saved inputs, now saving all that the backward needs."""
     return _new(Action, ("R", stage, microbatch, None, slice))
 
 
 def G(stage: int, microbatch: int, slice: int | None = None) -> Action:
-    """Sum of the gradients of all replicas of the stage; `microbatch` is the last one of the replica on this rank."""
+    """Return the sum of the gradients of all replicas; `microbatch` is the last one that this rank's replica runs."""
     return _new(Action, ("G", stage, microbatch, None, slice))
 
 
 def U(stage: int, microbatch: int, slice: int | None = None) -> Action:
-    """Update of the stage's weights with the gradients up to `microbatch` that no update has used: a new version."""
+    """Return the weight update that applies all gradients up to `microbatch` not yet applied: a new version."""
     return _new(Action, ("U", stage, microbatch, None, slice))
 
 
-_NUMBER = r"(0|[1-9][0-9]{0,17})"  # bounded: a longer one counts nothing, and int() would refuse it in its own words
+_NUMBER = r"(0|[1-9][0-9]{0,17})"  # bounded: no longer number is valid, and int() would raise its own error
 _TEXT = re.compile(rf"{_NUMBER}([A-Z_]+){_NUMBER}(?:\.{_NUMBER})?(?:([<>]){_NUMBER})?", re.ASCII)
 
 
 def parse(text: str) -> Action:
-    """Read one action from its text form.
+    """Return the action that `text` spells.
 
-    Raises `VocabularyError` for anything that `str` would not have written: unknown kinds, blanks, leading zeros, a
-    missing or superfluous peer.
+    Raise `VocabularyError` for anything `str` would not write: unknown kinds, blanks, leading zeros, a missing or
+    unexpected peer.
 
     >>> parse("1I4"), parse("5RECV_F1<2")
     (I(1, 4), Action('RECV_F', 5, 1, 2))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a schedule: the decorator, the factory it makes, and the frozen `Schedule` value.
+"""Write schedules: the decorator, the factory it returns, and the frozen `Schedule` value.
 
-Problem. The step loop of a paper is a few lines of pseudocode per rank. Written as a loop that also sends and computes
-it can only be run; written as a table it must be generated, kept and trusted.
+Problem. A paper gives the step loop as a few lines of pseudocode per rank. Code it as a loop that also sends and
+computes, and all you can do is run it; code it as a table, and the table must be generated, stored and trusted.
 
-Idea. Write the pseudocode once, as a generator of compute actions for one rank. The decorator makes a factory of it;
-calling the factory gives a value that knows its factory and arguments and nothing else, so it is hashable, pickles by
-name, prints as the call that makes it, and can produce any rank's actions again and again without keeping them.
+Idea. Write the pseudocode once, as a generator of compute actions for one rank. The decorator turns it into a factory.
+Calling the factory returns a value that holds only the factory and its arguments, so it is hashable, pickles by name,
+prints as the call that made it, and can regenerate any rank's actions at any time without storing them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SIZES = ("ranks", "microbatches", "chunks", "slices")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a schedule promises to keep within; `check` holds it to that. Each is a function of rank and arguments.
+    """Limits that a schedule declares and `check` enforces. Each is a function of the rank and the arguments.
 
-    - `memory`: the most activations that the rank holds at once, in units of its activations of one microbatch, held
-      from `F` (or `R`) to the end of `B` or `W`.
-    - `versions`: the most versions of its weights that the rank keeps at once.
+    - `memory`: the most activations the rank holds at once, in units of its activations for one microbatch. They are
+      held from `F` (or `R`) to the end of `B` or `W`.
+    - `versions`: the most weight versions the rank keeps at once.
     """
 
     memory: Callable[..., float] | None = None
@@ -46,10 +46,10 @@ UNLIMITED = Limits()
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """Who does what in which order: per rank, a generator of compute actions.
+    """A schedule: for each rank, a generator of its compute actions in order.
 
-    Two schedules are equal when the same factory made them from the same arguments; `repr` is that call, `str` the
-    picture of the timeline. `graph` is the stage graph that it is for, by default the chain (`schedules.connect`).
+    Two schedules are equal if the same factory made them from the same arguments. `repr` is that call; `str` draws the
+    timeline. `graph` is the stage graph the schedule targets, by default the chain (`schedules.connect`).
 
     >>> from schedules import one_f_one_b
     >>> s = one_f_one_b(ranks=2, microbatches=2)
@@ -69,19 +69,19 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many stages the schedule drives."""
+        """The number of stages."""
         return self.placement.stages
 
     def actions(self, rank: int) -> Actions:
-        """The compute actions of `rank`, in order, generated afresh by every call."""
+        """Return an iterator over the compute actions of `rank`, in order. Each call generates them anew."""
         return self.factory.generator(rank, **dict(self.arguments))
 
     def memory(self, rank: int) -> float:
-        """The most activations that `rank` may hold, in units of its activations of one microbatch."""
+        """Return the most activations `rank` may hold at once, in units of its activations for one microbatch."""
         return self._limit(self.limits.memory, rank)
 
     def versions(self, rank: int) -> float:
-        """The most versions of its weights that `rank` may keep."""
+        """Return the most weight versions `rank` may keep at once."""
         return self._limit(self.limits.versions, rank)
 
     def _limit(self, limit: Callable[..., float] | None, rank: int) -> float:
@@ -91,11 +91,11 @@ class Schedule:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments)
         return f"{self.factory.__name__}({arguments})"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what IPython and Hypothesis ask for
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # called by IPython and Hypothesis
         printer.text(repr(self))
 
     def __str__(self) -> str:
-        from schedules.drawing import text  # drawing looks at schedules; a schedule only asks to be drawn
+        from schedules.drawing import text  # imported late: drawing imports this module
 
         return text(self)
 
@@ -104,7 +104,7 @@ class Schedule:
 
 
 class Shape(NamedTuple):
-    """What is known of a schedule before any action is generated."""
+    """The properties of a schedule that are known before any action is generated."""
 
     ranks: int
     microbatches: int
@@ -115,10 +115,10 @@ class Shape(NamedTuple):
 
 
 class Factory(Generic[Sizes]):
-    """Makes `Schedule` values: what `@schedule` and the transforms turn a generator function into.
+    """A callable that makes `Schedule` values; `@schedule` and `@transform` turn a generator function into one.
 
-    `generator(rank, **arguments)` yields one rank's actions; `shape(arguments)` gives what `Shape` names. A factory is
-    compared and pickled by name, as the function is that it stands for.
+    `generator(rank, **arguments)` yields one rank's actions; `shape(arguments)` returns a `Shape`. A factory compares
+    and pickles by name, like the function it replaces.
     """
 
     __name__: str
@@ -133,16 +133,16 @@ class Factory(Generic[Sizes]):
     ) -> None:
         self.generator, self.signature, self.shape, self.limits = generator, signature, shape, limits
         update_wrapper(self, generator)
-        self.__signature__ = signature  # what `help` shows is what a caller gives: no rank
+        self.__signature__ = signature  # `help` shows the parameters a caller passes: no rank
 
     def __call__(self, *args: Sizes.args, **kwargs: Sizes.kwargs) -> Schedule:
-        """The schedule of these sizes."""
+        """Return the schedule for these sizes."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return self.make(tuple(bound.arguments.items()))
 
     def make(self, arguments: tuple[tuple[str, Hashable], ...]) -> Schedule:
-        """The schedule of these arguments, given whole and in order."""
+        """Return the schedule for these arguments: all of them, in signature order."""
         return Schedule(self, arguments, *self.shape(dict(arguments)), self.limits)
 
     def __repr__(self) -> str:
@@ -160,14 +160,14 @@ def schedule(
 ) -> Callable[[Callable[Concatenate[int, Sizes], Actions]], Factory[Sizes]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
-    - `placement` says where stages live. It is given those of the arguments that it takes: if the function takes
-      `chunks`, that many stages live on each rank, else as many as the placement's own default.
-    - `limits` says what the schedule keeps within.
-    - `requires` is called with the arguments, and raises `SizeError` for those for which the schedule means nothing.
-    - `backward` says whether anything comes back: a schedule without backwards is for inference.
+    - `placement` maps stages to ranks. It is called with those arguments that it accepts: if the function takes
+      `chunks`, each rank holds that many stages, otherwise as many as the placement's default.
+    - `limits` declares the schedule's memory and version limits.
+    - `requires` is called with the arguments and raises `SizeError` for sizes the schedule does not support.
+    - `backward` is false for a schedule without backwards, for inference.
 
-    If the function takes `slices`, every microbatch is cut into that many. Further parameters must be hashable. The
-    factory raises `SizeError` for sizes that are no positive integers.
+    If the function takes `slices`, every microbatch is cut into that many. Any other parameters must be hashable. The
+    factory raises `SizeError` for sizes that are not positive integers.
 
     >>> from schedules import B, F, linear, schedule
     >>> @schedule(placement=linear)
@@ -197,7 +197,10 @@ def schedule(
 
 
 def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Signature:
-    """The signature of the factory of `generator`, whose parameters must begin with `rank` and the names `first`."""
+    """Return the factory's signature: that of `generator` without `rank`.
+
+    Raise `TypeError` unless the parameters of `generator` begin with `rank` and the names in `first`.
+    """
     signature = inspect.signature(generator)
     names, expected = list(signature.parameters), ["rank", *first]
     if names[: len(expected)] != expected:

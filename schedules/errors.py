@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a schedule, as one hierarchy.
+"""The errors of schedules, in one hierarchy.
 
 `PipelineError` is the root for both packages: `except PipelineError` catches every error that fpipe or schedules
-raises on purpose. The evidence is in the exception's fields, never printed.
+raises on purpose. Evidence is kept in the exception's fields, never printed.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
 
 
 class PipelineError(Exception):
-    """Root of everything that `schedules` and `fpipe` raise on purpose."""
+    """The base class of every error that `schedules` and `fpipe` raise on purpose."""
 
 
 class VocabularyError(PipelineError, ValueError):
-    """A text is no action.
+    """A text is not an action.
 
     Raised by `parse`. Write the action as `<stage><kind><microbatch>`, as in `3F0`.
     """
 
 
 class TableError(PipelineError, ValueError):
-    """Rows of text are no schedule.
+    """Rows of text are not a schedule.
 
-    Raised by `interchange.read_csv` and `interchange.table`. The message names line and column, or the stage that
-    stands on two lines or on none. Write one line per rank, with actions such as `3F0` between commas.
+    Raised by `interchange.read_csv` and `interchange.table`. The message names the line and column, or the stage that
+    is on two lines or none. Write one line per rank, with actions such as `3F0` separated by commas.
     """
 
 
 class SizeError(PipelineError, ValueError):
-    """A schedule was asked for sizes for which it means nothing, or simulated with costs that mean nothing.
+    """A schedule got sizes it does not support, or was simulated with meaningless costs.
 
     Raised by the factories, for example by `gpipe(ranks=4, microbatches=0)`, by `Costs`, `Link` and `Sizes`, and by
-    `simulate` for costs of another number of stages. The message names the argument.
+    `simulate` for costs of a different number of stages. The message names the argument.
     """
 
     @classmethod
     def of(cls, factory: str, name: str, got: object, expected: str, repair: str) -> SizeError:
-        """The error of one argument of a factory.
+        """Return the error for one argument of a factory.
 
         >>> raise SizeError.of("dualpipe", "ranks", 3, "an even number", "Choose ranks 2 or 4.")
         Traceback (most recent call last):
@@ -51,7 +51,7 @@ class SizeError(PipelineError, ValueError):
 
 
 class GraphError(PipelineError, ValueError):
-    """A stage graph is not one: an edge runs backwards, leaves the graph, or its size is not the schedule's.
+    """A stage graph is invalid: an edge runs backward or leaves the graph, or its size differs from the schedule's.
 
     Raised by `Graph` and by everything that takes a schedule together with a graph.
     """
@@ -60,19 +60,19 @@ class GraphError(PipelineError, ValueError):
 class ProgramError(PipelineError, RuntimeError):
     """A program cannot run to its end, or computes something other than the whole model.
 
-    Raised by `schedules.meaning`, which runs programs on formulas. After a `check` that passed it is a bug of ours.
+    Raised by `schedules.interpreter`, which runs programs on formulas. If `check` has passed, it is a bug of ours.
     """
 
 
 class TimelineError(PipelineError, ValueError):
-    """A timeline has a span that ends before it starts, or that starts or ends at no time at all, or lacks a stage.
+    """A timeline lacks a stage, or has a span that ends before it starts or whose start or end is not finite.
 
-    Raised by `schedules.drawing` and `estimate`. The message names rank and action, or the stage.
+    Raised by `schedules.drawing` and `estimate`. The message names the rank and action, or the stage.
     """
 
 
 class UsageError(PipelineError, ValueError):
-    """A question on the command line makes no sense.
+    """A command line makes no sense.
 
     Raised inside `python -m schedules`, which prints it and exits with code 2.
     """
@@ -81,8 +81,8 @@ class UsageError(PipelineError, ValueError):
 class ScheduleError(PipelineError, ValueError):
     """A schedule breaks a rule.
 
-    Raised by `check`, and by `lower` and `simulate` when they meet the violation. `rank`, `position` (index in that
-    rank's actions), `action`, `rule` (the name of the function in `schedules.rules`) and `repair` say where and what.
+    Raised by `check`, and by `lower` and `simulate` when they run into the violation. `rank`, `position` (index in that
+    rank's actions), `action`, `rule` (the function's name in `schedules.rules`) and `repair` say what is wrong where.
     """
 
     def __init__(self, rule: str, rank: int, position: int, action: Action | None, problem: str, repair: str) -> None:

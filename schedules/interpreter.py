@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule does compute: schedules and programs run on formulas, without torch.
+"""Interpret schedules and programs on formulas, without torch, to see what they compute.
 
-Problem. Only a run shows that every value reaches its user and that the ranks finish; a run on machines shows it for
-their buffers and their timing.
+Problem. Only a run shows that every value reaches its consumer and that the ranks finish, and a run on real machines
+shows it only for their buffers and their timing.
 
-Idea. Everything that waits to be used is a *parcel* on some rank: a value, a cotangent, what a stage keeps for later.
-An action takes the parcels that it uses, waiting for them, and makes others. Sends and receives are posted and never
-block; `WAIT` waits for its send, and may be left out. What comes out is compared with `schedules.meaning.whole`.
+Idea. Everything that waits to be used is a *parcel* on some rank: a value, a cotangent, a stage's saved state. An
+action takes the parcels it uses, waiting for them, and makes others. Sends and receives are posted and never block;
+`WAIT` waits for its send and may be left out. The result is compared with `schedules.meaning.whole`.
 
-Nothing here is taken from the rules, the replay or the lowering: it is what they are held against.
+It shares no logic with the rules, the replay or the lowering: they are tested against it.
 
 Invariants. A parcel is used once. At the end no parcel, no send and no receive is left.
 """
@@ -33,7 +33,7 @@ from schedules.wiring import graph_of
 
 
 def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:
-    """Run a schedule as it is, every value being at once where it is needed. Raises as `interpret` does.
+    """Run a schedule without transfers: every value is at once where it is needed. Raise what `interpret` raises.
 
     >>> from schedules import chain, gpipe
     >>> from schedules.meaning import whole
@@ -45,13 +45,13 @@ def ideal(schedule: Schedule, graph: Graph | None = None) -> Meaning:
 
 
 def interpret(program: Lowered, network: Network) -> Meaning:
-    """Run a lowered program. Raises `ProgramError` where it cannot go on, or ends with something left over."""
+    """Run a lowered program. Raise `ProgramError` if it gets stuck or ends with anything left over."""
     streams = [program.actions(rank) for rank in range(program.schedule.ranks)]
     return _Run(program.schedule, program.graph, streams, Links(network)).finish()
 
 
 def prove(schedule: Schedule, graph: Graph | None = None) -> None:
-    """Raise `ProgramError` unless the schedule, and its program over either network, computes the whole model.
+    """Raise `ProgramError` unless the schedule, and its program over both networks, computes the whole model.
 
     >>> from schedules import one_f_one_b
     >>> prove(one_f_one_b(ranks=4, microbatches=8))
@@ -62,28 +62,28 @@ def prove(schedule: Schedule, graph: Graph | None = None) -> None:
 
 
 def require_whole(meaning: Meaning, schedule: Schedule, graph: Graph) -> None:
-    """Raise `ProgramError` unless this is what the whole model computes in a step of the schedule's sizes."""
+    """Raise `ProgramError` unless `meaning` is what the whole model computes in a step of the schedule's sizes."""
     meaning.require(graph, schedule.microbatches, schedule.slices, schedule.backward)
 
 
-Steps: TypeAlias = Generator[Parcel, None, None]  # yields what it waits for, again and again until it is there
+Steps: TypeAlias = Generator[Parcel, None, None]  # yields the parcel it waits for until that arrives
 
 
 class _Run:
-    """One run of all ranks in turn. Without links, a parcel is at once on the rank of its target."""
+    """One run of all ranks, in turn. Without links, a parcel is at once on its target's rank."""
 
     def __init__(self, schedule: Schedule, graph: Graph, streams: list[Iterator[Action]], links: Links | None) -> None:
         self.schedule, self.graph, self.streams, self.links = schedule, graph, streams, links
         self.placement = schedule.placement
         self.held: list[dict[Parcel, Formula]] = [{} for _ in streams]
-        self.sent: list[dict[Action, None]] = [{} for _ in streams]  # invariant: those that have not had their WAIT
+        self.sent: list[dict[Action, None]] = [{} for _ in streams]  # invariant: sends without their WAIT so far
         self.outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
         self.sums = Sums(schedule, graph.stages)
-        self.copied: dict[Parcel, Formula] = {}  # gradients of tied parameters that an update has taken
+        self.copied: dict[Parcel, Formula] = {}  # gradients of tied parameters that an update took
         self.at = [""] * len(streams)
 
     def finish(self) -> Meaning:
-        """Step the ranks in turn until all have ended; a round in which none moves is a deadlock."""
+        """Step the ranks in turn until all have ended. Return the outcome; a round without progress is a deadlock."""
         running = {rank: self._rank(rank) for rank in range(len(self.streams))}
         while running:
             before = [*self.at]
@@ -140,7 +140,7 @@ class _Run:
         return needed(action, self.graph, self.schedule.slices)
 
     def _pair(self, rank: int, first: Action, second: Action | None) -> Steps:
-        """A fused pair: the data of both must be there before either begins."""
+        """Run a fused pair: the inputs of both must be there before either begins."""
         if second is None or second.kind not in ("B", "I") or not self._holds(rank, second):
             raise self._cannot(rank, "Put the B or I that it overlaps with directly behind it.")
         for parcel in (*self._needed(first), *self._needed(second)):
@@ -169,7 +169,7 @@ class _Run:
         self._put(rank, output, Parcel("residuals", s, s, i, part))
 
     def _pull(self, rank: int, action: Action) -> Generator[Parcel, None, Formula]:
-        """Make the cotangents; returns the term that is left to add to the gradient."""
+        """Make the cotangents and return the term to add to the weight gradient."""
         _, s, i, _, part = action
         kept = yield from self._take(rank, *self._needed(action))
         later = [Parcel("later", s, s, i, part)] if part else []
@@ -206,7 +206,7 @@ class _Run:
         sums.settle(s, rank, partials)
 
     def _update(self, rank: int, action: Action) -> Steps:
-        """Update a stage's weights, when the gradients of those that other stages hold too are complete."""
+        """Update a stage's weights once the gradients of the parameters it shares with other stages are complete."""
         t = action.stage
         for route, homes in enumerate(self.placement.routes):
             for s in self.graph.shared_by[t] if homes[t] == rank and self.schedule.backward else ():
@@ -239,7 +239,7 @@ class _Run:
         yield from ()
 
     def _other_end(self, source: int, parcel: Parcel) -> int:
-        """The rank that a parcel from rank `source` goes to: of the target stage, or of its other replica."""
+        """Return the rank a parcel from rank `source` goes to: the target stage's, or that of the other replica."""
         if parcel.source != parcel.target:
             return self.placement.home(parcel.target, parcel.microbatch)
         return next((rank for rank in self.placement.replicas(parcel.source) if rank != source), source)
@@ -277,7 +277,7 @@ class _Run:
             held[parcel] = value
 
     def _copies(self, s: int, t: int) -> tuple[Formula, ...]:
-        """Route by route, the gradient of the parameters of `s` on the rank of `t`, received or there anyway."""
+        """Return, for each route, the gradient of `s`'s parameters on the rank of `t`, received or local."""
         return tuple(self._copy(s, t, route) for route in range(len(self.placement.routes)))
 
     def _copy(self, s: int, t: int, route: int) -> Formula:

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a schedule and a stage graph to a program: transfers inserted, ready to run.
+"""Lower a schedule for a stage graph: insert the transfers, so that the program is ready to run.
 
-Problem. A schedule never mentions a transfer, but a rank must post every send and receive itself, and both ends of a
-channel must do so in the same order, early enough that nobody waits for a post.
+Problem. A schedule never mentions a transfer, but every rank must post its own sends and receives, and both ends of a
+channel must post in the same order, early enough that neither waits for the other's post.
 
 Idea. A channel is a directed pair (source rank, target rank). A send follows the action that makes its value. Receives
 are posted in the sender's order, which the receiver finds by replaying the sender's generator, and at least one compute
-action ahead of their use. Waiting happens inside the consuming action, so it has no word of its own.
+action before their use. The consuming action waits for its receives itself, so the vocabulary has no wait for them.
 
-A send's buffer must stay until the transfer is done, and asking costs a wait. But when a message arrives that the
-receiver made after consuming an earlier send of ours, that send is done for certain: `WAIT` then returns at once. What
-no message vouches for is waited for at the end.
+A send buffer must live until the transfer completes, and asking whether it has costs a wait. But once we consume a
+message that the peer made after consuming one of our sends, that send has completed: its `WAIT` returns at once. Sends
+that no message vouches for are waited for at the end.
 
-Gradients travel once a step. A replica's leaves after its last weight gradient, for the `G` of the other replica; that
-of a tied parameter leaves when it is complete, for the other stages that hold copies: for their `U`, or for the end.
+Gradients travel once per step. A replica's gradient leaves after its last weight gradient, for the `G` of the other
+replica. A tied parameter's gradient leaves when it is complete, for the other stages that hold copies; they consume it
+in their `U`, or at the end of the step.
 
-So receive buffers are few, however many microbatches there are. While an action runs, those wait that the next one
-uses, and those that are sent before these on the same channel and used later: one or two, three beside fused pairs.
+So receive buffers are few, whatever the number of microbatches. While an action runs, the pending receives are those
+the next action uses, plus any sent earlier on the same channel but used later: one or two, or three beside fused pairs.
 
-Invariants. Per channel, sends and receives are the same messages in the same order. Every receive has one consumer on
-its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
+Invariants. On each channel, sends and receives are the same messages in the same order. Every receive has one consumer
+on its rank. Every send is followed by exactly one `WAIT`. `W` never communicates. A fused pair stays together.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from schedules.wiring import graph_of
 
 LOOK_AHEAD = 1
 Message: TypeAlias = tuple[str, int, int, int, int | None]
-"""What is carried (`F` value, `B` cotangent, `G` gradient), from which stage, microbatch, for which stage, slice."""
+"""The payload (`F` value, `B` cotangent, `G` gradient), source stage, microbatch, target stage and slice."""
 
 
-_new = tuple.__new__  # actions and steps by the million
+_new = tuple.__new__  # fast: actions and steps are made by the million
 
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule lowered for one stage graph. `actions(rank)` generates one rank's compute actions and transfers.
+    """A schedule lowered for one stage graph; `actions(rank)` generates one rank's compute actions and transfers.
 
     >>> from schedules import lower, one_f_one_b
     >>> program = lower(one_f_one_b(ranks=2, microbatches=1))
@@ -62,7 +63,7 @@ class Program:
 
     @cached_property
     def channels(self) -> tuple[tuple[int, int], ...]:
-        """Every directed pair of ranks between which something travels, in ascending order."""
+        """Every directed pair of ranks between which a message travels, in ascending order."""
         placement, graph = self.schedule.placement, self.graph
         found = set[tuple[int, int]]()
         for homes in placement.routes:
@@ -75,28 +76,28 @@ class Program:
         return tuple(sorted((a, b) for a, b in found if a != b))
 
     def __str__(self) -> str:
-        """The picture of its schedule's timeline along its graph."""
-        from schedules.drawing import text  # drawing looks at programs; a program only asks to be drawn
+        """Draw the timeline of the schedule on this graph."""
+        from schedules.drawing import text  # imported late: drawing imports modules that import this one
 
         return text(self.schedule, graph=self.graph)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The lowered actions of `rank`, in order, generated afresh by every call."""
+        """Return an iterator over the lowered actions of `rank`, in order. Each call generates them anew."""
         return _Lowering(self, rank).actions()
 
 
 def lower(schedule: Schedule, graph: Graph | None = None) -> Program:
-    """Insert the transfers that `graph` (by default the chain of stages) asks of `schedule`.
+    """Return `schedule` with the transfers that `graph` (by default the chain of stages) requires.
 
-    Lazy: the work is done by `Program.actions`, one rank at a time, in memory that does not grow with the number of
-    microbatches. The schedule must pass `check` for the same graph; where it does not, its actions may raise
-    `ScheduleError`. Raises `GraphError` if the sizes differ.
+    Lowering is lazy: `Program.actions` does the work, one rank at a time, in memory that does not grow with the number
+    of microbatches. The schedule must pass `check` for the same graph; otherwise its actions may raise `ScheduleError`.
+    Raise `GraphError` if the schedule and the graph differ in their number of stages.
     """
     return Program(schedule, graph_of(schedule, graph))
 
 
 class Step(NamedTuple):
-    """An action, or a fused pair, with the messages that it waits for and those that leave after it."""
+    """An action or a fused pair, the messages it waits for, and the messages sent after it."""
 
     position: int
     actions: tuple[Action, ...]
@@ -105,9 +106,9 @@ class Step(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One kind of action on one stage: what it takes and gives over a channel, with the stage at the other end.
+    """What one kind of action on one stage takes and gives over channels, as pairs of payload and peer stage.
 
-    `closes` says that the stage's gradient travels when its last action of such a kind is done.
+    `closes` is true if the action may exchange gradients: it may complete the stage's gradient, or use others'.
     """
 
     taken: tuple[tuple[str, int], ...]
@@ -116,7 +117,7 @@ class _Row(NamedTuple):
 
 
 class Steps:
-    """The steps of `rank`, with all its messages, or with only those that it exchanges with rank `other`."""
+    """The steps of `rank`, with all its messages, or only those it exchanges with rank `other`."""
 
     def __init__(self, program: Program, rank: int, other: int | None = None) -> None:
         self.schedule, self.graph, self.rank, self.other = program.schedule, program.graph, rank, other
@@ -143,11 +144,11 @@ class Steps:
         )
 
     def _across(self, rank: int) -> bool:
-        """Whether what goes to or comes from `rank` is among the messages looked at."""
+        """Return whether messages to and from `rank` cross a channel and are among those wanted."""
         return rank != self.rank and self.other in (None, rank)
 
     def _replicas(self, s: int) -> list[int]:
-        """The routes on which another rank works on stage `s`."""
+        """Return the routes on which another rank runs stage `s`."""
         return [route for route, homes in enumerate(self.routes) if homes[s] != self.rank]
 
     def _units(self, s: int) -> int:
@@ -156,18 +157,18 @@ class Steps:
         return sum(each) * self.schedule.slices
 
     def _last(self, route: int) -> int:
-        """The last microbatch of a route: it names the messages that travel once."""
+        """Return the last microbatch of a route, which names the messages sent once per step."""
         return range(route, self.schedule.microbatches, len(self.routes))[-1]
 
     def __iter__(self) -> Iterator[Step]:
-        """Every step; last, without action, the gradients of tied parameters that end the step of this rank."""
+        """Yield every step, then one without actions that waits for the remaining gradients of tied parameters."""
         R, rows, opener, position = len(self.routes), self.rows, None, -1
         nothing: list[Message] = []
         for position, action in enumerate(self.schedule.actions(self.rank)):
             kind, s, i, _, part = action
             taken, given, closes = rows[kind][s if R == 1 else s * R + i % R]
             waits = sends = nothing
-            for what, p in taken:  # mostly one, for which a comprehension would be slow
+            for what, p in taken:  # mostly one message, for which a comprehension is slow
                 waits = [*waits, (what, p, i, s, part)]
             for what, t in given:
                 sends = [*sends, (what, s, i, t, part)]
@@ -187,7 +188,7 @@ class Steps:
         yield Step(position + 1, (), [copy for t in left for copy in self._copies(t)], nothing)
 
     def _partials(self, kind: str, s: int) -> Iterator[Message]:
-        """What a sum over replicas waits for, or an update of what other stages hold too."""
+        """Yield the gradients that a `G` waits for, or a `U` of parameters that other stages share."""
         if kind == "U" and s not in self.copied:
             self.copied.add(s)
             yield from self._copies(s)
@@ -197,7 +198,7 @@ class Steps:
                     yield "G", s, self._last(route), s, None
 
     def _complete(self, kind: str, s: int) -> Iterator[Message]:
-        """What leaves with the action that completes this rank's gradient of stage `s`, or that of all replicas."""
+        """Yield the gradients to send after the action that completes stage `s` on this rank or over all replicas."""
         if kind == "U":
             return
         self.left[s] -= kind != "G"
@@ -215,7 +216,7 @@ class Steps:
                 )
 
     def _copies(self, t: int) -> Iterator[Message]:
-        """The gradients of tied parameters of stage `t` that other stages have computed."""
+        """Yield the gradients of stage `t`'s tied parameters that other ranks send."""
         for route, homes in enumerate(self.routes if self.schedule.backward else ()):
             if homes[t] == self.rank:
                 owners = (s for s in self.graph.shared_by[t] if self._across(homes[s]))
@@ -223,7 +224,7 @@ class Steps:
 
 
 class _Lowering:
-    """The state of lowering one rank: which receives are posted, which sends are still out."""
+    """The state of lowering one rank: which receives are posted and which sends are outstanding."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.schedule, self.rank = program, program.schedule, rank
@@ -233,7 +234,7 @@ class _Lowering:
         self.out: dict[Message, None] = {}
 
     def actions(self) -> Iterator[Action]:
-        """Receives run one compute action ahead; sends follow their action; what is vouched for is let go."""
+        """Yield receives one compute action early, sends after their action, and `WAIT`s as soon as they are free."""
         try:
             yield from self._actions()
         except KeyError:
@@ -251,7 +252,7 @@ class _Lowering:
         yield from (_new(Action, (_WAIT[what], s, i, t, part)) for what, s, i, t, part in self.out)
 
     def _post(self, step: Step) -> list[Action]:
-        """Receives of what the step waits for, each source's in its order, up to the last that is needed."""
+        """Return the receives to post for the step, in each source's send order, up to the last one needed."""
         posts: list[Action] = []
         routes, posted = self.routes, self.posted
         for message in step.waits:
@@ -270,7 +271,7 @@ class _Lowering:
         return posts
 
     def _run(self, step: Step) -> list[Action]:
-        """The step's actions, its sends, and the waits for those sends that what it consumed has vouched for."""
+        """Return the step's actions, its sends, and a `WAIT` for each send that the messages it consumed vouch for."""
         words = [*step.actions]
         out, posted = self.out, self.posted
         for message in step.sends:
@@ -298,7 +299,7 @@ class _Lowering:
         return ScheduleError("ordered", self.rank, step.position, next(iter(step.actions), None), problem, repair)
 
     def _messages(self, source: int) -> Iterator[tuple[Message, list[Message]]]:
-        """What `source` sends to this rank, in its order, each with the messages of ours that it has consumed since."""
+        """Yield what `source` sends here, in order, each with the messages of ours it has consumed since the last."""
         consumed: list[Message] = []
         for _, _, waits, sends in Steps(self.program, source, self.rank):
             consumed += waits
@@ -308,7 +309,7 @@ class _Lowering:
 
 
 def transfer(word: str, message: Message) -> Action:
-    """The `SEND`, `RECV` or `WAIT` of a message.
+    """Return the `SEND`, `RECV` or `WAIT` action of a message.
 
     >>> str(transfer("RECV", ("F", 0, 3, 1, None)))
     '1RECV_F3<0'

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where stages live: a placement maps every stage to a rank.
+"""Placements: which rank holds each stage.
 
-A placement is a function `(ranks, chunks) -> Placement`; `chunks` is the number of stages that each rank holds. Give
-one to `@schedule(placement=...)`, or write your own that returns a `Placement`.
+Placements are made by functions `(ranks, chunks) -> Placement`, where `chunks` is the number of stages per rank. Pass
+one to `@schedule(placement=...)`, or write your own.
 
-In a bidirectional schedule every stage lives on two ranks. Which of its replicas works on a microbatch is a matter of
-the microbatch alone: microbatch `i` takes route number `i mod R` of `R` routes, a route being one home for every stage.
-So stage and microbatch still name an action, and a transfer's two ends are still known from its text.
+In a bidirectional schedule every stage lives on two ranks, and the microbatch alone determines which replica runs it:
+microbatch `i` takes route `i mod R` of `R` routes, where a route assigns one rank to every stage. So stage and
+microbatch still identify an action, and a transfer's text still determines both of its ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from schedules.errors import SizeError
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage `s` lives on rank `homes[s]`, of `ranks` ranks, and for a second route on that which a mirror names.
+    """A map from stages to ranks: stage `s` is on rank `homes[s]`, and for a second route on rank `mirrors[0][s]`.
 
-    Raises `SizeError` for a rank that does not exist, or more than two routes.
+    Raise `SizeError` for a rank that does not exist, or more than two routes.
 
     >>> vee(ranks=3, chunks=2).homes
     (0, 1, 2, 2, 1, 0)
@@ -44,20 +44,20 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.homes)
 
     @cached_property
     def routes(self) -> tuple[tuple[int, ...], ...]:
-        """Per route, the home of every stage; microbatch `i` takes route `i mod len(routes)`."""
+        """For each route, the rank of every stage; microbatch `i` takes route `i mod len(routes)`."""
         return (self.homes, *self.mirrors)
 
     def home(self, stage: int, microbatch: int) -> int:
-        """The rank on which `stage` works on `microbatch`."""
+        """Return the rank that runs `stage` for `microbatch`."""
         return self.routes[microbatch % len(self.routes)][stage]
 
     def replicas(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold `stage`, each once, in the order of routes: the order in which gradients are added.
+        """Return the ranks that hold `stage`, each once, in route order, which is the order gradients are added in.
 
         >>> bidirectional(ranks=3).replicas(0), bidirectional(ranks=3).replicas(1)
         ((0, 2), (1,))
@@ -65,7 +65,7 @@ class Placement:
         return tuple(dict.fromkeys(route[stage] for route in self.routes))
 
     def route(self, stage: int, rank: int) -> int:
-        """The first route on which `rank` holds `stage`."""
+        """Return the first route on which `rank` holds `stage`."""
         return [homes[stage] for homes in self.routes].index(rank)
 
     @cached_property
@@ -77,7 +77,7 @@ class Placement:
         return tuple(tuple(stages) for stages in held)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, in stage order.
+        """Return the stages that `rank` holds, in order.
 
         >>> looped(ranks=2, chunks=2).stages_on(1)
         (1, 3)
@@ -86,14 +86,14 @@ class Placement:
 
 
 class Place(Protocol):
-    """What `@schedule` takes as `placement`: a function of `ranks`, and of other sizes of the schedule by name."""
+    """The type of `placement` in `@schedule`: a function of `ranks`, and of other sizes of the schedule by name."""
 
     def __call__(self, ranks: int) -> Placement:
-        """Place stages on `ranks` ranks."""
+        """Return a placement on `ranks` ranks."""
 
 
 def linear(ranks: int, chunks: int = 1) -> Placement:
-    """Contiguous runs of stages: with one chunk, stage `s` on rank `s` (GPipe, arXiv 1811.06965).
+    """Return contiguous runs of stages: with one chunk, stage `s` on rank `s` (GPipe, arXiv 1811.06965).
 
     >>> linear(ranks=2, chunks=2).homes
     (0, 0, 1, 1)
@@ -102,7 +102,7 @@ def linear(ranks: int, chunks: int = 1) -> Placement:
 
 
 def looped(ranks: int, chunks: int = 1) -> Placement:
-    """Round and round: stage `s` on rank `s mod P` (Megatron's interleaved schedule, arXiv 2104.04473, section 2.2).
+    """Return a round robin: stage `s` on rank `s mod P` (Megatron's interleaving, arXiv 2104.04473, section 2.2).
 
     >>> looped(ranks=2, chunks=2).homes
     (0, 1, 0, 1)
@@ -111,7 +111,7 @@ def looped(ranks: int, chunks: int = 1) -> Placement:
 
 
 def vee(ranks: int, chunks: int = 2) -> Placement:
-    """There and back, again and again: each pass over the ranks turns round (V-shaped, arXiv 2405.15362, section 3).
+    """Return a zigzag: alternate chunks go up and down the ranks (V-shaped, arXiv 2405.15362, section 3).
 
     >>> vee(ranks=2, chunks=2).homes
     (0, 1, 1, 0)
@@ -121,7 +121,7 @@ def vee(ranks: int, chunks: int = 2) -> Placement:
 
 
 def wave(ranks: int, waves: int = 1) -> Placement:
-    """There and back, `waves` times: a vee of `2 * waves` chunks (Hanayo, arXiv 2308.15762).
+    """Return `waves` passes up and back down the ranks: a vee of `2 * waves` chunks (Hanayo, arXiv 2308.15762).
 
     >>> wave(ranks=2, waves=2).homes
     (0, 1, 1, 0, 0, 1, 1, 0)
@@ -130,7 +130,7 @@ def wave(ranks: int, waves: int = 1) -> Placement:
 
 
 def bidirectional(ranks: int, chunks: int = 1) -> Placement:
-    """Two routes: even microbatches go down the ranks, odd ones up (Chimera, arXiv 2107.06925, section 3).
+    """Return two opposite routes, for even and odd microbatches (Chimera, arXiv 2107.06925, section 3).
 
     >>> bidirectional(ranks=3).routes
     ((0, 1, 2), (2, 1, 0))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks played together: in which order everything can happen, and when.
+"""Play all ranks together: in which order actions can run, and when each one ends.
 
-Checking, simulating and drawing ask the same question: if each rank keeps its own order and waits for its data, how far
-do the ranks come, and when is each action done? `replay` answers it in one loop over all actions, holding only what is
-in flight. A rank is played until it must wait for a crossing; who makes that crossing puts it on the stack of those
-that can go on. The latest is played first, while what it was given is still at hand.
+Checking, simulating and drawing ask the same question: if each rank runs its actions in order and waits for its inputs,
+how far does each rank get, and when does each action end? `replay` answers it in one loop over all actions, holding
+only what is in flight. A rank is played until it blocks on a crossing; the rank that produces that crossing pushes it
+back onto the stack of runnable ranks. The stack is last in, first out, so a rank resumes soon after its input arrives.
 
-A fused pair is one: it begins when the data of both its actions are there, and what either made leaves when it ends.
+A fused pair runs as one action: it starts once the inputs of both actions are there, and both outputs leave at its end.
 
-Invariant: no rank waits for what has arrived.
+Invariant: no rank waits for something that has arrived.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Token: TypeAlias = tuple[str, int, int]
 Gives: TypeAlias = tuple[tuple[Crossing, float], ...]
 Pending: TypeAlias = tuple[Gives, int] | tuple[()]
 BATCH = 1024
-_BAD = (KeyError, TypeError, ValueError)  # what comes of taking something else for an action
+_BAD = (KeyError, TypeError, ValueError)  # raised when a generator yields something other than an action
 
 
 class Span(NamedTuple):
-    """`rank` was busy with `action` from `start` to `end`; or waited for it, if it is a transfer.
+    """The time from `start` to `end` that `rank` spent running `action`, or waiting for it if it is a transfer.
 
-    A simulation has no spans of waits: a rank waits wherever it is not busy.
+    Simulations have no spans for waits: a rank waits whenever it is not busy.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waited for a transfer: `RECV` for what it needed, `WAIT` for a send to be done.
+        """True if the rank waited for a transfer: `RECV` for an input, `WAIT` for a send to complete.
 
         >>> from schedules import F, parse
         >>> Span(1, F(1, 0), 2, 3).waits, Span(1, parse("1RECV_F0<0"), 0, 2).waits
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 def needs(action: Action, graph: Graph) -> list[Token]:
-    """The tokens that must exist before `action` can run; `(what, stage, microbatch)` names what a stage has made.
+    """Return the tokens that must exist before `action` can run; `(what, stage, microbatch)` names a stage's output.
 
     >>> from schedules import B, F, chain
     >>> needs(F(1, 0), chain(3)), needs(B(1, 0), chain(3))
@@ -70,20 +70,20 @@ def needs(action: Action, graph: Graph) -> list[Token]:
 
 
 def makes(action: Action) -> Token:
-    """The token that exists once `action` has run."""
+    """Return the token that exists once `action` has run."""
     word = KINDS[action.kind]
     return (word.crosses or action.kind, action.stage, action.microbatch)
 
 
 class Played:
-    """How far the ranks have come, rank by rank.
+    """The progress of the replay; every attribute is indexed by rank.
 
-    - `streams`, `heads`: the actions to come, and the first of them, `None` at the end; `partners`: the one behind it,
-      where that has been read.
-    - `waits`: the crossing that the rank waits for.
-    - `draws`: the rank's own random numbers, for jitter.
+    - `heads`: the next action, `None` at the end; `partners`: the one after it, if it has been read; `streams`: the
+      rest.
+    - `waits`: the crossing the rank is blocked on.
+    - `draws`: the rank's random numbers, for jitter.
     - `begin`, `clock`: when the first action began and the last one ended; `busy`: the time spent in actions.
-    - `held`, `peak`: memory now, and the most so far.
+    - `held`, `peak`: current and peak memory.
     """
 
     def __init__(self, streams: Sequence[Iterator[Action]], seed: int) -> None:
@@ -100,11 +100,11 @@ class Played:
 def replay(
     schedule: Schedule, streams: Sequence[Iterator[Action]], wires: Wires, costs: Costs, spans: bool = True
 ) -> Generator[list[Span], None, Played]:
-    """Play the actions of all ranks to the end; yields spans in batches, as data allow; returns what was played.
+    """Play the actions of all ranks to the end, yield spans in batches, and return the final `Played`.
 
-    `streams[r]` yields the actions of rank `r`. Raises `ScheduleError` (rule `ordered`) where the ranks block each
-    other, or wait for something that nobody makes. Linear in the number of actions; memory is what is in flight. With
-    `spans` false, it yields nothing.
+    `streams[r]` yields the actions of rank `r`. Spans come in an order the data dependencies allow; none if `spans` is
+    false. Raise `ScheduleError` (rule `ordered`) if the ranks deadlock or wait for something no rank makes. Time is
+    linear in the number of actions; memory is proportional to what is in flight.
     """
     try:
         played = Played(streams, costs.seed)
@@ -119,16 +119,16 @@ def replay(
     return played
 
 
-def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: every call in it would be paid for by every action
+def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs time on every action
     schedule: Schedule, played: Played, wires: Wires, costs: Costs, spans: bool
 ) -> Iterator[list[Span]]:
-    """Play until every rank has ended or waits."""
+    """Play until every rank has ended or is blocked."""
     slices, R, jitter = schedule.slices, len(schedule.placement.routes), costs.jitter
     batch: list[Span] = []
     ready = [*reversed(range(len(wires)))]
     while ready:
         rank = ready.pop()
-        pending: Pending = ()  # what the first action of a pair made
+        pending: Pending = ()  # outputs of the first action of a pair
         rows, stream, action = wires[rank], played.streams[rank], played.heads[rank]
         now, busy, held, peak = played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank]
         while action is not None:
@@ -184,7 +184,7 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: every call in it would 
 
 
 def _leave(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
-    """Send what the first action of a pair made, now that the pair has ended."""
+    """Send the outputs of the first action of a pair, now that the pair has ended."""
     for crossing, delay in gives:
         crossing.arrived[unit] = now + delay
         if crossing.wanted == unit:
@@ -193,7 +193,7 @@ def _leave(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
 
 
 def _partner(schedule: Schedule, played: Played, rank: int, rows: dict[str, dict[int, Row]]) -> float:
-    """When the data of the second action of a fused pair are there, or infinity: the pair begins as one."""
+    """Return when the inputs of a fused pair's second action are there, or infinity if they are not: the pair waits."""
     if played.partners[rank] is None:
         played.partners[rank] = next(played.streams[rank], None)
     action, latest = played.partners[rank], 0.0
@@ -210,10 +210,11 @@ def _partner(schedule: Schedule, played: Played, rank: int, rows: dict[str, dict
 
 
 def _stuck(schedule: Schedule, played: Played) -> ScheduleError:
-    """Follow who waits for whom, from the lowest blocked rank, until somebody waits in vain or the circle closes.
+    """Return the error for a replay that is stuck.
 
-    The rest of every rank is read first: a stream that breaks a rule of its own further on says so, and that is the
-    cause. A circle is blamed only if each of its ranks would get to what the next one needs.
+    Follow the waits from the lowest blocked rank until a rank waits for something never made, or a cycle closes. First
+    read the rest of every stream: if one breaks a rule further on, it raises, and that is the cause. A cycle is blamed
+    only if each of its ranks would eventually make what the previous one needs.
     """
     ahead = [[a for a in (head, partner) if a] for head, partner in zip(played.heads, played.partners, strict=True)]
     rest = [[*some, *stream] for some, stream in zip(ahead, played.streams, strict=True)]
@@ -244,7 +245,7 @@ def _stuck(schedule: Schedule, played: Played) -> ScheduleError:
 
 
 def _gives(action: Action, crossing: Crossing, schedule: Schedule) -> bool:
-    """Whether `action` makes what is wanted of `crossing`."""
+    """Return whether `action` produces what `crossing` waits for."""
     word = KINDS[action.kind]
     if action.stage != crossing.source:
         return False
@@ -254,7 +255,7 @@ def _gives(action: Action, crossing: Crossing, schedule: Schedule) -> bool:
 
 
 def unit_of(action: Action, slices: int) -> int:
-    """The number of the microbatch, or of its slice, among all of the step.
+    """Return the index, within the step, of the action's microbatch or slice: slices are numbered across microbatches.
 
     >>> unit_of(Action("F", 0, 2, slice=1), slices=4)
     9

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a schedule correct: the rules, one named function each, and `check`, which applies them all.
+"""The rules a correct schedule obeys, one named function each, and `check`, which applies them all.
 
-A rule is a generator that passes one rank's actions on and raises `ScheduleError` at the first that breaks it. Rules
-are therefore stacked like filters: one pass over each rank's generator, nothing kept but what is in flight. The last
-rule, `ordered`, is `replay` itself: it looks at all ranks together. Programs have rules of their own on top
-(`schedules.channels`).
+A rule is a generator that passes on one rank's actions and raises `ScheduleError` at the first that breaks it. So rules
+stack like filters: one pass over each rank's generator, keeping only what is in flight. The last rule, `ordered`, is
+`replay` itself, which looks at all ranks together. Lowered programs obey further rules (`schedules.channels`).
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _ALMOST = 1e-9  # limits may be sums of fractions
 
 
 def forward_before_backward(progress: Progress, actions: Actions) -> Actions:
-    """Per stage and microbatch: first `F`, then `B` or `I`, then, after an `I`, its `W`; nothing twice.
+    """Require `F`, then `B` or `I`, then `W` after an `I`, for each stage and microbatch; nothing twice.
 
-    A checkpointed forward `C` is followed by its recomputation `R`, which then stands for the `F`.
+    A checkpointed forward `C` must be followed by its recomputation `R`, which then counts as the `F`.
     """
     life, works = progress.life, progress.work
     for position, action in enumerate(actions):
@@ -59,7 +58,7 @@ def forward_before_backward(progress: Progress, actions: Actions) -> Actions:
 
 
 def _no_backward(action: Action) -> tuple[str, str]:
-    """What is wrong with this kind where nothing comes back, and the repair."""
+    """Return the problem with this kind of action in a schedule without backwards, and the repair."""
     problem = "is for a backward, and nothing comes back in this schedule"
     return problem, f"Write {action._replace(kind='F')}." if KINDS[action.kind].crosses == "F" else f"Drop {action}."
 
@@ -80,7 +79,7 @@ def _disorder(work: Work, action: Action, stands: str) -> tuple[str, str]:
 
 
 def complete(progress: Progress, actions: Actions) -> Actions:
-    """Every stage sees every microbatch, forward and backward."""
+    """Require every stage to run every microbatch, forward and backward."""
     length = 0
     for action in actions:
         length += 1
@@ -103,7 +102,7 @@ _MISSING = {
 
 
 def fused(progress: Progress, actions: Actions) -> Actions:
-    """An `OVERLAP_F` stands directly before the `B` or `I` that it overlaps with, of another stage or microbatch."""
+    """Require a `B` or `I` of another stage or microbatch directly after every `OVERLAP_F`, to overlap with it."""
     opener, position = None, -1
     for position, action in enumerate(actions):
         if opener is not None:
@@ -121,12 +120,12 @@ _APART = "Put a B or I of another stage or microbatch directly behind the OVERLA
 
 
 def sliced(progress: Progress, actions: Actions) -> Actions:
-    """Of one microbatch on one stage, slices go forward in ascending order, then backward in descending order.
+    """Require slices to go forward in ascending order, then backward in descending order, per microbatch and stage.
 
-    A slice attends to those before it, so its forward needs theirs, and its backward the cotangents of those behind it.
+    A slice attends to earlier slices, so its forward needs theirs, and its backward the cotangents of later ones.
     """
     k = progress.schedule.slices
-    passed: dict[tuple[int, int, str], int] = {}  # how many slices have gone this way, of what is in flight
+    passed: dict[tuple[int, int, str], int] = {}  # how many slices of each microbatch in flight have run
     for position, action in enumerate(actions):
         kind, s, i, _, part = action
         if way := KINDS[kind].crosses:
@@ -143,7 +142,7 @@ def sliced(progress: Progress, actions: Actions) -> Actions:
 
 
 def within_memory(progress: Progress, actions: Actions) -> Actions:
-    """The rank never holds more activations than the schedule's limit says."""
+    """Require the rank to hold no more activations than the schedule's limit."""
     schedule, held, position = progress.schedule, 0.0, -1
     unit = schedule.slices * schedule.stages / schedule.ranks
     limit = schedule.memory(progress.rank) * unit + _ALMOST
@@ -158,7 +157,7 @@ def within_memory(progress: Progress, actions: Actions) -> Actions:
 
 
 def versions(schedule: Schedule, rank: int) -> dict[int, int]:
-    """Per stage on `rank`, the most versions of its weights that are kept at once; 1 without updates.
+    """Return, for each stage on `rank`, the most weight versions kept at once; 1 without updates.
 
     >>> from schedules import pipedream
     >>> versions(pipedream(ranks=3, microbatches=8), rank=0)
@@ -174,7 +173,7 @@ RULES: tuple[Rule, ...] = (forward_before_backward, complete, fused, reduced, up
 
 
 def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
-    """The rules that say something of this schedule, beyond what may stand in it at all."""
+    """Return the rules that apply to this schedule, beyond those on which actions it may contain at all."""
     further = (sliced,) * (schedule.slices > 1) + (within_memory,) * (schedule.limits.memory is not None)
     return RULES + further
 
@@ -182,11 +181,10 @@ def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
 def check(plan: Schedule | Lowered, graph: Graph | None = None) -> None:
     """Raise `ScheduleError` unless the schedule is correct for the stage graph (by default the chain of its stages).
 
-    Correct means: it has every compute action exactly once and on the right rank, keeps within its own limits, and all
-    ranks together can finish without waiting for each other in a circle. A lowered program is checked for its own
-    graph, and its transfers too: every message is sent, received and used once, both ends of a channel post in the same
-    order, and nobody waits in vain. The error names rank, position, action, rule and repair. One pass over all actions;
-    what is in flight is kept, nothing else.
+    A correct schedule runs every compute action exactly once, on the right rank, within its own limits, and without
+    deadlock. A lowered program is checked for its own graph, including its transfers: every message is sent, received
+    and used once, both ends of a channel post in the same order, and no rank waits forever. The error names the rank,
+    position, action, rule and repair. `check` makes one pass over all actions and keeps only what is in flight.
 
     >>> from schedules import B, F, check, one_f_one_b, schedule
     >>> check(one_f_one_b(ranks=4, microbatches=8))
@@ -215,7 +213,7 @@ Add 0F0 before it, or move it behind.
 
 
 def _checked(book: Progress) -> Actions:
-    """The actions of one rank, through all the rules."""
+    """Return the actions of one rank, filtered through all the rules."""
     schedule, rank = book.schedule, book.rank
     actions = placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank)))
     for rule in rules_of(schedule):

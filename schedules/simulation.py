@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a schedule takes and what it holds, without running it.
+"""Simulate a schedule: its time and memory, without running it.
 
-Problem. Whether a schedule is good depends on the costs; trying it on machines is slow.
+Problem. Whether a schedule is good depends on the costs, and trying it on real machines is slow.
 
-Idea. `replay` plays all ranks: an action starts when its rank is free and its last value has arrived. A timeline is a
-stream of `Span`s; `summarize` folds it, whether it was simulated or measured, and `simulate` does so on the way.
-Nothing is kept but what is in flight.
+Idea. `replay` plays all ranks: an action starts once its rank is free and its last input has arrived. A timeline is a
+stream of `Span`s. `summarize` folds one, simulated or measured; `simulate` folds it as it goes and keeps only what is
+in flight.
 
-From its first action to its last a rank is busy, or waits for others, or, where the timeline was measured, is about to
-post transfers.
+Between its first action and its last, a rank is busy or waiting for others; in a measured timeline it may also be
+posting transfers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ UNITS: Final = Sizes()
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a timeline amounts to.
+    """The totals of a timeline.
 
     - `makespan`: from the first start to the last end on any rank.
     - `span`: the longest time from one rank's first start to its last end (arXiv 2401.10241, section 5.3).
     - `busy`: per rank, the time spent in actions.
-    - `waited`: per rank, the time from its first action to its last that it waited for others.
-    - `peak_memory`: per rank, the most that was held at once; without sizes in units of one rank's activations of one
-      microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights are counted too, once
-      for each version of them that is kept.
+    - `waited`: per rank, the time spent waiting for others between its first action and its last.
+    - `peak_memory`: per rank, the most memory held at once. Without sizes, in units of one rank's activations for one
+      microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights count too, once for
+      each version kept.
     """
 
     makespan: float
@@ -52,25 +52,25 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of `span` in which the busiest rank idles."""
+        """The fraction of `span` in which the busiest rank is idle."""
         return max(0.0, self.span - max(self.busy)) / self.span if self.span else 0.0
 
     @property
     def bubble_of_makespan(self) -> float:
-        """Share of `makespan` in which the busiest rank idles: also before its first action and after its last."""
+        """The fraction of `makespan` in which the busiest rank is idle, including before its first action."""
         return max(0.0, self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Per rank, the part of the makespan in which it does nothing."""
+        """Per rank, the part of the makespan in which it is idle."""
         return tuple(self.makespan - busy for busy in self.busy)
 
 
 def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Iterator[Span]:
-    """The simulated timeline, as a stream in an order in which data allow it; per rank in the order of time.
+    """Yield the simulated timeline in an order the data dependencies allow; each rank's spans come in time order.
 
-    Raises `ScheduleError` if the ranks block each other, or do what is no compute action or out of order on its stage.
-    Memory is what is in flight.
+    Raise `ScheduleError` if the ranks deadlock, or if an action is not a compute action or is out of order on its
+    stage. Memory is proportional to what is in flight.
     """
     books = [Progress(schedule, rank) for rank in range(schedule.ranks)]
     streams = [forward_before_backward(book, schedule.actions(book.rank)) for book in books]
@@ -81,9 +81,9 @@ def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Itera
 def simulate(
     schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None, sizes: Sizes | None = None
 ) -> Timeline:
-    """Simulate `schedule` and sum it up. What it says of a schedule that does not pass `check` means nothing.
+    """Simulate `schedule` and return the totals, which are meaningful only for a schedule that passes `check`.
 
-    Raises `ScheduleError` where the ranks block each other, and `SizeError` for costs of another number of stages.
+    Raise `ScheduleError` if the ranks deadlock, and `SizeError` for costs of a different number of stages.
 
     >>> from schedules import one_f_one_b
     >>> timeline = simulate(one_f_one_b(ranks=4, microbatches=8), Costs(F=1, B=2))
@@ -101,10 +101,11 @@ def simulate(
 
 
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
-    """Fold a timeline of `schedule`, simulated or measured, that has at least one span per rank, per rank in order.
+    """Return the totals of a simulated or measured timeline of `schedule`.
 
-    Waits are not busy, and `makespan` and `span` go from action to action. A timeline without spans of waits is taken
-    for one in which a rank waited wherever it was not busy, as a simulated one.
+    It must have at least one span per rank, and each rank's spans in order. Waits do not count as busy, and `makespan`
+    and `span` run from the first action to the last. If a timeline has no spans for waits, like a simulated one, a rank
+    is taken to have waited whenever it was not busy.
 
     >>> from schedules import B, F, gpipe, parse
     >>> measured = [Span(0, F(0, 0), 0, 1), Span(0, parse("0RECV_B0<1"), 1.5, 5), Span(0, B(0, 0), 5, 7)]
@@ -133,10 +134,10 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
 
 
 def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
-    """Per rank, what it holds from which time on, as pairs of time and level, in the order of time.
+    """Return, for each rank, its memory over time as `(time, level)` pairs in time order.
 
-    Upwards when an action starts, downwards when it ends, and the units are those of `Timeline.peak_memory`; weights
-    apart. A peak that lasts no time stands before the level that follows it, at the same time. `timeline` is as for
+    Levels rise when an action starts and fall when one ends. Units are those of `Timeline.peak_memory`, without
+    weights. A peak of zero duration comes before the level that follows it, with the same time. `timeline` is as for
     `summarize`.
 
     >>> from schedules import gpipe
@@ -153,9 +154,9 @@ def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes 
 
 
 def levels(changes: Iterable[tuple[float, float]]) -> Levels:
-    """Return the levels that changes lead to, given as pairs of time and growth in the order of time.
+    """Return the `(time, level)` pairs that result from `(time, growth)` pairs in time order.
 
-    Of several levels at one time those stay that no later one reaches: a peak that lasts no time is seen, too.
+    Of several levels at the same time, keep each one that no later one reaches, so a peak of zero duration shows.
 
     >>> levels([(0, 1), (1, 2), (1, -3), (2, 1), (2, 1)])
     ((0, 1.0), (1, 3.0), (1, 0.0), (2, 2.0))
@@ -178,7 +179,7 @@ def _timeline(
     peak: list[float],
     waited: list[float] | None,
 ) -> Timeline:
-    """Sum up; without `waited`, ranks waited wherever they were not busy."""
+    """Return the totals; without `waited`, ranks waited whenever they were not busy."""
     lasted = [f - b if b < inf else 0.0 for f, b in zip(finish, begin, strict=True)]
     if waited is None:
         waited = [max(0.0, whole - at_work) for whole, at_work in zip(lasted, busy, strict=True)]
@@ -191,7 +192,7 @@ def _timeline(
 
 
 def _weights(schedule: Schedule, rank: int, sizes: Sizes) -> float:
-    """The weights that `rank` keeps."""
+    """Return the size of the weights on `rank`, counting every version kept."""
     if not sizes.weight:
         return 0
     return sum(kept * of_stage(sizes.weight, stage) for stage, kept in versions(schedule, rank).items())

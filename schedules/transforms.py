@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules made from schedules.
+"""Transforms: schedules made from schedules.
 
-Problem. Splitting the backward, or leaving it out, is the same edit whatever the schedule; written into every family it
-would be there once per family.
+Problem. Splitting the backward, or leaving it out, is the same edit for any schedule; coded into the families, it would
+be repeated in each of them.
 
-Idea. A transform is a generator function like a schedule, but for the one that it changes in place of sizes. The result
-is an ordinary `Schedule`, whose factory is the transform and whose argument is the schedule given: it prints as the
-calls that make it, compares, pickles, and may be transformed again. Nothing is generated before it is asked for.
+Idea. A transform is a generator function like a schedule's, but takes a schedule in place of sizes. The result is an
+ordinary `Schedule` whose factory is the transform and whose argument is the original schedule: it prints as the calls
+that made it, compares, pickles, and can be transformed again. Actions are generated only on demand.
 
-Invariant: ranks, microbatches, slices, placement and stage graph are those of the schedule given.
+Invariant: ranks, microbatches, slices, placement and stage graph are those of the original schedule.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def transform(
 def transform(generator: Any = None, *, limits: Limits = UNLIMITED, backward: bool = True) -> Any:
     """Turn a generator function `(rank, schedule, ...)` into a function from schedules to schedules.
 
-    Further parameters must be hashable. `limits` says what the result keeps within, given the arguments; `KEPT` are
-    those of the schedule given. Without `backward`, the result is for inference. What it makes raises `TypeError` for
-    anything that is no `Schedule`.
+    Any other parameters must be hashable. `limits` declares the limits of the result, as functions of the arguments;
+    `KEPT` means those of the original schedule. If `backward` is false, the result is for inference. The resulting
+    function raises `TypeError` for anything but a `Schedule`.
 
     >>> from schedules import check, gpipe, transform
     >>> @transform
@@ -79,7 +79,7 @@ KEPT = Limits(
 
 @transform(limits=KEPT)
 def split_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
-    """Every `B` as `I`, immediately followed by `W`: cotangents leave before the weight gradients are computed.
+    """Split every `B` into `I` and `W`, one right after the other, so cotangents leave before weight gradients run.
 
     Gradients accumulate in the same order.
 
@@ -99,11 +99,11 @@ def split_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
 
 @transform(limits=KEPT)
 def merge_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
-    """Every `I` as a full `B`, every `W` left out: `merge_backward(split_backward(s))` has the actions of `s`.
+    """Replace every `I` by a full `B` and drop every `W`: `merge_backward(split_backward(s))` has the actions of `s`.
 
-    Legal wherever the schedule is, since a `B` makes all that its `I` made and needs no more. Gradients now accumulate
-    in the order of the `I`. Generating the actions raises `ScheduleError` for a `W` without its `I` before it, and for
-    an `I` whose `W` never comes: leaving those out would hide that rule being broken.
+    The result is correct if the schedule is, since a `B` makes all that its `I` made and needs no more. Gradients now
+    accumulate in the order of the `I`. Generating the actions raises `ScheduleError` for a `W` without an earlier `I`,
+    and for an `I` whose `W` never comes: merging would hide the broken rule.
 
     >>> from schedules import one_f_one_b
     >>> s = one_f_one_b(ranks=2, microbatches=2)
@@ -111,7 +111,7 @@ def merge_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 0 |F0 F1 .  .  B0    .  B1    |
     rank 1 |.  F0 B0    F1 B1    .  .  |
     """
-    owed: dict[Action, None] = {}  # invariant: one W for each I so far that has not had it
+    owed: dict[Action, None] = {}  # invariant: the W of each I so far whose W has not come
     position = -1
     for position, action in enumerate(schedule.actions(rank)):
         kind, stage, i, _, part = action
@@ -131,16 +131,15 @@ def merge_backward(rank: int, schedule: Schedule) -> Iterator[Action]:
 
 @transform(limits=Limits(memory=lambda rank, schedule, memory: memory, versions=KEPT.versions))
 def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Action]:
-    """Weight gradients as late as `memory` lets them be, in units of a rank's activations of one microbatch.
+    """Defer weight gradients as far as `memory` allows, in units of a rank's activations for one microbatch.
 
-    What holds a `W` back is the room between the rank's own peak and `memory`, so with room for `n` more activations
-    every `W` moves to the place of the `n`th one after it, and the last `n` to the end, before any `U`, or
-    before the `G` that uses them. Where cotangents arrive in the meantime, those go first; and the ranks that wait at
-    the end have work.
-    Gradients accumulate in the same order.
+    The room to defer a `W` is the difference between `memory` and the rank's own peak. With room for `n` more
+    activations, every `W` moves to the place of the `n`th `W` after it, and the last `n` to the end, before any `U`, or
+    before the `G` that uses them. Cotangents that arrive in the meantime go first, and ranks that would idle at the end
+    have work. Gradients accumulate in the same order.
 
-    The peak is what the schedule declares; if it declares none, what the rank's actions come to, which are then
-    generated twice. Generating them raises `SizeError` where it is more than `memory`.
+    The peak is the one the schedule declares. If it declares none, the rank's actions are generated twice, the first
+    time to count it. Generating the actions raises `SizeError` if the peak exceeds `memory`.
 
     >>> from schedules import one_f_one_b
     >>> print(defer_weights(split_backward(one_f_one_b(ranks=2, microbatches=3)), memory=2))
@@ -161,7 +160,7 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
                 yield owed.popleft()
             continue
         if kind in ("G", "U"):
-            used = {stage} if kind == "G" else {late.stage for late in owed}  # an update may use what stages share
+            used = {stage} if kind == "G" else {late.stage for late in owed}  # an update may use stages' shared weights
             yield from (late for late in owed if late.stage in used)
             owed = deque(late for late in owed if late.stage not in used)
         yield action
@@ -169,7 +168,7 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
 
 
 def _peak(schedule: Schedule, rank: int) -> float:
-    """The most activations that the rank holds at once: as declared, else as counted."""
+    """Return the most activations the rank holds at once, as declared or else as counted."""
     if isfinite(schedule.memory(rank)):
         return schedule.memory(rank)
     growth = {kind: Sizes().growth(kind, 0) for kind in KINDS}
@@ -178,7 +177,7 @@ def _peak(schedule: Schedule, rank: int) -> float:
 
 
 def _each(schedule: Schedule) -> float:
-    """How many activations one microbatch has on a rank, on average where ranks differ."""
+    """Return the number of activations one microbatch has on a rank, on average if ranks differ."""
     return schedule.slices * schedule.stages / schedule.ranks
 
 
@@ -187,10 +186,11 @@ _ALMOST = 1e-9  # limits may be sums of fractions
 
 @transform(limits=KEPT)
 def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = None) -> Iterator[Action]:
-    """Checkpointed forwards on these stages, on all by default, each recomputed directly before its backward.
+    """Checkpoint the forwards on `stages`, by default all, and recompute each directly before its backward.
 
-    A stage then holds its inputs from `C` on and its activations from `R` on (arXiv 1604.06174). A forward overlapped
-    with a backward is taken apart from it. What is recomputed already stays as it is, and so does what never returns.
+    A stage then holds its inputs from `C` on and its activations only from `R` on (arXiv 1604.06174). A forward
+    overlapped with a backward is separated from it. Forwards that are already checkpointed, and schedules without
+    backwards, stay unchanged.
 
     >>> from schedules import one_f_one_b
     >>> print(recompute(one_f_one_b(ranks=2, microbatches=2)))
@@ -202,8 +202,8 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
         expected = f"a tuple of stages from 0 to {schedule.stages - 1}"
         raise SizeError.of("recompute", "stages", stages, expected, "Name stages that the schedule has, as in (0, 2).")
     chosen = (every if stages is None else stages) if schedule.backward else ()
-    kept = set[Action]()  # invariant: what is checkpointed here and not yet recomputed
-    pair: tuple[Action, ...] = ()  # a forward whose partner comes next
+    kept = set[Action]()  # invariant: the R of each forward checkpointed here and not recomputed yet
+    pair: tuple[Action, ...] = ()  # a fused forward, held until its partner
     for action in schedule.actions(rank):
         kind, stage, i, _, part = action
         if kind in ("F", "OVERLAP_F") and stage in chosen:
@@ -223,7 +223,7 @@ def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = No
 
 @transform(backward=False)
 def forwards(rank: int, schedule: Schedule) -> Iterator[Action]:
-    """The forwards alone, in the order of the schedule: what evaluation runs. Nothing is kept for a backward.
+    """Keep only the forwards, in the schedule's order, as evaluation does. Nothing is saved for a backward.
 
     >>> from schedules import one_f_one_b
     >>> print(forwards(one_f_one_b(ranks=2, microbatches=3)))

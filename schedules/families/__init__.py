@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of the literature, one file per family."""
+"""Schedules from the literature, one module per family."""
 
 from schedules.families.asynchronous import pipedream, pipedream_2bw
 from schedules.families.bidirectional import chimera, dualpipe, dualpipe_v

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No flush: weights are updated while microbatches are in flight.
+"""No flush: update weights while microbatches are in flight.
 
-Idea. A step of training need not wait for the pipeline to drain. A rank updates its weights as soon as it has a
-gradient, and keeps the versions that microbatches in flight began with, so that each goes backward through the weights
-that it went forward through. The price is memory for versions, and gradients of weights that are not the newest.
+Idea. A training step need not wait for the pipeline to drain. A rank updates its weights as soon as it has a gradient,
+and stashes the versions that microbatches in flight started with, so that each runs its backward with the weights of
+its forward. The price is memory for the versions, and stale gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _in_flight(rank: int, ranks: int, microbatches: int) -> int:
 def pipedream(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """PipeDream: 1F1B that updates after every backward and stashes weights (arXiv 1806.03377, section 3.3).
 
-    Without a flush a rank idles only before its first and after its last microbatch, for `(P - 1) (F + B)`, however
-    many there are. Peak memory: `min(P - r, M)` microbatches on rank `r`, and at most as many versions of its weights:
-    the newest, and those that the `P - r - 1` microbatches then in flight began with.
+    Without a flush, a rank idles only before its first microbatch and after its last, for `(P - 1) (F + B)`, whatever
+    the number of microbatches. Peak memory: `min(P - r, M)` microbatches on rank `r`, and at most as many versions of
+    its weights: the newest, and those that the other `P - r - 1` microbatches in flight started with.
 
     >>> print(pipedream(ranks=2, microbatches=3))
     rank 0 |F0 F1 .  .  B0   uF2 B1   u.  B2   u|
@@ -56,9 +56,9 @@ def _enough_to_outlive(ranks: int, microbatches: int, accumulate: int) -> None:
 def pipedream_2bw(rank: int, ranks: int, microbatches: int, accumulate: int = 8) -> Iterator[Action]:
     """PipeDream-2BW: 1F1B that updates after every `accumulate` microbatches (arXiv 2006.09503, section 3.1).
 
-    Idle time and peak memory are those of `pipedream`, but for the weights: every microbatch that an update overtakes
-    began with the version before it, so two versions do. The last update is of what is left over. `accumulate` must be
-    at least `P`.
+    Idle time and peak memory are those of `pipedream`, except for the weights: every microbatch in flight at an update
+    started with the version just before it, so two versions are enough. The last update uses the remaining gradients.
+    `accumulate` must be at least `P`.
 
     >>> print(pipedream_2bw(ranks=2, microbatches=4, accumulate=2))
     rank 0 |F0 F1 .  .  B0    F2 B1   uF3 B2    .  B3   u|

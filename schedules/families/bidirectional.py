@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Microbatches enter at both ends: every stage lives on two ranks, and two pipelines fill each other's idle time.
 
-Each direction by itself is 1F1B, in Chimera unit by unit; the members differ in how a rank merges the two. Even
-microbatches go down the ranks and odd ones up, so that rank `r` does for one what rank `P - 1 - r` does for the other.
+Each direction by itself is 1F1B (in Chimera, one unit after another); the members differ in how a rank merges the two.
+Even microbatches go down the ranks and odd ones up, so rank `r` does for one what rank `P - 1 - r` does for the other.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def _unit_at_once(rank: int, ranks: int, microbatches: int) -> float:
 
 @schedule(placement=bidirectional, limits=Limits(memory=_unit_at_once), requires=_even("chimera"))
 def chimera(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Two pipelines that never want a rank at the same time (Chimera, arXiv 2107.06925, sections 3.1 and 3.5).
+    """Two pipelines that never need a rank at the same time (Chimera, arXiv 2107.06925, sections 3.1 and 3.5).
 
-    With `F = B`, 1F1B lets microbatch `k` of its direction enter at time `2k`, and its passes on stage `s` begin at
-    `2k + s` and `2k + 2P - 1 - s`. `P` is even, so one direction has the even times of a rank where the other has the
-    odd ones; and `P / 2` microbatches of each, a unit, leave no time free until the next unit enters at `2P`. A rank
-    does its passes in the order of these times, whatever they cost ("direct concatenation" of units).
+    With `F = B`, microbatch `k` of a direction enters its 1F1B at time `2k`, and its passes on stage `s` begin at
+    `2k + s` and `2k + 2P - 1 - s`. `P` is even, so on each rank one direction takes the even times and the other the
+    odd ones, and `P / 2` microbatches of each, a unit, fill all slots until the next unit enters at `2P`. A rank runs
+    its passes in the order of these times, whatever they cost ("direct concatenation" of units).
 
-    Idle time per rank: `(P - 2) (max(F, B) + (M / P - 1) |F - B|)` where `P` divides `M`; with `F = B` and a last unit
+    Idle time per rank: `(P - 2) (max(F, B) + (M / P - 1) |F - B|)` if `P` divides `M`; with `F = B` and a last unit
     of `m` microbatches, `(2P - 2 - 2 floor(m / 2)) F`. Peak memory: `min(P / 2, P - r) + min(P / 2, r + 1)`
-    microbatches on rank `r`, where each direction has as many. `P` must be even.
+    microbatches on rank `r`, if each direction has that many. `P` must be even.
 
     >>> print(chimera(ranks=4, microbatches=4))
     rank 0 |0F0 0F2 .   3F1 3B1     3F3 3B3     .   0B0     .   .   0B2    g|
@@ -60,7 +60,7 @@ def chimera(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def _block(stage: int, ranks: int, microbatches: range) -> Iterator[Iterator[tuple[int, Action]]]:
-    """The forwards and the backwards of a stage, each with the time at which it begins if all take equally long."""
+    """Yield the forwards, then the backwards, of a stage, each with its start time if all passes take equally long."""
     yield ((_enters(i, ranks) + stage, F(stage, i)) for i in microbatches)
     yield ((_enters(i, ranks) + 2 * ranks - 1 - stage, B(stage, i)) for i in microbatches)
 
@@ -80,9 +80,9 @@ def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     The first and last backwards are split, so that cotangents leave early and weight gradients fill the gaps.
 
     Idle time per rank, with `FB` for the time of a pair: `(P / 2 - 1) (FB + B - 3W)` for even `M >= 2P - 2`,
-    `B = I + W` and `F = I >= W`; where pairs gain, that is in the middle, and others idle less. An odd `M` takes as
-    long as `M + 1`. Peak memory: `min(P - r, ceil(M / 2)) + min(r + 1, floor(M / 2))` microbatches on rank `r`, so
-    `P + 1` from `M = 2P` on. `P` must be even. Where `M < 2P - 2`, the passes of those that are missing are left out.
+    `B = I + W` and `F = I >= W`; if pairs save time, that holds in the middle, and other ranks idle less. An odd `M`
+    takes as long as `M + 1`. Peak memory: `min(P - r, ceil(M / 2)) + min(r + 1, floor(M / 2))` microbatches on rank
+    `r`, so `P + 1` from `M = 2P` on. `P` must be even. If `M < 2P - 2`, the passes of missing microbatches are skipped.
 
     >>> print(dualpipe(ranks=4, microbatches=6))
     rank 0 |0F0 0F2 0F4 3F1 3I1 3W1 3F3 3B3     .   .   3F5&0B0     3B5     0I2 0W2 0I4 0W4g|
@@ -105,11 +105,12 @@ def _two_chunks(rank: int, ranks: int, microbatches: int) -> float:
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """`dualpipe` of twice the ranks and microbatches, folded in the middle: one replica of each stage, in a V.
 
-    Rank `r` does for all microbatches what the upper half's rank `r` does in `dualpipe` for those of either direction
+    Rank `r` does for all microbatches what rank `r` of the upper half does in `dualpipe` for those of each direction
     ("cut in half", Sea AI Lab 2025, https://huggingface.co/blog/ufotalent/cut-in-half).
 
-    Idle time per rank, for the times of one chunk: `(P - 1) (FB + B - 3W)` for `M >= 2P - 1`, else as there. Peak
-    memory: `(min(2P - r, M) + min(r + 1, M)) / 2` microbatches on rank `r`, so `P + 1/2` from `M = 2P` on.
+    Idle time per rank, for the times of one chunk: `(P - 1) (FB + B - 3W)` for `M >= 2P - 1`, otherwise as in
+    `dualpipe`. Peak memory: `(min(2P - r, M) + min(r + 1, M)) / 2` microbatches on rank `r`, so `P + 1/2` from
+    `M = 2P` on.
 
     >>> print(dualpipe_v(ranks=2, microbatches=3))
     rank 0 |0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1     .   .   3F2&0B0     3B2     0I1 0W1 0I2 0W2 |
@@ -120,7 +121,7 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 def _overlapped(actions: list[Action]) -> list[Action]:
-    """Two passes as a fused pair."""
+    """Return two passes as a fused pair, and one as it is."""
     return actions if len(actions) < 2 else [actions[0]._replace(kind="OVERLAP_F"), actions[1]]
 
 
@@ -128,9 +129,10 @@ Pass: TypeAlias = tuple[str, int, int, int]
 
 
 def _dualpipe(place: int, stages: int, rounds: int) -> Iterator[list[Pass]]:
-    """The steps of the rank `place` ranks from an end, for `rounds` microbatches from either end.
+    """Yield the steps of the rank at distance `place` from the nearer end, for `rounds` microbatches from each end.
 
-    A pass is `(kind, stage, side, number)`: side 0 is the nearer end, and numbers count what enters there.
+    A pass is `(kind, stage, side, number)`: side 0 is the nearer end, and `number` counts the microbatches entering at
+    that side.
     """
     begun = {(forward, side): count() for forward in (True, False) for side in (0, 1)}
     owed = deque[Pass]()
@@ -147,14 +149,14 @@ def _dualpipe(place: int, stages: int, rounds: int) -> Iterator[list[Pass]]:
 
 
 def _steps(place: int, stages: int, rounds: int) -> Iterator[str]:
-    """The eight steps: passes with their sides, two in one word if they overlap; `W` is the oldest one owed."""
+    """Yield the eight phases as words: passes with their sides, two per word if they overlap; `W` is the oldest due."""
     inward = stages // 2 - 1 - place
     main = rounds - stages + 1 + place
     last = [*_times(place + 1, "B1 B0")]
     yield from _times(2 * inward, "F0")
     yield from _times(place + 1, "F0 F1")
     yield from _times(inward, "I1 W F1")
-    if not inward and main:  # in the middle the first pair would only wait
+    if not inward and main:  # on the middle ranks, the first pair would only wait
         yield from _times(1, "F0 B1 F1B0")
         main -= 1
     yield from _times(main, "F0B1 F1B0")

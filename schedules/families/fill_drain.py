@@ -15,7 +15,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965, section 2.3).
 
     Idle time per rank: `(P - 1) (F + B)`. Peak memory: the activations of all `M` microbatches on every rank.
-    Backwards run in ascending order, so that gradients accumulate as in the loop on one device.
+    Backwards run in ascending order, so gradients accumulate as in a loop on one device.
 
     >>> print(gpipe(ranks=2, microbatches=3))
     rank 0 |F0 F1 F2 .  .  .  B0    B1    B2    |
@@ -29,9 +29,9 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 @schedule(placement=linear, backward=False)
 def forward_only(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """Forwards, and nothing comes back: inference (the fill of GPipe, arXiv 1811.06965, section 2.3).
+    """Forwards only, for inference (the fill of GPipe, arXiv 1811.06965, section 2.3).
 
-    Idle time per rank: `(P - 1) F`. Peak memory: none, since nothing is kept for a backward.
+    Idle time per rank: `(P - 1) F`. Peak memory: none, since nothing is saved for a backward.
 
     >>> print(forward_only(ranks=2, microbatches=3))
     rank 0 |F0 F1 F2 .  |

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An order found for given costs and memory, by playing all ranks forward in time.
+"""Search for an order for given costs and memory by playing all ranks forward in time.
 
-Idea (arXiv 2401.10241, section 3.1). Microbatch by microbatch, every rank does a forward and then an input half, and a
-weight half where it would wait long enough for one, or has no memory left. What is a matter of taste, how many forwards
-to do at first, whether a forward may be skipped so that a backward comes sooner, and whether to fill a gap that is too
-short, is tried both ways: the best of the eight orders is taken.
+Idea (arXiv 2401.10241, section 3.1). Microbatch by microbatch, every rank runs a forward and then an input half, plus a
+weight half whenever it would otherwise wait long enough for one or is out of memory. Three heuristic choices are tried
+both ways: how many forwards to run at first, whether to skip a forward so that a backward comes sooner, and whether to
+fill a gap that is too short. The best of the eight orders wins.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from schedules.placement import linear
 
 
 class Taste(NamedTuple):
-    """What is tried both ways."""
+    """The heuristic choices that are tried both ways."""
 
     delay: bool  # a forward may make the first backward late
     skip: bool  # a rank two forwards ahead of the next may wait for its backward
-    fill: bool  # a weight half may start where it does not fit, though the rank could afford to wait
+    fill: bool  # a weight half may fill a gap too short for it, though the rank could afford to wait
 
 
 class Lane:
-    """One rank so far: its `actions`, `clock`, time spent `waiting`, activations `held`; when passes ended, by kind."""
+    """One rank so far: `actions`, `clock`, time spent `waiting`, activations `held`, and `ends` of passes by kind."""
 
     def __init__(self, rank: int, costs: Costs, residual: float) -> None:
         self.rank, self.costs = rank, costs
@@ -40,15 +40,15 @@ class Lane:
         self.growth = {"F": 1.0, "I": residual - 1, "W": -residual}
 
     def count(self, kind: str) -> int:
-        """How many passes of this kind it has done."""
+        """Return the number of passes of this kind run so far."""
         return len(self.ends[kind])
 
     def time(self, kind: str) -> float:
-        """How long a pass of this kind takes here."""
+        """Return the time a pass of this kind takes on this rank."""
         return self.costs.time(kind, self.rank)
 
     def do(self, kind: str, ready: float = 0) -> None:
-        """The next pass of this kind, as soon as its data are there."""
+        """Run the next pass of this kind as soon as its inputs are `ready`."""
         start = max(self.clock, ready)
         if self.actions:
             self.waiting += start - self.clock
@@ -61,7 +61,7 @@ class Lane:
 
     @property
     def owed(self) -> int:
-        """How many weight halves could be done now."""
+        """The number of weight halves that could run now."""
         return self.count("I") - self.count("W")
 
 
@@ -86,7 +86,7 @@ class Game:
         return max(lane.clock - lane.begun for lane in self.lanes)
 
     def _ready(self, kind: str, lane: Lane) -> float:
-        """When the data of the rank's next pass of this kind are there."""
+        """Return when the inputs of the rank's next pass of this kind arrive."""
         source = lane.rank + (1 if kind == "I" else -1)
         if not 0 <= source < len(self.lanes):
             return 0
@@ -96,11 +96,11 @@ class Game:
         return self.costs.transfer("F" if kind == "F" else "B", source, source, target)
 
     def _slack(self, lane: Lane) -> float:
-        """How much longer the rank may wait without being the one that waits longest."""
+        """Return how much longer the rank may wait without exceeding the longest wait of any rank."""
         return max(other.waiting for other in self.lanes) - lane.waiting
 
     def _begin(self) -> None:
-        """Microbatch 0, and as many more forwards as fit before its cotangent is back."""
+        """Run microbatch 0, and as many more forwards as fit before its cotangent comes back."""
         for lane in self.lanes:
             lane.do("F", self._ready("F", lane))
         for lane, more in zip(self.lanes, self._more(), strict=True):
@@ -110,7 +110,7 @@ class Game:
             lane.do("I", self._ready("I", lane))
 
     def _more(self) -> Sequence[int]:
-        """Fewer on each rank than on the one before it, unless these are all that there are."""
+        """Return the extra forwards per rank: fewer than on the previous rank, unless all microbatches fit."""
         most, back = self.microbatches - 1, self.lanes[-1].clock + self.lanes[-1].time("I")
         more = [0] * len(self.lanes)
         for lane in reversed(self.lanes[:-1]):
@@ -127,7 +127,7 @@ class Game:
         return more
 
     def _go_on(self) -> None:
-        """One more input half on every rank, and a forward on all ranks up to one that skips it."""
+        """Run one more input half on every rank, and a forward on all ranks after the last one that skips it."""
         going = [lane.count("F") < self.microbatches and not self._skips(lane) for lane in self.lanes]
         for rank, lane in enumerate(self.lanes):
             if all(going[rank:]):
@@ -138,7 +138,7 @@ class Game:
             self._fill_and_do("I", lane)
 
     def _skips(self, lane: Lane) -> bool:
-        """Whether the rank is far enough ahead of the next to wait for the next one's cotangent instead."""
+        """Return whether the rank is far enough ahead of the next rank to wait for its cotangent instead."""
         if not self.taste.skip or lane is self.lanes[-1]:
             return False
         after = self.lanes[lane.rank + 1]
@@ -151,7 +151,7 @@ class Game:
         return lane.clock + lane.time("F") + halves * lane.time("W") > back and back - lane.clock <= self._slack(lane)
 
     def _fill_and_do(self, kind: str, lane: Lane) -> None:
-        """A pass, and before it the weight halves for which there is time until its data are there."""
+        """Run a pass, after as many weight halves as there is time for until its inputs arrive."""
         ready = self._ready(kind, lane)
         while lane.owed and lane.clock + lane.time("W") <= ready:
             lane.do("W")
@@ -166,9 +166,9 @@ class Game:
             lane.do("W")
 
 
-@lru_cache(maxsize=1)  # one rank after the other asks for its own
+@lru_cache(maxsize=1)  # every rank asks for its own actions in turn
 def _orders(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> Sequence[Sequence[Action]]:
-    """Of every rank, the actions of the best order; the first such in case of doubt."""
+    """Return every rank's actions in the best order, the first of equals."""
     tastes = (Taste(*answers) for answers in product((False, True), (True, False), (True, False)))
     games = (Game(ranks, microbatches, memory, costs, residual, taste) for taste in tastes)
     return tuple(tuple(lane.actions) for lane in min(games, key=lambda game: game.span).lanes)
@@ -195,10 +195,10 @@ def zb_auto(
 ) -> Iterator[Action]:
     """The best of eight orders for these costs, within `memory` (arXiv 2401.10241, section 3.1: ZB-1p, ZB-2p).
 
-    `memory` is in microbatches of a rank's activations, of which an input half lets go of all but the share
-    `residual`: `P` gives ZB-1p, `2P` gives ZB-2p. All ranks are played for the order of any one, so actions are not
-    made as they are asked for: the first rank pays for all. Idle time has no formula; for ZB-2p it is next to none
-    where `M` is large. Peak memory, if all is held up to the weight half: at most `min(memory / residual, M)`.
+    `memory` is in units of a rank's activations for one microbatch: `P` gives ZB-1p, `2P` gives ZB-2p. An input half
+    frees all of its activations but the fraction `residual`. The order of any rank requires playing all ranks, so
+    actions are not generated lazily: the first rank pays for all. Idle time has no formula; for ZB-2p with large `M` it
+    is next to none. Peak memory, if activations are held up to the weight half: at most `min(memory / residual, M)`.
 
     >>> print(zb_auto(ranks=3, microbatches=4, memory=6))
     rank 0 |F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3 .  |

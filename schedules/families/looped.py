@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looped placement: every rank holds several chunks of the model, and a microbatch goes round and round.
+"""Looped placement: every rank holds several chunks of the model, and a microbatch loops over the ranks.
 
-Idea. Stages are `V` times shorter than with one chunk per rank, so a pipeline of the same ranks fills and drains in a
-`V`th of the time. Microbatches go in rounds: as soon as the last of a round has entered its first chunk, the first of
-it comes back for its second. A round of fewer microbatches than ranks would leave the ranks waiting for that.
+Idea. Stages are `V` times shorter than with one chunk per rank, so a pipeline over the same ranks fills and drains in
+`1 / V` of the time. Microbatches go in rounds: once the last of a round has entered a rank's first chunk, the first
+comes back for its second. In a round of fewer microbatches than ranks, the ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedules.placement import looped
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """As many rounds as there can be of at least `P` microbatches each, the longer ones first; one if there are fewer.
+    """Return as many rounds of at least `P` microbatches as possible, longer ones first; one round if `M < P`.
 
     >>> rounds(ranks=4, microbatches=9), rounds(ranks=4, microbatches=3)
     ([range(0, 5), range(5, 9)], [range(0, 3)])
@@ -31,17 +31,17 @@ def rounds(ranks: int, microbatches: int) -> list[range]:
 
 
 def legs(forwards: range, backwards: range) -> list[tuple[Pass, int]]:
-    """Forward through these stages, and then backward through those, from the last to the first."""
+    """Return the steps forward through `forwards`, then backward through `backwards` from the last to the first."""
     return [*((F, stage) for stage in forwards), *((B, stage) for stage in reversed(backwards))]
 
 
 def _ahead(rank: int, ranks: int, microbatches: int, chunks: int, each: int) -> int:
-    """The forwards before the first of the last chunk, and `each` for every later rank."""
+    """Return the forwards to run ahead: those before the first of the last chunk, plus `each` for every later rank."""
     return (chunks - 1) * len(rounds(ranks, microbatches)[0]) + each * (ranks - 1 - rank)
 
 
 def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, each: int, backward: Pass) -> Iterator[Action]:
-    """1F1B in rounds, chunk by chunk."""
+    """Return 1F1B in rounds, chunk by chunk."""
     stages = range(rank, ranks * chunks, ranks)
     groups = rounds(ranks, microbatches)
     forwards = passes([(F, stage) for stage in stages], groups)
@@ -61,10 +61,10 @@ def _zero_bubble_memory(rank: int, ranks: int, microbatches: int, chunks: int) -
 def interleaved_1f1b(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
     """Interleaved 1F1B: 1F1B on `V` chunks per rank, in rounds (Megatron-LM, arXiv 2104.04473, section 2.2).
 
-    Idle time per rank: `(P - 1 + (V - 1) max(0, P - M)) (F + B)` for chunks that take `F` and `B`, which is a `V`th of
-    that of `one_f_one_b` where `M >= P`. Peak memory on rank `r`: `min(((V - 1) g + 2 (P - 1 - r) + 1) / V, M)`
-    microbatches, `g` being the length of the first round: `P` where `P` divides `M`, and less than `2 P` always. With
-    one chunk it is `one_f_one_b`, which has `P - 1 - r` in the place of `2 (P - 1 - r)`.
+    Idle time per rank: `(P - 1 + (V - 1) max(0, P - M)) (F + B)` for chunks that take `F` and `B`, which is `1 / V`
+    of that of `one_f_one_b` if `M >= P`. Peak memory on rank `r`: `min(((V - 1) g + 2 (P - 1 - r) + 1) / V, M)`
+    microbatches, where `g` is the length of the first round: `P` if `P` divides `M`, and always less than `2 P`. With
+    one chunk it is `one_f_one_b`, which has `P - 1 - r` instead of `2 (P - 1 - r)`.
 
     >>> print(interleaved_1f1b(ranks=2, microbatches=2, chunks=2))
     rank 0 |0F0 0F1 2F0 2F1 .   .   2B0     .   2B1     0B0     0B1     |
@@ -75,10 +75,10 @@ def interleaved_1f1b(rank: int, ranks: int, microbatches: int, chunks: int = 2) 
 
 @schedule(placement=looped, limits=Limits(memory=lambda rank, ranks, microbatches, chunks: microbatches))
 def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
-    """Every microbatch through a chunk before the next chunk: all forwards, then all backwards (arXiv 2211.05953).
+    """All microbatches through one chunk before the next: all forwards, then all backwards (arXiv 2211.05953).
 
-    A stage's weights are needed, and its gradients complete, once for all microbatches in a row, which suits sharded
-    data parallelism. Idle time per rank: `(P - 1 + (V - 1) max(0, P - M)) (F + B)` for chunks that take `F` and `B`.
+    A stage runs all its microbatches in a row, so its weights are gathered and its gradients reduced once, which suits
+    sharded data parallelism. Idle time per rank: `(P - 1 + (V - 1) max(0, P - M)) (F + B)` for chunks of `F` and `B`.
     Peak memory: all `M` microbatches on every rank. With one chunk it is `gpipe`.
 
     >>> print(breadth_first(ranks=2, microbatches=2, chunks=2))
@@ -91,12 +91,12 @@ def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
 
 @schedule(placement=looped, limits=Limits(memory=_zero_bubble_memory))
 def interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> Iterator[Action]:
-    """Interleaved 1F1B with the backward split, rank `r` owing `r` weight gradients to the end (arXiv 2401.10241).
+    """Interleaved 1F1B, backward split, rank `r` deferring `r` weight gradients (arXiv 2401.10241).
 
-    Cotangents leave before the weight gradients are computed, and those that a rank owes fill the time in which the
-    pipeline drains; with one chunk it is ZB-H1 of section 2. Idle time per rank where `M >= P` and `W <= F`:
+    Cotangents leave before the weight gradients are computed, and the deferred ones fill the time in which the pipeline
+    drains; with one chunk it is ZB-H1 of section 2. Idle time per rank if `M >= P` and `W <= F`:
     `(P - 1) (F + I - min(I, W))` for chunks that take `F`, `I` and `W`. Peak memory on every rank:
-    `min(((V - 1) g + P) / V, M)` microbatches, `g` being the length of the first round as in `interleaved_1f1b`.
+    `min(((V - 1) g + P) / V, M)` microbatches, where `g` is the length of the first round as in `interleaved_1f1b`.
 
     >>> print(interleaved_zero_bubble(ranks=2, microbatches=2, chunks=2))
     rank 0 |0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1 |

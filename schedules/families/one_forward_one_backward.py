@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward, one backward: a microbatch leaves before the next one enters.
 
-Idea. Such a schedule is two orders, of forwards and of backwards, and how many forwards a rank runs ahead. `alternate`
-makes a schedule of them; families differ in the three.
+Idea. Such a schedule is an order of forwards, an order of backwards, and the number of forwards a rank runs ahead.
+`alternate` combines the three; the families differ only in them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pass: TypeAlias = Callable[[int, int], Action]
 
 
 def alternate(ahead: int, forwards: Iterator[Step], backwards: Iterator[Step]) -> Iterator[Step]:
-    """So many forwards ahead, then one forward, one backward, until only backwards are left.
+    """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     >>> list(alternate(1, iter("FGH"), iter("bcd")))
     ['F', 'G', 'b', 'H', 'c', 'd']
@@ -34,7 +34,7 @@ def alternate(ahead: int, forwards: Iterator[Step], backwards: Iterator[Step]) -
 
 
 def passes(steps: Sequence[tuple[Pass, int]], groups: Iterable[range]) -> Iterator[Action]:
-    """Group by group, every microbatch of the group through one step, a kind of pass on a stage, then the next step.
+    """Return the passes group by group: all microbatches of a group through one step (kind, stage), then the next.
 
     >>> list(passes([(F, 0), (F, 4)], [range(2), range(2, 3)]))
     [F(0, 0), F(0, 1), F(4, 0), F(4, 1), F(0, 2), F(4, 2)]
@@ -62,8 +62,8 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def eager_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Eager 1F1B: two forwards ahead for each later rank, so that transfers overlap (arXiv 2211.05322, section 4).
 
-    Idle time per rank: `(P - 1) (F + B + 2 comm)` while `2 comm <= F + B`; 1F1B idles longer as soon as transfers take
-    any time. Peak memory: `min(2 (P - r) - 1, M)` microbatches on rank `r`.
+    Idle time per rank: `(P - 1) (F + B + 2 comm)` if `2 comm <= F + B`; 1F1B idles longer whenever transfers take any
+    time. Peak memory: `min(2 (P - r) - 1, M)` microbatches on rank `r`.
 
     >>> print(eager_1f1b(ranks=3, microbatches=4))
     rank 0 |F0 F1 F2 F3 .  .  .  B0    .  B1    .  B2    .  B3    |
@@ -85,9 +85,9 @@ def _positive_groups(ranks: int, microbatches: int, k: int) -> None:
     requires=_positive_groups,
 )
 def kfkb(rank: int, ranks: int, microbatches: int, k: int = 2) -> Iterator[Action]:
-    """kFkB: 1F1B of groups of `k` microbatches, the last of them smaller if need be (Ada-Grouper, arXiv 2303.01675).
+    """kFkB: 1F1B of groups of `k` microbatches, the last one smaller if need be (Ada-Grouper, arXiv 2303.01675).
 
-    Idle time per rank: `(P - 1) (F + B + 2 comm)` while `2 comm <= (k - 1) (F + B)`: a group's transfers overlap with
+    Idle time per rank: `(P - 1) (F + B + 2 comm)` if `2 comm <= (k - 1) (F + B)`: a group's transfers overlap with
     the rest of the group. Peak memory: `min(k (P - r), M)` microbatches on rank `r`. With `k=1` it is `one_f_one_b`.
 
     >>> print(kfkb(ranks=2, microbatches=5, k=2))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences cut into slices, which pass through the pipeline one by one.
+"""Cut sequences into slices that pass through the pipeline one by one.
 
-Idea. A slice attends to the slices before it: their forwards come first, and the cotangents of what they kept come
-from the slices behind. So slices go forward in ascending order and backward in descending order; the last slice of a
-microbatch is the first to come back, and the pipeline fills with slices where it used to fill with microbatches.
+Idea. A slice attends to earlier slices: their forwards come first, and the cotangents of their caches come from later
+slices. So slices go forward in ascending order and backward in descending order. The last slice of a microbatch is the
+first to come back, and the pipeline fills with slices instead of whole microbatches.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def _memory(rank: int, ranks: int, microbatches: int, slices: int) -> float:
 
 @schedule(placement=linear, limits=Limits(memory=_memory))
 def seq_1f1b(rank: int, ranks: int, microbatches: int, slices: int = 2) -> Iterator[Action]:
-    """Seq1F1B: 1F1B of slices, all of one microbatch ahead (arXiv 2406.03488, section 3).
+    """Seq1F1B: 1F1B of slices, a whole microbatch of them ahead (arXiv 2406.03488, section 3).
 
-    Idle time per rank, of `k` slices that take a `k`th of `F` and `B` each: `(P - 1) (F + B) / k`, a `k`th of that of
-    `one_f_one_b`. Peak memory on rank `r`: `min((P - 1 - r + k) / k, M)` microbatches, if a slice holds a `k`th of one.
+    Idle time per rank, for `k` slices that take `F / k` and `B / k`: `(P - 1) (F + B) / k`, which is `1 / k` of that of
+    `one_f_one_b`. Peak memory on rank `r`: `min((P - 1 - r + k) / k, M)` microbatches, if a slice holds `1 / k` of one.
     With one slice it is `one_f_one_b`.
 
     >>> print(seq_1f1b(ranks=2, microbatches=2, slices=2))

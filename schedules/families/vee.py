@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """V placement: each rank holds a stage from the front of the model and one from its back.
 
-Idea. A microbatch goes down the ranks and up again, forward, then down and up again, backward. Where its activations
-live long in one chunk of a rank they live shortly in the other, so that all ranks need the same memory, down to a third
-of that of 1F1B (arXiv 2405.15362, section 3). All members are one building block (`schedules.blocks`), whose offsets
-follow from the memory: the later the backwards after the forwards, the more are in flight, and the less ranks wait.
+Idea. A microbatch goes down the ranks and back up, forward, then down and back up, backward. If its activations live
+long in one chunk of a rank, they live briefly in the other, so all ranks need the same memory, as little as a third of
+that of 1F1B (arXiv 2405.15362, section 3). All members repeat one building block (`schedules.blocks`), whose offsets
+follow from the memory: the later the backwards after the forwards, the more is in flight, and the less ranks wait.
 
-A block leaves slots free for passes that, at first, have not begun, and in the end are over. So the first microbatches
-have the earliest times at which they can be on every rank, and the last backwards the latest that delay nobody. Each
-rank moves the rest to where these leave off; that the orders of all ranks still agree is tested, size by size.
+A block reserves slots for passes that have not begun at first and are over in the end. So the first microbatches run
+on every rank as early as they can, and the last backwards as late as they can without delaying another rank. Each rank
+moves the rest to follow on from these; tests show, size by size, that the orders of all ranks still agree.
 
 Times are in slots: a chunk's forward takes one, its `I` and its `W` one each, its `B` two.
 """
@@ -26,11 +26,11 @@ from schedules.blocks import every, in_order, passes
 from schedules.errors import SizeError
 from schedules.placement import vee
 
-INTERVAL = 6  # what one microbatch takes on a rank
+INTERVAL = 6  # slots that one microbatch takes on a rank
 
 
 class Block(NamedTuple):
-    """When a rank has microbatch 0: forward in its first and its second chunk, backward in its second and its first."""
+    """The times of microbatch 0 on a rank: forward in its first and second chunk, backward in its second and first."""
 
     f1: int
     f2: int
@@ -41,11 +41,11 @@ class Block(NamedTuple):
 def _begun(
     rank: int, ranks: int, microbatches: int, memory: int, block: Block, length: int
 ) -> tuple[list[Iterator[float]], int]:
-    """The times of every pass of the block, as early as may be at first, and of the end of all forwards.
+    """Return the times of each pass of the block, at first as early as possible, and the end of all forwards.
 
-    First forwards come alone, then in turns with second ones, until the first cotangent passes on its way down. Then
-    each backward, of `length` slots, makes room for a second forward, or for another first one. When that cotangent
-    comes back up, there have been as many forwards as in the block, which goes on from there.
+    First-chunk forwards run alone, then in turn with second-chunk ones, until the first cotangent passes on its way
+    down. Then each backward, of `length` slots, makes room for a second-chunk forward, or another first-chunk one. When
+    that cotangent comes back up, as many forwards have run as in the block, which continues from there.
     """
     P, r, half = ranks, rank, memory // 2
     down, up = 2 * P + length * r, 2 * P + length * (2 * P - 1 - r)  # when the first cotangent passes
@@ -70,16 +70,16 @@ def _begun(
 
 
 def _ended(times: Iterator[float], microbatches: int, end: int, waiting: int) -> Iterator[float]:
-    """These times, but none later than every second slot up to `end`; those of the last `waiting` microbatches then."""
+    """Return `times`, capped at every second slot up to `end`; the last `waiting` microbatches are at the cap."""
     free = chain(islice(times, max(0, microbatches - waiting)), repeat(inf))
     return map(min, free, count(end - 2 * (microbatches - 1), 2))
 
 
 def _split(rank: int, ranks: int, microbatches: int, memory: int) -> Iterator[Action]:
-    """The order of a rank that holds at most so many activations of its chunks, from `least` to `2P` of them.
+    """Return the order of a rank that holds at most `memory` chunk activations, from `least` to `2P`.
 
-    Backwards follow forwards by the same `lag` in both chunks, as late as an even number of activations allows. One
-    more lets first forwards come an interval earlier.
+    Backwards follow forwards by the same `lag` in both chunks, as late as an even number of activations allows. If the
+    number is odd, first-chunk forwards come one interval earlier.
     """
     P, M, r, half, odd = ranks, microbatches, rank, memory // 2, memory % 2
     lag, back = 6 * half - 4, 2 * P - 1 - r
@@ -95,7 +95,7 @@ def _split(rank: int, ranks: int, microbatches: int, memory: int) -> Iterator[Ac
 
 
 def least(ranks: int) -> int:
-    """The fewest activations of its chunks that a rank can hold in such a schedule: V-Min's."""
+    """Return the fewest chunk activations a rank can hold in such a schedule: V-Min's."""
     return 2 * ((ranks + 4) // 3)
 
 
@@ -111,12 +111,12 @@ def _of_chunks(rank: int, ranks: int, microbatches: int, memory: int) -> float:
 
 @schedule(placement=vee, limits=Limits(memory=_of_chunks), requires=_enough)
 def v_schedule(rank: int, ranks: int, microbatches: int, memory: int = 8) -> Iterator[Action]:
-    """Less waiting the more memory: `m` activations of chunks, which count half (arXiv 2405.15362, section 3).
+    """Trade memory for waiting: `m` chunk activations of half a microbatch each (arXiv 2405.15362, section 3).
 
-    Time per rank in which it waits, after its first action and before its last, in slots, if all passes take equally
-    long and `M >= m`: `6P - 1 - 3m` up to `m = 2P - 2`, then 3, then none at `m = 2P`; more memory is of no use. Those
-    are the least that are known. Peak memory: `min(m / 2, M)` microbatches, on every rank if `M >= m`. `m` must
-    be at least `2 floor((P + 4) / 3)`; with that it is `v_min`, with `2 floor((P + 2) / 2)` `v_half`, with `2P` `zb_v`.
+    Time a rank waits between its first and last action, in slots, if all passes take equally long and `M >= m`:
+    `6P - 1 - 3m` up to `m = 2P - 2`, then 3, then none at `m = 2P`; more memory does not help. No shorter waits are
+    known. Peak memory: `min(m / 2, M)` microbatches, on every rank if `M >= m`. `m` must be at least
+    `2 floor((P + 4) / 3)`, which gives `v_min`; `2 floor((P + 2) / 2)` gives `v_half`, and `2P` gives `zb_v`.
 
     >>> print(v_schedule(ranks=3, microbatches=3, memory=5))
     rank 0 |0F0 0F1 0F2 .   .   5F0 5I0 5W0 5F1 5I1 5W1 .   5F2 5I2 0I0 5W2 0I1 0W0 0I2 0W1 0W2 .   |
@@ -130,9 +130,9 @@ def v_schedule(rank: int, ranks: int, microbatches: int, memory: int = 8) -> Ite
 def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """V-Min: the least memory that keeps ranks busy, a third of that of 1F1B (arXiv 2405.15362, section 3).
 
-    Time per rank in which it waits, after its first action and before its last, if all passes of a chunk take `F` and
-    `M` is at least twice the memory: `(6P - 1 - 6 floor((P + 4) / 3)) F` for `P >= 3`, none for fewer ranks. Peak
-    memory: `min(floor((P + 4) / 3), M)` microbatches, with such an `M` on every rank.
+    Time a rank waits between its first and last action, if all passes of a chunk take `F` and `M` is at least twice
+    the memory: `(6P - 1 - 6 floor((P + 4) / 3)) F` for `P >= 3`, none for fewer ranks. Peak memory:
+    `min(floor((P + 4) / 3), M)` microbatches, for such an `M` on every rank.
 
     >>> print(v_min(ranks=3, microbatches=3))
     rank 0 |0F0 0F1 0F2 .   .   5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 .   .   5F2 5I2 0I1 5W2 0W1 .   0I2 0W2 |
@@ -146,9 +146,9 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """V-Half: half the memory of 1F1B, and half its waiting (arXiv 2405.15362, section 3).
 
-    Time per rank in which it waits, after its first action and before its last, if all passes of a chunk take `F` and
-    `M` is at least twice the memory: `(6P - 1 - 6 floor((P + 2) / 2)) F` for `P >= 3`, none for fewer ranks. Peak
-    memory: `min(floor((P + 2) / 2), M)` microbatches, with such an `M` on every rank.
+    Time a rank waits between its first and last action, if all passes of a chunk take `F` and `M` is at least twice
+    the memory: `(6P - 1 - 6 floor((P + 2) / 2)) F` for `P >= 3`, none for fewer ranks. Peak memory:
+    `min(floor((P + 2) / 2), M)` microbatches, for such an `M` on every rank.
 
     >>> print(v_half(ranks=4, microbatches=3))
     rank 0 |0F0 0F1 0F2 .   .   .   .   7F0 7I0 7W0 7F1 7I1 7W1 7F2 7I2 0I0 7W2 0W0 .   0I1 0W1 0I2 0W2 |
@@ -163,8 +163,8 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """ZB-V: no waiting, in the memory of 1F1B (arXiv 2401.10241, section 6; V-ZB in arXiv 2405.15362, section 3).
 
-    Time per rank in which it waits, after its first action and before its last, if all passes of a chunk take equally
-    long and `M >= 2P`: none. Ranks begin one after the other, and end so. Peak memory: `min(P, M)` microbatches.
+    Time a rank waits between its first and last action, if all passes of a chunk take equally long and `M >= 2P`:
+    none. Ranks start one after another, and end one after another. Peak memory: `min(P, M)` microbatches.
 
     >>> print(zb_v(ranks=2, microbatches=3))
     rank 0 |0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .   |
@@ -177,9 +177,10 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def v_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """1F1B in a V, with whole backwards: two thirds of its memory (arXiv 2405.15362, section 3).
 
-    Backwards take two slots and forwards one, so that on every third rank a backward waits half an interval for two
-    free slots. Idle time per rank if `B = 2 F` for a chunk: `(5 (P - 1) - (P - 1) mod 3) F`, `M` being at least twice
-    the memory. Peak memory: `min(floor(2P / 3) + 1, M)` microbatches, with such an `M` on every rank.
+    Backwards take two slots and forwards one, so on every third rank a backward waits half an interval for two free
+    slots. Idle time per rank, if `B = 2 F` for a chunk and `M` is at least twice the memory:
+    `(5 (P - 1) - (P - 1) mod 3) F`. Peak memory: `min(floor(2P / 3) + 1, M)` microbatches, for such an `M` on every
+    rank.
 
     >>> print(v_1f1b(ranks=2, microbatches=3))
     rank 0 |0F0 0F1 0F2 3F0 3B0     3F1 3B1     .   0B0     3F2 3B2     .   0B1     .   .   0B2     |

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wave-like placement: a microbatch goes down the ranks and comes back up, again and again.
+"""Wave-like placement: a microbatch goes down the ranks and back up, again and again.
 
-Idea. Forwards and backwards are legs of one way: `2 W` legs forward, down and up in turn, then `2 W` legs backward,
-down and up in turn. To a rank, a leg down and a leg up are what the forward and the backward are in 1F1B: it runs as
-many ahead and then alternates, so that the first microbatches of a round come up while the last ones go down.
+Idea. Forwards and backwards are legs of one journey: `2 W` legs forward, alternately down and up, then `2 W` legs
+backward, alternately down and up. To a rank, a leg down is like a forward of 1F1B and a leg up like a backward: it runs
+as many legs ahead and then alternates, so the first microbatches of a round come up while the last ones go down.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _memory(rank: int, ranks: int, microbatches: int, waves: int) -> float:
 def hanayo(rank: int, ranks: int, microbatches: int, waves: int = 1) -> Iterator[Action]:
     """Hanayo: `W` waves, each a chunk on the way down and one on the way up (arXiv 2308.15762, section 3).
 
-    Microbatches go in the rounds of `interleaved_1f1b`; where there are fewer of them than ranks, the places of the
-    missing ones stay empty. Idle time per rank, for chunks that take `F` and `B`, with `n = min(P, M)` and in
-    `R = max(1, M // P)` rounds: `2 (n - 1) (max(F, B) + (R - 1) |F - B|) + 2 W (P - n) (F + B)`. So where `F = B` and
-    `M >= P`, it is a `2 W`th of that of `one_f_one_b`; where not, every round costs some. Peak memory on rank `r`:
-    `g - max(0, n - 1 - r) / (2 W)` microbatches, `g` being the length of the first round: `P` where `P` divides `M`,
-    and less than `2 P` always. One wave is `chimera` of twice the ranks with its two replicas made one, where `P`
-    divides `M`.
+    Microbatches go in the rounds of `interleaved_1f1b`; if there are fewer microbatches than ranks, the slots of the
+    missing ones stay empty. Idle time per rank, for chunks that take `F` and `B`, with `n = min(P, M)` and
+    `R = max(1, M // P)` rounds: `2 (n - 1) (max(F, B) + (R - 1) |F - B|) + 2 W (P - n) (F + B)`. So if `F = B` and
+    `M >= P`, it is `1 / (2 W)` of that of `one_f_one_b`; otherwise every round adds some. Peak memory on rank `r`:
+    `g - max(0, n - 1 - r) / (2 W)` microbatches, where `g` is the length of the first round: `P` if `P` divides `M`,
+    and always less than `2 P`. If `P` divides `M`, one wave is `chimera` of twice the ranks with its two replicas
+    merged.
 
     >>> print(hanayo(ranks=2, microbatches=2, waves=1))
     rank 0 |0F0 0F1 .   3F0 3B0     3F1 3B1     .   0B0     .   .   0B1     |

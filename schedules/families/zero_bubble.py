@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Zero bubble: weight gradients fill the time in which a rank would wait.
 
-Idea. Only the input half of a backward has anybody waiting for it. So split the backward, let cotangents pass, and keep
-weight gradients back until there is nothing else to do. The hand-written members are 1F1B after two transforms, since
-what can be kept back is what memory has room for.
+Idea. Other ranks wait only for the input half of a backward. So split the backward, send cotangents on, and defer
+weight gradients until there is nothing else to do. The hand-written members are 1F1B after two transforms, since memory
+limits how many can be deferred.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _twice(rank: int, ranks: int, microbatches: int) -> int:
 
 @schedule(placement=linear, limits=Limits(memory=_once))
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """ZB-H1: `one_f_one_b`, split, with weight gradients deferred in its own memory (arXiv 2401.10241, section 2.1).
+    """ZB-H1: `one_f_one_b`, split, weight gradients deferred within its memory (arXiv 2401.10241, section 2.1).
 
-    Idle time per rank where `M >= P` and `min(I, W) <= F`: `(P - 1) (F + I - min(I, W))`, a third of that of 1F1B if
-    all take equally long. Peak memory: `min(P, M)` microbatches on every rank, as on the first rank of 1F1B.
+    Idle time per rank if `M >= P` and `min(I, W) <= F`: `(P - 1) (F + I - min(I, W))`, a third of that of 1F1B if all
+    passes take equally long. Peak memory: `min(P, M)` microbatches on every rank, as on the first rank of 1F1B.
 
     >>> print(zb_h1(ranks=3, microbatches=4))
     rank 0 |F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3 |
@@ -45,9 +45,9 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """ZB-H2: `eager_1f1b`, split, with weight gradients deferred: no waiting at all (arXiv 2401.10241, section 2.2).
 
-    Time per rank in which it waits, after its first action and before its last, where `M >= 2P - 1` and
-    `min(I, W) <= F`: `(P - 1) max(0, F + I - 2W)`, so none if all take equally long. As ranks begin one after the
-    other, they also end so. Peak memory: `min(2P - 1, M)` microbatches on every rank.
+    Time a rank waits between its first and last action, if `M >= 2P - 1` and `min(I, W) <= F`:
+    `(P - 1) max(0, F + I - 2W)`, so none if all passes take equally long. Ranks start one after another and end one
+    after another. Peak memory: `min(2P - 1, M)` microbatches on every rank.
 
     >>> print(zb_h2(ranks=2, microbatches=4))
     rank 0 |F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 .  |
