@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front ends: from a model to units and values. `contract` is what all of them deliver."""
+"""Front ends, which turn a model into units and values. `contract` defines what they all deliver."""

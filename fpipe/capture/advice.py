@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do about a forward that asks for values which fake tensors do not have."""
+"""Advice for a forward that reads values, which fake tensors do not have."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Collection
 
 LOSS = "loss"
-"""How users name the loss in `unsplittable`."""
+"""The name of the loss in `unsplittable`."""
 
 
 def on_values(where: str, unsplittable: Collection[str] = ()) -> str:
-    """Return the repair for what happens `where` (see `fpipe.capture.guards.places`), given what is `unsplittable`."""
+    """Return the repair for an error at `where` (see `fpipe.capture.guards.places`), given what is `unsplittable`."""
     if re.match(r"module \S+ \(", where) is None:
         where, loss = "module loss (loss)", "pass unsplittable=['loss'], and it runs as it is."
         out = "Take control flow and shapes that depend on data out of the loss; or, if shapes do not depend on it,"
@@ -32,7 +32,7 @@ def on_values(where: str, unsplittable: Collection[str] = ()) -> str:
 
 
 def on_others() -> str:
-    """Return what to do about an exception that has nothing to do with values."""
+    """Return the repair for an exception that has nothing to do with values."""
     return (
         "Call the model with the example: what it raises there too is its own. What it raises here only comes of "
         "looking up something of the original's, by id, in a closure or a global: reach that through self. Or of "

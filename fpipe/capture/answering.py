@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give a module that runs on fake tensors again the answers that it got when it was recorded.
+"""Give a module that runs on fake tensors again the answers that it got during the recording.
 
-In a step a module that reads values does so itself, and finds what the capture was told: the answers are part of what
-the capture is for. On fake tensors, when shapes are inferred or a stage is recorded below autograd, it cannot.
+In a step, a module that reads values does so itself, and finds what the capture was told: the answers are part of the
+capture's key. On fake tensors, while shapes are inferred or a stage is recorded below autograd, it cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fpipe.capture.questions import Answer
 from fpipe.capture.selection import deciding, given
 
 Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
-"""By function, and which of its calls it is."""
+"""Answers by function and call number."""
 
 
 def answering(step: Step, answers: Answers) -> Step:
@@ -39,7 +39,7 @@ def answering(step: Step, answers: Answers) -> Step:
 
 
 class _Answering(TorchFunctionMode):
-    """Answers the torch calls of `answers`."""
+    """Answers the torch calls in `answers`."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
@@ -50,6 +50,6 @@ class _Answering(TorchFunctionMode):
         self.calls[func] += 1
         if answer is None:
             return func(*args, **(kwargs or {}))
-        if answer.has_tensors or deciding(func, args):  # no graph can be made of shapes that values decide
+        if answer.has_tensors or deciding(func, args):  # shapes that values decide cannot be in a graph
             reading(next(arg for arg in args if isinstance(arg, Tensor)))
         return given(func, args, answer)

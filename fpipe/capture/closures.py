@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with tensors in their closures as trees, so that they can be called again with others in their place.
+"""Functions with tensors in their closures as pytrees, so that they can be called again with other tensors.
 
-A function is its code and what its cells hold; `functools.partial` is a function and what it is called with. Functions
-that hold no tensor stay as they are.
+A function is its code and the contents of its cells; a `functools.partial` is a function and its arguments. Functions
+that hold no tensor stay leaves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fpipe.tree import NAMESPACE, taken_apart
 
 
 class Closure:
-    """A function whose cells, or arguments, are children of a tree; put together again, it is a function."""
+    """A function whose cells, or arguments, are children in a pytree; unflattening makes a function again."""
 
     def __init__(self, function: Any, held: tuple[Any, ...]) -> None:
         self.function, self.held = function, held
@@ -30,7 +30,7 @@ class Closure:
 
 
 def apart(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """All leaves of a tree in which the functions that hold tensors are trees too, and its treespec."""
+    """Return the leaves and treespec of a tree; functions that hold tensors are subtrees."""
     leaves, spec = taken_apart(tree)
     if not any(issubclass(kind, (partial, FunctionType)) for kind in set(map(type, leaves))):  # nearly always
         return leaves, spec
@@ -38,7 +38,7 @@ def apart(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def opened(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
-    """A tree in which the functions that hold tensors are trees too; `inside` are those that are being opened."""
+    """Return a tree in which functions that hold tensors are subtrees; `inside` are those being opened."""
     leaves, spec = taken_apart(tree)
     return optree.tree_unflatten(spec, [_opened(leaf, inside) for leaf in leaves])
 
@@ -50,11 +50,11 @@ def _opened(leaf: Any, inside: tuple[Any, ...]) -> Any:
     children = tuple(opened(child, (*inside, leaf)) for child in inner)
     leaves = taken_apart(children)[0]
     tensors, again = any(isinstance(one, Tensor) for one in leaves), any(one is leaf for one in leaves)
-    return Closure(leaf, children) if tensors and not again else leaf  # one that calls itself stays as it is
+    return Closure(leaf, children) if tensors and not again else leaf  # a recursive one stays a leaf
 
 
 def held(leaf: Any) -> tuple[Any, ...]:
-    """What a function holds; nothing if that cannot be told."""
+    """Return what a function holds; nothing if unknown."""
     if isinstance(leaf, partial):
         return leaf.func, leaf.args, leaf.keywords
     if not isinstance(leaf, FunctionType):
@@ -66,7 +66,7 @@ def held(leaf: Any) -> tuple[Any, ...]:
 
 
 def _closed(function: Any, held: Iterable[Any]) -> Any:
-    """The function with these in its cells."""
+    """Return the function with `held` in its cells, or as its arguments."""
     held = tuple(held)
     if isinstance(function, partial):
         return partial(held[0], *held[1], **held[2])

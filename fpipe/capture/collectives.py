@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of torch.distributed in a forward: `dist.all_reduce`, and what else waits for other processes.
+"""Collectives of torch.distributed in a forward: `dist.all_reduce`, and others that wait for other processes.
 
-Those that are waited for at once are torch calls like others, which write to their arguments. A handle to wait for
-later is no tensor, and some calls cannot be seen; a module with such is played as a whole or not at all. No stage with
-collectives is recorded as a graph. Functional collectives are operators like others.
+Those that are waited for at once are ordinary torch calls that write to their arguments. A handle to wait for later is
+not a tensor, and some calls cannot be seen; a module with either is played as a whole or not at all. No stage with
+collectives is recorded as a graph. Functional collectives are ordinary operators.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fpipe.capture.observation import memory, written
 
 
 def received(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
-    """Return the memories that an operator writes to."""
+    """Return the memory that an operator writes to."""
     leaves: list[Any] = optree.tree_leaves([*written(func, args, kwargs)])  # type: ignore[arg-type]
     return {memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def has_handle(out: Any) -> bool:
-    """Whether a call returned a handle to wait for later."""
+    """Return whether a call returned a handle to wait for later."""
     return dist.is_available() and isinstance(out, dist.Work)
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Put Python's generator back: torch draws a number for every handle that is fake."""
+    """Restore Python's generator on exit: torch draws a number for every fake handle."""
     state = random.getstate()
     try:
         yield

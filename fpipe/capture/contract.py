@@ -96,7 +96,7 @@ class Function:
 
 
 class Labels(NamedTuple):
-    """How a random unit is keyed: its label, and the devices whose generators it draws from."""
+    """The key of a random unit: its label, and the devices whose generators it draws from."""
 
     label: int
     devices: tuple[torch.device, ...]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of functions that hold parts of a model, for a copy of that model.
 
-Problem. `copy.deepcopy` takes functions as they are. A hook that closes over `self` would read and write the original
-from inside the copy: its buffers would be constants, and what the hook collects would go astray.
+Problem. `copy.deepcopy` does not copy functions. A hook that closes over `self` would read and write the original from
+inside the copy: its buffers would be constants, and what the hook collects would be lost.
 
-Idea. Such a function is copied with empty cells, which are filled, once the model has been copied, with copies of what
-they held, made with the same memo. Functions that hold nothing of the model stay as they are.
+Idea. Copy such a function with empty cells. Once the model has been copied, fill them with copies of what they held,
+made with the same memo. Functions that hold nothing of the model are shared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPENED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partia
 
 
 class Functions:
-    """The functions around a model that hold parts of it; `made` has a copy of each, by the function's identity."""
+    """The functions around a model that hold parts of it; `made` has a copy of each, by the original's id."""
 
     def __init__(self, model: nn.Module) -> None:
         walk = Walk()
@@ -45,7 +45,7 @@ class Functions:
         self.made: dict[int, Any] = {id(one): self._copy(one) for one in self.found}
 
     def fill(self, memo: dict[int, Any]) -> None:
-        """Let the copies hold what their originals hold, copied with the `memo` with which the model was."""
+        """Fill the copies with what their originals hold, copied with the `memo` used for the model."""
         for old, new in self.cells.values():
             new.cell_contents = copy.deepcopy(old.cell_contents, memo)
         for function in self.found:
@@ -54,7 +54,7 @@ class Functions:
             made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
 
     def _copy(self, function: FunctionType) -> FunctionType:
-        """The function, without defaults, and with new cells in the place of those that hold a part of the model."""
+        """Return the function without defaults, with new cells in place of those that hold a part of the model."""
         cells = tuple([self._cell(cell) for cell in function.__closure__ or ()])
         made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__
@@ -62,11 +62,11 @@ class Functions:
         return made
 
     def _cell(self, cell: CellType) -> CellType:
-        """One for all functions that share it."""
+        """Return the cell's replacement, one for all functions that share it; a cell without parts stays."""
         return self.cells.setdefault(id(cell), (cell, CellType()))[1] if self._holds_part(cell) else cell
 
     def _holds_part(self, holder: Any) -> bool:
-        """Whether a part of the model is among what a function or a cell holds, in containers and functions too."""
+        """Return whether a function or cell holds a part of the model, through containers and functions too."""
         stack, seen = [holder], set[int]()
         while stack:
             one = stack.pop()
@@ -83,7 +83,7 @@ class Functions:
 
 
 def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
-    """Raise `CaptureError` for a function that uses a part of the model by the name of a global."""
+    """Raise `CaptureError` for a function that uses a part of the model as a global."""
     names = [name for code in codes(function.__code__) for name in code.co_names]
     for name in [name for name in names if id(function.__globals__.get(name)) in parts]:
         steps = (step for code in codes(function.__code__) for step in dis.get_instructions(code))
@@ -96,7 +96,7 @@ def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
 
 
 def require_own_buffers(model: nn.Module, captured: Captured) -> None:
-    """Raise `CaptureError` if the captured copy of `model` reads one of its buffers, which a step changes, itself."""
+    """Raise `CaptureError` if the captured copy of `model` reads a changing buffer of the original."""
     observed, sources = observe(captured), captured.sources
     written = frozenset().union(*observed.written.values())
     changed = {

@@ -2,12 +2,12 @@
 """Make a run on fake tensors look like an eager run to code that asks.
 
 Problem. Libraries skip work while they are traced: they keep a mask that an eager run would drop, or leave out a check.
-A stage then computes something else than one device does.
+A stage then computes something other than one device does.
 
-Idea. Nothing here is traced: modules run as themselves later. So `isinstance(x, FakeTensor)` is answered with no
-wherever the question does not come from torch, and `type(x)` with `Tensor`: the name `type` stands for `Type` in the
-modules of users and their libraries meanwhile. The other questions, `torch.compiler.is_compiling()` and
-`torch.jit.is_tracing()` among them, already have the answer of an eager run, since no compiler is at work.
+Idea. Nothing is traced here: modules run as is later. So unless torch asks, `isinstance(x, FakeTensor)` is answered
+with no, and `type(x)` with `Tensor`: in the modules of users and their libraries, the name `type` refers to `Type` for
+the duration. Other questions, `torch.compiler.is_compiling()` and `torch.jit.is_tracing()` among them, already get the
+answer of an eager run, because no compiler is active.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fpipe.capture.guards import asking_line
 from fpipe.errors import CaptureError
 
 OURS = ("torch", "fpipe")
-"""The packages that must be able to tell fake tensors apart."""
+"""Packages that must be able to recognize fake tensors."""
 UNCONCERNED = sys.stdlib_module_names - {"__main__"} | {*OURS, "optree", "numpy", "schedules"}
 """Packages in which no model asks for a type."""
 
 
 class _Disguise(type(FakeTensor)):  # type: ignore[misc]
-    """The class of `StandIn`: its instances are fake tensors, but only if torch asks."""
+    """The class of `StandIn`: fake tensors are its instances, but only if torch asks."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -44,11 +44,11 @@ class _Disguise(type(FakeTensor)):  # type: ignore[misc]
 
 
 class StandIn(FakeTensor, metaclass=_Disguise):
-    """Stands in the place of `FakeTensor` for whoever looks it up while a model runs on fake tensors."""
+    """Replaces `FakeTensor` for code that looks it up while a model runs on fake tensors."""
 
 
 class _Asked(type):
-    """The class of `Type`, which is called, and asked for instances, as `type` is."""
+    """The class of `Type`, which behaves like `type` in calls and instance checks."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or not isinstance(args[0], FakeTensor):
@@ -68,18 +68,18 @@ class _Asked(type):
 
 
 class Type(type, metaclass=_Asked):
-    """Stands in the place of `type`: fake tensors are tensors."""
+    """Replaces `type`: the type of fake tensors is `Tensor`."""
 
 
 STAND_INS = (StandIn, Type)
-"""What stands for other things in modules while a model runs on fake tensors."""
+"""Replacements found in modules while a model runs on fake tensors."""
 
 
 @contextmanager
 def disguised() -> Iterator[None]:
-    """Hide, inside, from all code but torch's that tensors are fake.
+    """Hide from all code but torch's, inside, that tensors are fake.
 
-    It takes some 10 ms to enter, but nothing inside another one: enter it around all that is done on fake tensors.
+    Entering takes some 10 ms, nested entry nothing: enter it once around all work on fake tensors.
     """
     if torch._subclasses.FakeTensor is StandIn:
         yield
@@ -104,7 +104,7 @@ def undisguised() -> Iterator[None]:
 
 
 def tolist(tensor: Tensor) -> Any:
-    """Read all values in one call; a fake tensor's own method would ask for each."""
+    """Read all values in one call; a fake tensor's own method would read each separately."""
     if has_torch_function_unary(tensor):
         return handle_torch_function(tolist, (tensor,), tensor)
     if isinstance(tensor, FakeTensor):
@@ -113,7 +113,7 @@ def tolist(tensor: Tensor) -> Any:
 
 
 def _is_foreign(name: str, module: Any) -> bool:
-    """Whether a module is a user's, or of a library that runs models, and means the builtin by `type`."""
+    """Return whether a module is a user's, or of a library that runs models, and has no `type` of its own."""
     package = name.partition(".")[0]
     return package not in UNCONCERNED and "type" not in getattr(module, "__dict__", {"type": None})
 
@@ -124,7 +124,7 @@ def _remove(spaces: Iterable[dict[str, Any]]) -> None:
 
 
 def _importers() -> list[Any]:
-    """Return the modules of other packages that have imported the name."""
+    """Return the modules outside of `OURS` that have imported `FakeTensor`."""
     found = [(name, module) for name, module in sys.modules.items() if _names_it(module)]
     return [module for name, module in found if not _is_ours(name)]
 

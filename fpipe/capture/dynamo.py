@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: dynamo, which reads the bytecode of the model instead of running it; by way of strict `torch.export`.
+"""Front end: dynamo, through strict `torch.export`; it reads the model's bytecode instead of running it.
 
-Problem. Dynamo goes through whatever watches a model, and loses without a word what a graph cannot keep; strict export
-(torch 2.13) also forgets the dtypes of autocast.
+Problem. Dynamo goes through any watch on a model, and silently loses what a graph cannot keep; strict export (torch
+2.13) also forgets the dtypes of autocast.
 
-Idea. The model is rehearsed first: it runs once on fake tensors as the plain Python that it is, and under watch. What
-a graph would lose is refused there, and errors of the model are found where they are raised. Then dynamo makes the
-graph.
+Idea. Rehearse the model first: run it once on fake tensors, as plain Python and under watch. This refuses what a graph
+would lose, and raises the model's errors where they occur. Then let dynamo make the graph.
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ def dynamo(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> 
 
 
 class _Whole(nn.Module):
-    """A model and its loss as one module of the batch's trees."""
+    """A model and its loss as one module, called with the batch's trees."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.model, self.objective = model, objective
 
     def forward(self, *batch: Any) -> tuple[Tensor | None, Any]:
-        """The loss, if there is one, and the outputs."""
+        """Return the loss, or `None` if there is none, and the outputs."""
         return self.objective.of(self.model, batch)
 
 
 def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Structure:
-    """The tree of the outputs; raises `CaptureError` for what a graph would lose."""
+    """Return the tree of the outputs; raise `CaptureError` for what a graph would lose."""
     trees: list[Structure] = []
     try:
         with without_autocast(model):
@@ -86,7 +85,7 @@ def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) 
 def _trace(whole: _Whole, batch: Any) -> ExportedProgram:
     try:
         with warnings.catch_warnings(), undisguised():
-            # in-place changes of buffers, of which it warns, are in the graph
+            # it warns of in-place changes of buffers, but they are in the graph
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
             return torch.export.export(whole, batch, strict=True)
     except PipelineError:
@@ -96,7 +95,7 @@ def _trace(whole: _Whole, batch: Any) -> ExportedProgram:
 
 
 def _read(error: Exception, model: nn.Module) -> str:
-    """The first module of the innermost class whose code dynamo was reading."""
+    """Return the first module of the innermost class whose code dynamo was reading."""
     for frame in reversed(getattr(error, "real_stack", None) or []):
         for name, module in model.named_modules():
             code = type(module).forward.__code__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: `torch.export`, non-strict. It runs the model's Python once, and writes down the operators; see `aten`."""
+"""Front end: `torch.export`, non-strict. It runs the model's Python once, and records the operators; see `aten`."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> 
 
 
 class Flat(nn.Module):
-    """A model and its loss as one module of flat tensors, watched; `report` is called with the tree of the outputs."""
+    """A model and its loss as one watched module of flat tensors; `report` is called with the tree of the outputs."""
 
     def __init__(self, model: nn.Module, objective: Objective, report: Callable[[Structure], None]) -> None:
         super().__init__()
         self.model, self.objective, self.report = model, objective, report
 
     def rehearse(self, leaves: Sequence[Tensor]) -> None:
-        """Run once, so that what the model settles at its first call (in its configuration, say) is settled."""
+        """Run once, so that whatever the model settles on its first call (in its configuration, say) is settled."""
         with watched(self.model):
             self.objective(self.model, leaves)
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """The loss, if there is one, and the tensors of the outputs."""
+        """Return the loss, if there is one, and the tensors of the outputs."""
         with watched(self.model):
             before = plain_state(self.model)
             loss, outputs = self.objective(self.model, leaves)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's attention modules take their fast path for inference on fake tensors where they take it on real ones.
+"""Make torch's attention modules take their fast inference path on fake tensors where they do on real ones.
 
-Problem. In eval mode, where nothing wants a gradient, `TransformerEncoderLayer` and `MultiheadAttention` call one fused
-operator, whose last bits differ; but not where a torch function mode is on, which recording needs, nor while traced.
+Problem. In eval mode, where nothing requires a gradient, `TransformerEncoderLayer` and `MultiheadAttention` call one
+fused operator, whose last bits differ; but not under a torch function mode, which recording needs, nor while traced.
 
-Idea. They ask `torch.overrides.has_torch_function` and whether they are traced; both are answered as in an eager run.
-`TransformerEncoder` asks, too, and would make a nested tensor of what is not padding, which a fake tensor cannot be. It
-goes the slow way on fake tensors, and whoever records it is told.
+Idea. They ask `torch.overrides.has_torch_function`, and whether they are being traced; answer both as in an eager run.
+`TransformerEncoder` asks, too, and would make a nested tensor of the entries that are not padding, which fake tensors
+do not support. It takes the slow path on fake tensors, and the recorder is notified.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ has_torch_function: Any = torch.overrides.has_torch_function
 
 @contextmanager
 def as_in_eager(nested: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Answer torch's modules, inside, as in an eager run; call `nested` where that would make nested tensors."""
+    """Answer torch's modules inside as in an eager run; call `nested` where that would make nested tensors."""
 
     def answered(tensors: Iterable[Any]) -> Any:
         caller = sys._getframe(1)
@@ -55,7 +55,7 @@ def _is_encoder(caller: FrameType) -> bool:
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
-    """Call the fused attention; where no weights are wanted, fake tensors have some, real ones have none."""
+    """Call the fused attention; if weights are not requested, drop those that fake tensors, unlike real ones, get."""
     out, weights = FUSED[1](*args, **kwargs)
     return out, weights if _wants_weights(args, kwargs) else None
 

@@ -21,9 +21,9 @@ FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
 
 
 def front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
-    """The front end of that name, or the user's own; raises `InputError` for what is neither.
+    """Return the front end of that name, or the user's own; raise `InputError` for anything else.
 
-    The recording one is told which modules are to stay `whole`.
+    The one named "trace" is told which modules are to stay `whole`.
     """
     if capture == "trace":
         return partial(trace, opaque=whole)

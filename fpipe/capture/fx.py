@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: `torch.fx`. The model is traced symbolically, and its graph is run and recorded as a model would be.
+"""Front end: `torch.fx`. Trace the model symbolically, then run and record its graph as a model would be.
 
 Problem. fx traces with proxies, which have neither shape nor value: sizes, and whatever is computed from them, are
-nodes of the graph like tensors. And it does not see what is no call on a proxy: gradient modes, autocast, in-place
-operators of Python (`x += 1` becomes `x = x + 1`), random numbers that no input leads to.
+graph nodes just like tensors. And it cannot see anything that is not a call on a proxy: grad modes, autocast, Python's
+in-place operators (`x += 1` becomes `x = x + 1`), random numbers that no input leads to.
 
-Idea. The graph is run on fake tensors as `fpipe.capture.trace` runs a model. So sizes become numbers; what is left are
-torch calls, and calls of torch's own modules, which are called as themselves. Every node knows whether gradients were
-recorded around it, proxies of ours know the in-place operators, and the rest is refused by name.
+Idea. Run the graph on fake tensors as `fpipe.capture.trace` runs a model. Sizes then become numbers; what is left are
+torch calls, and calls of torch's own modules, which are called as is. Every node records whether gradients were enabled
+around it, our proxies support the in-place operators, and the rest is refused by name.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ def fx(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Capt
 
 
 class _Root(nn.Module):
-    """A model as a module of flat tensors: where fx keeps the constants that it finds."""
+    """A model as a module of flat tensors, where fx keeps the constants that it finds."""
 
     def __init__(self, model: nn.Module, inputs: Structure) -> None:
         super().__init__()
         self.model, self.inputs = model, inputs
 
     def forward(self, *leaves: Any) -> list[Any]:
-        """The leaves of the outputs."""
+        """Return the leaves of the outputs."""
         found, self.outputs = taken_apart(call_model(self.model, self.inputs.unflatten(leaves)))
         return found
 
     def around(self, model: nn.Module) -> _Root:
-        """The same around another copy of the model."""
+        """Return the same around another copy of the model."""
         other = _Root(model, self.inputs)
         for name, value in vars(self).items():
             if not name.startswith("_modules"):
@@ -85,7 +85,7 @@ def _symbolic(root: _Root) -> torch.fx.Graph:
             stack.enter_context(without_autocast(model))
             stack.enter_context(_augmented())
             stack.enter_context(_NoChance(model))
-            _Tracer(len(root.inputs.names)).trace(root)  # what the model settles at its first call is settled
+            _Tracer(len(root.inputs.names)).trace(root)  # settle what the model does on its first call
             state, versions = plain_state(model), _versions(model)
             graph = _Tracer(len(root.inputs.names)).trace(root)
             require_unchanged(state, plain_state(model), "the new value would be lost")
@@ -105,7 +105,7 @@ def _symbolic(root: _Root) -> torch.fx.Graph:
 
 
 class _Proxy(torch.fx.Proxy):
-    """A proxy that knows in-place operators, and that tensors have attributes that can be assigned to."""
+    """A proxy that supports in-place operators, and refuses assignments to attributes of tensors."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
@@ -127,7 +127,7 @@ for _function in IN_PLACE:
 
 
 class _Tracer(torch.fx.Tracer):
-    """Traces a `_Root` of `count` tensors; nodes know whether gradients were recorded."""
+    """Traces a `_Root` of `count` tensors; nodes record whether gradients were enabled."""
 
     proxy_buffer_attributes = True
 
@@ -136,15 +136,15 @@ class _Tracer(torch.fx.Tracer):
         self.count = count
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """The root itself, and a proxy for each of its tensors."""
+        """Return the root itself, and a proxy for each of its tensors."""
         return root_fn, [self.root, *[self.create_proxy("placeholder", f"leaf{k}", (), {}) for k in range(self.count)]]
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        """A proxy of ours."""
+        """Return a `_Proxy`."""
         return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        """A node that knows whether gradients are recorded."""
+        """Return a node that records whether gradients are enabled."""
         node = super().create_node(*args, **kwargs)
         node.meta["grad"] = torch.is_grad_enabled()
         return node
@@ -152,7 +152,7 @@ class _Tracer(torch.fx.Tracer):
 
 @contextmanager
 def _augmented() -> Iterator[None]:
-    """Let `self.buffer += x` through, which assigns to the buffer what it is."""
+    """Allow `self.buffer += x`, which assigns the buffer to itself."""
     assign: Any = nn.Module.__setattr__
 
     def assigning(module: nn.Module, name: str, value: Any) -> None:
@@ -167,7 +167,7 @@ def _augmented() -> Iterator[None]:
 
 
 class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses random numbers that are drawn while fx traces: every microbatch would get the same."""
+    """Refuses random numbers drawn while fx traces: every microbatch would get the same."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -183,7 +183,7 @@ class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _versions(model: nn.Module) -> list[int]:
-    """How often each tensor that the model's modules hold was modified."""
+    """Return how often each tensor that the model's modules hold was modified."""
     held = [flatten(value, opaque=True)[0] for module in model.modules() for value in vars(module).values()]
     return [tensor._version for tensors in held for tensor in tensors]
 
@@ -192,7 +192,7 @@ def _versions(model: nn.Module) -> list[int]:
 
 
 class _Replay(torch.fx.Interpreter):
-    """A traced model as a function that runs node after node, and tells the recorder whose node it is."""
+    """A traced model as a function that runs node by node, and tells the recorder which module each belongs to."""
 
     def __init__(self, root: _Root, graph: torch.fx.Graph, recorder: Recorder) -> None:
         super().__init__(root, graph=graph)
@@ -201,13 +201,13 @@ class _Replay(torch.fx.Interpreter):
         self.running: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Return what the model returns."""
         leaves, _ = taken_apart((args, kwargs))
         made = self.run(*[leaf for leaf in leaves if isinstance(leaf, Tensor)], enable_io_processing=False)
         return optree.tree_unflatten(self.outputs, made)
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Run a node as its author would have."""
+        """Run a node under the grad mode in which it was traced."""
         self._enter(n)
         try:
             with torch.set_grad_enabled(n.meta["grad"]):
@@ -218,7 +218,7 @@ class _Replay(torch.fx.Interpreter):
             self._refuse(error)
 
     def _enter(self, node: torch.fx.Node) -> None:
-        """Tell the recorder which calls end and begin before `node`; that of torch's own module it sees itself."""
+        """Tell the recorder which calls end and begin before `node`; it sees calls of torch's modules itself."""
         if node.op in ("placeholder", "get_attr"):
             return
         stack = dict(node.meta.get("nn_module_stack") or {})

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python's and numpy's random numbers, which a forward must not draw.
+"""Refuse random numbers of Python and numpy in a forward.
 
 Problem. Nothing keys them by the step's seed. Where one becomes part of the captured program, every step gets the
-number that was drawn when the pipeline was built; elsewhere it depends on which stages run in which process.
+number drawn when the pipeline was built; elsewhere it depends on which stages run in which process.
 
 Idea. Compare the states of both global generators before and after a run. Comparing takes longer than many a module, so
-only a run after one that drew compares them around each call, to name the module.
+only a rerun, after a run that drew, compares them around each call, to name the module.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fpipe.errors import CaptureError
 
 
 class Drawing(NamedTuple):
-    """Who drew random numbers, and from which generator."""
+    """The place that drew random numbers, and the generator it drew from."""
 
     where: str
     generator: str
 
 
 class Generators:
-    """The global generators of Python and, if it is imported, of numpy, as they were last seen.
+    """The states of Python's and, if imported, numpy's global generators when last seen.
 
-    `drawing` is who was first to draw since then; `None` if nobody has.
+    `drawing` is the first to draw since then; `None` if nothing has.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Generators:
         self.drawing: Drawing | None = None
 
     def look(self, where: str) -> Drawing | None:
-        """Note that `where` ran since the last look, and return who has drawn."""
+        """Note that `where` has run since the last look; return the first drawing, if any."""
         before, self.states = self.states, _states()
         moved = [name for name, state in self.states.items() if name in before and state != before[name]]
         if moved and self.drawing is None:
@@ -54,7 +54,7 @@ def refusal(drawing: Drawing) -> CaptureError:
 
 
 def _states() -> Mapping[str, object]:
-    """By generator, its state, as a value that can be compared."""
+    """Return the state of each generator, in comparable form."""
     states: dict[str, object] = {"Python's random module": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on the gradients of parameters, as `p.register_hook(f)` adds them.
+"""Hooks on the gradients of parameters, as registered by `p.register_hook(f)`.
 
-One device calls them in the backward of every microbatch, with the microbatch's gradient of all uses together, before
-it is added to the sum. So does the stage that owns the parameter: they are registered on its own leaf.
+One device calls them in the backward of every microbatch, with the microbatch's gradient over all uses, before it is
+accumulated. The stage that owns the parameter does the same: they are registered on its own leaf.
 
-Hooks after accumulation are given the parameter and its sum so far, which differs between schedules; they are refused,
-and so are hooks that look at the model's own tensors, which a step is not given.
+Post-accumulation hooks receive the parameter and its sum so far, which differs between schedules; they are refused, and
+so are hooks that look at the model's own tensors, which a step does not receive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gradient_hooks(model: nn.Module) -> Hooks:
 
 
 def require_exact(hooks: Hooks, summed: frozenset[str]) -> None:
-    """Raise `CaptureError` for hooks on a parameter of which each stage computes a gradient of its own."""
+    """Raise `CaptureError` for hooks on a parameter for which each stage computes its own gradient."""
     for name in hooks:
         if name in summed:
             raise CaptureError(
@@ -57,7 +57,7 @@ def require_exact(hooks: Hooks, summed: frozenset[str]) -> None:
 
 
 def _reached(hook: Any) -> Iterator[Any]:
-    """What a hook holds, as far as that can be told: cells, defaults, arguments, its object, and globals by name."""
+    """Yield what a hook holds, where visible: cells, defaults, arguments, its object, and globals by name."""
     todo, seen = [hook], set[int]()
     while todo:
         one = todo.pop()

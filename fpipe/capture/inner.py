@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that modules inside a call return, for those that collect them by hooks.
+"""Tensors returned by modules inside a call, for code that collects them by hooks.
 
 A router's logits, attention weights and hidden states are kept by forward hooks and used by whoever called the model.
-The call that made them still runs as it is; what a module inside it returns is noted on the way.
+The call that made them still runs as is; results of modules inside it are noted on the way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fpipe.errors import InputError
 
 
 class Inner(NamedTuple):
-    """A tensor that a module returns: in which of its calls within another, counted from 0, and at which leaf."""
+    """A tensor that a module returns: the module, its call number inside the outer call, from 0, and the leaf."""
 
     path: str
     module: nn.Module
@@ -28,7 +28,7 @@ class Inner(NamedTuple):
 
 
 def inner(span: Span, wanted: Collection[Value]) -> Mapping[Value, Inner]:
-    """Where those of the `wanted` values that modules inside a call return can be had."""
+    """Return where to find those of the `wanted` values that modules inside a call return."""
     found: dict[Value, Inner] = {}
     count: Counter[nn.Module] = Counter()
     for one in _calls(span) if wanted else ():
@@ -42,7 +42,7 @@ def inner(span: Span, wanted: Collection[Value]) -> Mapping[Value, Inner]:
 
 
 def _calls(span: Span) -> Iterator[Span]:
-    """The calls of modules inside another, in the order in which they begin."""
+    """Yield the calls of modules inside another, in the order in which they begin."""
     for one in span.inner:
         if isinstance(one.invocation.function, nn.Module):
             yield one
@@ -50,7 +50,7 @@ def _calls(span: Span) -> Iterator[Span]:
 
 
 class Noted:
-    """A context that notes what modules return inside."""
+    """A context that notes what modules inside it return."""
 
     def __init__(self, wanted: Sequence[Inner]) -> None:
         self.wanted = wanted
@@ -72,7 +72,7 @@ class Noted:
 
     @property
     def tensors(self) -> Tensors:
-        """What was wanted."""
+        """The wanted tensors."""
         return tuple([self._tensor(one) for one in self.wanted])
 
     def _tensor(self, one: Inner) -> Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which torch calls of a run matter to what it returns.
+"""Liveness: which torch calls of a run matter to its results.
 
-A module that is made in a forward is initialized there: numbers are drawn, and may be replaced by others at once.
+A module created in a forward is initialized there: numbers are drawn, and may be overwritten at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def live(
     returned: Iterable[Value],
     kept: Iterable[Value],
 ) -> list[Unit]:
-    """Return the units that lead to values that are `returned`, or change memory of these or of those that are `kept`.
+    """Return the units that lead to `returned` values, or change the memory of these or of `kept` values.
 
-    A unit that neither makes nor changes anything, such as a check, may raise, and counts as one.
+    A unit that neither makes nor changes anything, such as a check, may raise, and so counts as live.
     """
     values = set(returned)
     memory = {storage[value] for value in (*values, *kept)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model and its loss as one function of flat tensors, so that the loss belongs to the last stage.
 
-The loss of a microbatch is divided by their number, or multiplied by its share of what all microbatches count, before
-anything else happens to it, inside the captured program; so the sum over microbatches is the loss of the step, and no
-stage is special to the executor. The share is one more leaf of the batch.
+A microbatch's loss is divided by the number of microbatches, or multiplied by its share of the total weight, inside the
+captured program and before anything else uses it. So the sum over microbatches is the loss of the step, and no stage is
+special to the executor. The share is one more leaf of the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Loss: TypeAlias = Callable[..., Tensor]
 
 
 def call_model(model: Callable[..., Any], inputs: Any) -> Any:
-    """Call `model` with a tuple of positional or a dict of keyword arguments."""
+    """Call `model` with a tuple of positional arguments or a dict of keyword arguments."""
     if isinstance(inputs, dict):
         return model(**inputs)
     if isinstance(inputs, tuple):
@@ -37,7 +37,7 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def scaled_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, microbatches: int) -> Tensor:
-    """`loss(outputs, targets)`, or of outputs alone where targets are `None`, as a part of the step's; a scalar."""
+    """Return `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`, as a part of the step's; a scalar."""
     value = loss(outputs) if targets is None else loss(outputs, targets)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         got = f"a tensor of shape {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)
@@ -49,7 +49,7 @@ def scaled_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, mi
 
 
 def without_parameters(loss: Loss | None) -> None:
-    """Raise `CaptureError` if the loss trains something of its own: nobody would hold it."""
+    """Raise `CaptureError` if the loss has trainable parameters: no stage would hold them."""
     names = [name for name, p in loss.named_parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
     if names:
         raise CaptureError(
@@ -62,8 +62,8 @@ def without_parameters(loss: Loss | None) -> None:
 class Objective:
     """What is computed for one microbatch: the model, then its loss as a part of the step's.
 
-    `batch` is the tree of (inputs, targets, scale); the loss is multiplied by the scale, or divided by the number of
-    microbatches if that is `None`. `ask` answers what the model asks about values of the microbatch during a capture.
+    `batch` is the tree of (inputs, targets, scale); the loss is multiplied by the scale, or if that is `None`, divided
+    by the number of microbatches. `ask` answers what the model asks about values of the microbatch during a capture.
     Model and loss run under the autocast `casts`.
     """
 
@@ -74,11 +74,11 @@ class Objective:
     casts: Casts = ()
 
     def __call__(self, model: Callable[..., Any], leaves: Sequence[Tensor]) -> tuple[Tensor | None, Any]:
-        """`(scaled loss, outputs)` of the tensor leaves of `batch`; without a loss, `None` in its place."""
+        """Return `(scaled loss, outputs)` for the tensor leaves of `batch`; without a loss, `(None, outputs)`."""
         return self.of(model, self.batch.unflatten(list(leaves)))
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
-        """The same of the tree (inputs, targets, scale)."""
+        """Return the same for the tree (inputs, targets, scale)."""
         inputs, targets, scale = batch
         with ExitStack() as stack:
             for kind, dtype in self.casts:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: modules or functions in order, or as a graph. Each part is called as itself and never cut.
+"""Front end: modules or functions in order, or as a graph. Each part is called as is, and never cut.
 
-`[a, b, c]` means what `nn.Sequential(a, b, c)` means: each part is called with what the one before it returned, the
-first with the inputs, the loss with what the last returned. Whatever pytree a part returns is taken apart into tensors;
-what is no tensor must be the same for every microbatch. A tensor that a part returns untouched stays the same value, so
-it goes straight to its next user.
+`[a, b, c]` means what `nn.Sequential(a, b, c)` means: each part is called with what the previous one returned, the
+first with the inputs, the loss with what the last returned. Whatever pytree a part returns is flattened into tensors;
+non-tensors must be the same for every microbatch. A tensor that a part returns untouched stays the same value, so it
+goes straight to its next user.
 
 This is the recording of `fpipe.capture.trace` with the parts sealed.
 """
@@ -24,7 +24,7 @@ from fpipe.parts import ModuleGraph, as_part
 
 
 class Chain(nn.Module):
-    """Parts in order as one module: the model that a list of parts stands for."""
+    """Parts in order as one module: the model that a list of parts represents."""
 
     def __init__(self, parts: Sequence[Callable[..., Any]] | nn.Sequential) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Chain(nn.Module):
             self.add_module(str(name), as_part(part))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call one part after the other."""
+        """Call the parts one after another."""
         first, *rest = self._modules.values()
         assert first is not None, "there is a part"
         value = first(*args, **kwargs)
@@ -45,7 +45,10 @@ class Chain(nn.Module):
 
 
 def as_module(model: nn.Module | Sequence[Callable[..., Any]]) -> nn.Module:
-    """A model as a module: a list of parts becomes a `Chain`, with the names that nn.Sequential would give."""
+    """Return a model as a module: a list of parts becomes a `Chain`, with the names nn.Sequential would give.
+
+    Raise `InputError` for anything else.
+    """
     if isinstance(model, nn.Module):
         return model
     if not isinstance(model, list | tuple) or not model or not all(callable(part) for part in model):

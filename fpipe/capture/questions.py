@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether the call made tensors; then only their shapes are known."""
+        """True if the call made tensors; then only their shapes are known."""
         return '"tensor"' in self.text
 
 

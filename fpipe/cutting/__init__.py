@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to cut: how users speak of a model's modules, and which positions in its units that means."""
+"""Where to cut: how users refer to a model's modules, and the positions among its units that they mean."""

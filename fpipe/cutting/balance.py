@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contiguous stages of nearly equal size, where not every place may be cut and not every stage is allowed.
+"""Contiguous stages of nearly equal size, where only some cuts and some stages are allowed.
 
-The chain partition problem with forbidden stages. With `n` places it is solved exactly in O(stages n^2) by dynamic
-programming. First for the least bottleneck; that is the same for many choices, beside one huge embedding say. So then,
-among those that exceed it by no more than a given slack, for the fewest values that cross cuts, and last for the least
-sum of squares.
+This is the chain partition problem with forbidden stages. With `n` places it is solved exactly in O(stages n^2) by
+dynamic programming. First, minimize the bottleneck; many choices may attain the minimum, next to one huge embedding
+say. So then, among those that exceed it by no more than a given slack, minimize the number of values that cross cuts,
+and last the sum of squares.
 
-Which stages are forbidden is found out by asking (`Refusal`): choose, ask, exclude what was refused, choose again.
+Forbidden stages are discovered by asking (`Refusal`): choose, ask, exclude what was refused, choose again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Forbidden(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why positions are refused, and the stages that are forbidden: among them one of those that were refused."""
+    """Why positions are refused, and the stages that are forbidden, including at least one of those refused."""
 
     reason: str
     stages: tuple[Forbidden, ...]
@@ -43,10 +43,10 @@ def balance(
     crossing: Sequence[int],
     slack: float = 1.0,
 ) -> Positions | Refusal:
-    """Choose `stages - 1` of `places`, ascending positions, so that the stages are as even as they can be.
+    """Choose `stages - 1` of `places`, ascending positions, so that the stages are as even as possible.
 
-    `sizes` are those of the units; `crossing` says of each position how many values cross a cut there. The largest
-    stage has at most `slack` times the least size possible. If nothing can be chosen, returns the last refusal.
+    `sizes` are those of the units; `crossing` is, by position, how many values cross a cut there. The largest
+    stage has at most `slack` times the least size possible. If nothing can be chosen, return the last refusal.
 
     >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None, [1, 1, 1, 1, 1, 1])
     (1, 3)
@@ -61,7 +61,7 @@ def balance(
     crossed = torch.tensor([crossing[edge] if edge in places else 0 for edge in edges])[:, None]
 
     def weights(cost: Tensor) -> Tensor:
-        """Of each stage: what crosses where it begins, and its square, all of which add up to less than one."""
+        """Return each stage's weight: what crosses its start, plus its squared share; shares add up to below one."""
         least, _ = _best(cost, stages, torch.maximum)
         return torch.where(cost <= slack * least, crossed + (cost / sums[-1]).square(), torch.inf)
 
@@ -75,7 +75,7 @@ def _search(
     refusal: Callable[[Positions], Refusal | None],
     weights: Callable[[Tensor], Tensor],
 ) -> Positions | Refusal:
-    """The positions of the least sum of weights that are not refused; what is forbidden is excluded from `cost`."""
+    """Return the positions with the least sum of weights that are not refused; exclude forbidden stages from `cost`."""
     last = Refusal("", ())
     while True:
         total, chosen = _best(weights(cost), stages, torch.add)
@@ -99,7 +99,7 @@ def _exclude(cost: Tensor, edges: Sequence[int], forbidden: Forbidden) -> None:
 
 
 def _best(cost: Tensor, stages: int, join: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, list[int]]:
-    """The least joined cost of a way from the first edge to the last in `stages` steps, and the edges on it."""
+    """Return the least joined cost of a path from the first edge to the last in `stages` steps, and the edges on it."""
     total, before = cost[0], []
     for _ in range(stages - 1):
         total, previous = join(total[:, None], cost).min(0)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of modules in a captured model, and how users speak of them: by name, class, pattern or index.
+"""The calls of modules in a captured model, and how users refer to them: by name, class, pattern or index.
 
-A front end tells the calls; where it does not, the paths of units do. A position is that of a unit, before which a
-stage may begin. It can also be said by the calls that begin or end there (`Mark`), and so be found again in another
-capture of the same model: in eval mode, say, where dropout runs nothing.
+The front end supplies the calls; if it does not, the paths of units do. A position is that of a unit before which a
+stage may begin. The calls that begin or end there (`Mark`) identify it too, and so find it again in another capture of
+the same model: in eval mode, say, where dropout runs nothing.
 
 Patterns are matched name by name between dots, as file names are: in "blocks.*" the star stands for one name, so it
-finds "blocks.3" and not "blocks.3.norm".
+matches "blocks.3" and not "blocks.3.norm".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WILDCARDS = "*?["
 
 
 class Mark(NamedTuple):
-    """The begin of the `ordinal`-th call of the module `path`, or its end."""
+    """The beginning of the `ordinal`-th call of the module `path`, or its end."""
 
     path: str
     ordinal: int
@@ -41,17 +41,17 @@ class Mark(NamedTuple):
 
 
 def numbered(path: str, ordinal: int) -> str:
-    """The name of a call: `blocks.0`, and `blocks.0@1` for the second one."""
+    """Return the name of a call: `blocks.0`, and `blocks.0@1` for the second one."""
     return f"{path}@{ordinal}" if ordinal else path
 
 
 def is_pattern(selector: object) -> bool:
-    """Whether this may stand for several modules: a class, or a string with a wildcard."""
+    """Return whether a selector may match several modules: a class, or a string with a wildcard."""
     return isinstance(selector, type) or (isinstance(selector, str) and any(c in selector for c in WILDCARDS))
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a dotted name matches a pattern.
+    """Return whether a dotted name matches a pattern.
 
     >>> matches("blocks.3", "blocks.*"), matches("blocks.3.norm", "blocks.*"), matches("blocks.12", "blocks.1?")
     (True, False, True)
@@ -61,7 +61,7 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def selects(selector: Selector, name: str, kind: type) -> bool:
-    """Whether a module of this name and class is meant: by its class, its name, or a pattern.
+    """Return whether a module of this name and class is selected: by its class, its name, or a pattern.
 
     >>> selects("blocks.*", "blocks.3", nn.Linear), selects(nn.Conv2d, "blocks.3", nn.Linear)
     (True, False)
@@ -75,10 +75,10 @@ def selects(selector: Selector, name: str, kind: type) -> bool:
 class Calls:
     """The calls of modules that run at least one operation, each before those inside it.
 
-    - `idle`: those that run none; a stage may begin there too, if that is asked for.
-    - `sealed`: the calls inside which no stage may begin, other functions than modules among them.
+    - `idle`: the calls that run none; a stage may begin there too, on request.
+    - `sealed`: the calls inside which no stage may begin, including calls of functions that are not modules.
     - `known`: the class of every module, by all its names; `first`: the first of its names.
-    - `parts`: for a sequence, which call is that of each part: one that was there before is called once more.
+    - `parts`: for a sequence, the call of each part; a part that appeared before is called once more.
     """
 
     listed: tuple[Call, ...]
@@ -91,7 +91,7 @@ class Calls:
 
     @classmethod
     def of(cls, captured: Captured, model: nn.Module) -> Calls:
-        """The calls that the front end tells, or else those that the paths of units tell."""
+        """Return the calls that the front end supplies, or else those derived from the paths of units."""
         units = tuple(captured.units)
         modules = dict(model.named_modules(remove_duplicate=False))
         known = {name: type(module) for name, module in modules.items()}
@@ -103,7 +103,7 @@ class Calls:
         return cls(tuple(_of_modules(listed)), idle, sealed, units, known, first, _parts(model, first))
 
     def named(self, name: str) -> tuple[Call, ...]:
-        """The calls of the module `name`; one that holds modules and is not called itself runs from first to last."""
+        """Return the calls of the module `name`; a container that is not called itself spans its first to last."""
         found = tuple(call for call in self.listed if call.path == name)
         found = found or tuple(call for call in self.idle if call.path == name)
         if found:
@@ -113,7 +113,7 @@ class Calls:
         return (Call(name, self.known.get(name, object), inside[0], inside[-1] + 1),) if inside and path == name else ()
 
     def one(self, name: str) -> Call:
-        """The first call of a module, or with `name@1` the second; raises `CutError` if there is none."""
+        """Return a module's first call, or with `name@1` the second; raise `CutError` if there is none."""
         path, _, ordinal = name.partition("@")
         self.require_known("cuts", path)
         found = self.named(path)
@@ -146,7 +146,7 @@ class Calls:
             raise CutError(f"{where}: got {name!r}, expected the name of a module. Did you mean one of {close}?")
 
     def at(self, index: int) -> Call:
-        """The call that the model itself makes as number `index`, from zero; in a sequence of parts, that of a part."""
+        """Return call number `index`, from zero, that the model itself makes; in a sequence, the call of that part."""
         root = [call for call in self.listed if not call.path]
         direct = outermost(call for call in self.listed if call.path and (not root or call.stop <= root[0].stop))
         names = list(self.parts) or [call.path for call in direct]
@@ -158,9 +158,9 @@ class Calls:
         return self.one(names[index]) if self.parts else direct[index]
 
     def selected(self, where: str, selector: Selector) -> tuple[Call, ...]:
-        """The calls of a module, of the modules of a class, or of those whose name matches a pattern.
+        """Return the calls of a module, of the modules of a class, or of those whose name matches a pattern.
 
-        Raises `CutError` if there are none; `where` is the argument that is to blame.
+        Raise `CutError`, blaming the argument `where`, if there are none.
         """
         if isinstance(selector, type):
             found = tuple(call for call in self.listed if issubclass(call.kind, selector))
@@ -179,7 +179,7 @@ class Calls:
         return found
 
     def marks(self, position: int) -> tuple[Mark, ...]:
-        """All that is known of a position: the calls that begin there and those that end there."""
+        """Return all marks at a position: the calls that begin there and those that end there."""
         found: list[Mark] = []
         for call, ordinal in self.ordinals():
             found += [Mark(call.path, ordinal, False)] * (call.start == position)
@@ -187,7 +187,7 @@ class Calls:
         return tuple(found)
 
     def marked(self, marks: Sequence[Mark]) -> int | None:
-        """The position of the first of these marks that there is."""
+        """Return the position of the first of these marks that exists; `None` if none does."""
         places = {(call.path, ordinal): call for call, ordinal in self.ordinals()}
         for path, ordinal, end in marks:
             if (path, ordinal) in places:
@@ -196,7 +196,7 @@ class Calls:
         return None
 
     def ordinals(self) -> Iterator[tuple[Call, int]]:
-        """Every call, and how many of the same module came before it."""
+        """Yield every call, and how many of the same module came before it."""
         count: Counter[str] = Counter()
         for call in self.listed:
             yield call, count[call.path]
@@ -204,12 +204,12 @@ class Calls:
 
 
 def said(selector: Selector) -> str:
-    """A selector as the user wrote it."""
+    """Return a selector as the user wrote it."""
     return f"the class {selector.__name__}" if isinstance(selector, type) else repr(selector)
 
 
 def outermost(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """Those of `calls` that lie inside no other one."""
+    """Return those of `calls` that are not inside another."""
     found: list[Call] = []
     for call in calls:
         if not found or call.start >= found[-1].stop:
@@ -227,7 +227,7 @@ def _parts(model: nn.Module, first: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _of_modules(calls: Iterable[Call]) -> Iterator[Call]:
-    """Those that run something, and not inside one of the same path: that is a function which a module calls."""
+    """Yield calls that run something and are not inside one of the same path, as a function a module calls is."""
     around: dict[str, Call] = {}
     for call in calls:
         if call.start < call.stop and (call.path not in around or call.start >= around[call.path].stop):
@@ -236,9 +236,9 @@ def _of_modules(calls: Iterable[Call]) -> Iterator[Call]:
 
 
 def _by_paths(units: Sequence[Unit], known: Mapping[str, type]) -> list[Call]:
-    """The calls that the paths of units tell: of each name on a path, as long as it stays; a container is not called.
+    """Derive calls from the paths of units: one for each run of units under a name; containers are not called.
 
-    An ordinal says which call of the innermost module it is, and nothing of those around it.
+    An ordinal numbers the call of the innermost module only, not those around it.
     """
     found: list[Call] = []
     running: dict[str, tuple[int, str | None]] = {}

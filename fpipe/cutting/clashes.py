@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stages are forbidden because one modifies in place what another uses.
+"""Stages forbidden because one modifies in place what another uses.
 
-`graph.layouts` refuses such cuts one at a time. What it refuses follows from where a value is made, modified and used,
-so one refusal tells of many stages, by where they begin and where they stop.
+`graph.layouts` refuses such cuts one at a time. The reason lies in where a value is made, modified and used, so one
+refusal forbids many stages, by where they begin and where they stop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fpipe.graph import ClashError, layouts
 
 
 def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
-    """The function that says why positions are refused; `None` if they are not."""
+    """Return the function that says why positions are refused; `None` if they are not."""
     observed = observe(captured)
     results = (*(() if captured.loss is None else (captured.loss,)), *captured.outputs)
 
@@ -35,7 +35,7 @@ def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
 def _forbidden(
     captured: Captured, observed: Observed, results: tuple[Value, ...], value: Value, start: int, stop: int
 ) -> Iterator[Forbidden]:
-    """The stages that are refused on account of `value` as the one from `start` to `stop` is, itself first."""
+    """Yield the stages refused on account of `value`, as the one from `start` to `stop` is, itself first."""
     units, source = captured.units, captured.sources.get(value)
     if value in captured.reassigned.values():
         yield from _apart(captured, observed, value, start, stop)
@@ -46,7 +46,7 @@ def _forbidden(
     yield Forbidden(range(start, start + 1), range(stop, stop + 1))
     for k in modified:
         stops = range(k + 1, uses[-1] + 1)
-        if start <= made < k:  # a view that leaves after its memory was modified
+        if start <= made < k:  # a view sent after its memory was modified
             yield Forbidden(range(made + 1), stops)
         elif isinstance(source, Parameter | Constant):
             yield Forbidden(range(k + 1), range(k + 1, len(units) + 1))
@@ -57,7 +57,7 @@ def _forbidden(
 
 
 def _apart(captured: Captured, observed: Observed, new: Value, start: int, stop: int) -> Iterator[Forbidden]:
-    """The stages that assign a buffer anew as its value `new`, and do not hold all that uses the buffer."""
+    """Yield the stages that assign a buffer anew, as value `new`, without holding all uses of the buffer."""
     units, memory = captured.units, observed.storage[new]
     buffers = {buffer for buffer, value in captured.reassigned.items() if value == new}
     at = next(k for k, unit in enumerate(units) if new in unit.makes)

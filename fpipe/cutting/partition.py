@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to cut: from what the user says to positions in the sequence of units.
+"""Where to cut: from what the user asks for to positions in the sequence of units.
 
 A partition is a tuple of ascending positions: stage `s + 1` begins at unit `partition[s]`. The user says where each
-stage begins (`Explicit`), or leaves the choice (`Evenly`): then stages get as nearly the same number of parameters as
-the places allow at which one may begin. None may begin inside a call that is sealed or unsplittable.
+stage begins (`Explicit`), or leaves the choice (`Evenly`): then stages get as nearly equal numbers of parameters as the
+allowed places permit. No stage may begin inside a call that is sealed or unsplittable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Explicit(NamedTuple):
 
 
 class Evenly(NamedTuple):
-    """As even as can be; where `among` is not empty, stages begin at calls that one of these selects."""
+    """Cut as evenly as possible; if `among` is not empty, stages begin at calls that one of these selects."""
 
     stages: int
     among: tuple[Selector, ...]
@@ -47,7 +47,7 @@ class Cuts(NamedTuple):
     unsplittable: tuple[Selector, ...] = ()
 
     def positions(self, captured: Captured, model: nn.Module) -> Positions:
-        """Where the stages but the first begin. Raises `CutError` if that is impossible, and says why."""
+        """Return where the stages after the first begin; raise `CutError` with the reason if that is impossible."""
         calls = Calls.of(captured, model)
         barriers = _barriers(calls, self.unsplittable)
         if isinstance(self.where, Explicit):
@@ -55,7 +55,7 @@ class Cuts(NamedTuple):
         return even(captured, calls, self.where, barriers, refusals)
 
     def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
-        """The names of the modules that are unsplittable, and that of the loss if it is."""
+        """Return the names of the unsplittable modules, including the loss if it is one."""
         kinds = [*((name, type(module)) for name, module in model.named_modules()), (LOSS, type(loss))]
         return tuple(name for name, kind in kinds if any(selects(s, name, kind) for s in self.unsplittable))
 
@@ -70,12 +70,12 @@ class Barrier(NamedTuple):
         return f"{repr(self.call.path) if self.call.path else 'the model'} ({self.call.kind.__name__}): {self.reason}"
 
     def holds(self, position: int) -> bool:
-        """Whether a position is inside the call."""
+        """Return whether a position is inside the call."""
         return self.call.start < position < self.call.stop
 
 
 def asked(cuts: Asked, stages: int | None, unsplittable: Selector | Iterable[Selector], schedule: Schedule) -> Cuts:
-    """What the user's arguments mean; raises `CutError` if they do not make the schedule's stages."""
+    """Interpret the user's arguments; raise `CutError` if they do not make the schedule's stages."""
     where: Explicit | Evenly
     items, whole = _items(cuts), _items(unsplittable)
     if cuts is None or (items and all(map(is_pattern, items))):
@@ -104,7 +104,7 @@ def asked(cuts: Asked, stages: int | None, unsplittable: Selector | Iterable[Sel
 
 
 def _items(argument: Any) -> tuple[Any, ...]:
-    """One item, or several, or none, as a tuple."""
+    """Return one item, several, or none, as a tuple."""
     if argument is None:
         return ()
     several = isinstance(argument, Iterable) and not isinstance(argument, str | type)
@@ -112,9 +112,9 @@ def _items(argument: Any) -> tuple[Any, ...]:
 
 
 def explicit(calls: Calls, at: Sequence[Item], barriers: Sequence[Barrier]) -> Positions:
-    """The positions of these names and indices.
+    """Return the positions of these names and indices.
 
-    Raises `CutError` for one that is unknown, repeated, out of order, or at which no stage can begin.
+    Raise `CutError` for one that is unknown, repeated, out of order, or at which no stage can begin.
     """
     positions = [(calls.one(item) if isinstance(item, str) else calls.at(item)).start for item in at]
     for (a, start), (b, end) in pairwise([("the model's first operation", 0), *zip(at, positions, strict=True)]):
@@ -143,12 +143,12 @@ def even(
     barriers: Sequence[Barrier],
     refusing: Callable[[Captured], Callable[[Positions], Refusal | None]],
 ) -> Positions:
-    """Cut so that the largest stage has as few parameters as possible.
+    """Return cuts for which the largest stage has as few parameters as possible.
 
-    Cuts are made where calls of modules begin or end, or where the calls begin that `where` selects; but not inside
-    `barriers`, nor where `refusing` refuses. If nothing was selected, the largest stage may be a tenth larger, and of
-    what is left the cuts are taken that the fewest values cross. Then the sum of squares is least. Raises `CutError` if
-    there are too few places.
+    Cuts are made where calls of modules begin or end, or only where the calls that `where` selects begin; never inside
+    `barriers`, nor where `refusing` refuses. If nothing was selected, the largest stage may be a tenth larger, and
+    among the remaining choices, take those whose cuts the fewest values cross, then those with the least sum of
+    squares. Raise `CutError` if there are too few places.
     """
     if where.stages == 1:
         return ()
@@ -166,7 +166,10 @@ def even(
 
 
 def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:
-    """The positions of one capture, found again in another one of the same model, whose calls are `calls`."""
+    """Return the positions of one capture in another capture of the same model, whose calls are `calls`.
+
+    Raise `CutError` if one has no counterpart, or `what` would leave a stage without operations.
+    """
     found: list[int] = []
     for stage, position in enumerate(positions, 1):
         marks = known.marks(position)
@@ -187,7 +190,7 @@ def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:
 
 
 def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
-    """Where a stage may begin, ascending, but for the first one."""
+    """Return where stages after the first may begin, ascending."""
     starts = {call.start for selector in among for call in calls.selected("cuts", selector)}
     edges = starts if among else {edge for call in calls.listed for edge in (call.start, call.stop)}
     return sorted(edge for edge in edges if 0 < edge < len(calls.units))
@@ -210,7 +213,7 @@ def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: st
 
 
 def _crossing(captured: Captured) -> list[int]:
-    """Per position, how many values made before it are read at or after it."""
+    """Return, by position, how many values made before it are read at or after it."""
     change = [0] * (len(captured.units) + 2)
     last = {value: k for k, unit in enumerate(captured.units) for value in unit.reads}
     for made, unit in enumerate(captured.units):
@@ -221,7 +224,7 @@ def _crossing(captured: Captured) -> list[int]:
 
 
 def _parameters(captured: Captured) -> list[int]:
-    """Per unit, the number of parameter elements that it is the first to read."""
+    """Return, by unit, the number of parameter elements that it is the first to read."""
     seen: set[int] = set()
     sizes = []
     for unit in captured.units:
