@@ -65,8 +65,8 @@ def commit() -> str:
 
 def known(results: Path, at: str) -> dict[str, Trial]:
     """The latest trial at this commit of each model type, finished or not."""
-    lines = results.read_text().splitlines() if results.exists() else []
-    records = [record for line in lines if (record := json.loads(line))["commit"] == at]
+    whole = results.read_text().rpartition("\n")[0] if results.exists() else ""  # another process may be writing
+    records = [record for line in whole.splitlines() if (record := json.loads(line))["commit"] == at]
     return {record["kind"]: Trial(**record) for record in records}
 
 
