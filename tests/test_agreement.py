@@ -19,7 +19,7 @@ class Room:
     """Ranks as threads, which exchange tensors as a collective does: of one shape, or everybody fails."""
 
     def __init__(self, size):
-        self.size, self.barrier = size, threading.Barrier(size, timeout=60)
+        self.size, self.barrier = size, threading.Barrier(size, timeout=600)
         self.places, self.exchanges = [None] * size, 0
 
     def gather(self, rank):

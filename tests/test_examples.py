@@ -49,7 +49,7 @@ def start(*arguments):
 def finish(process):
     """Exit code and what was printed, within two minutes."""
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun passes it on
         raise

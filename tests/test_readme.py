@@ -71,7 +71,7 @@ TEXTS = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
 
 def test_the_picture_is_what_the_command_draws():
     command = re.search(r"^    python (-m schedules show .*)$", README, re.MULTILINE)[1].split()
-    drawn = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=True).stdout
+    drawn = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, check=True).stdout
     (picture,) = [text for text in TEXTS if text.startswith("rank 0 |")]
     assert picture.strip() in drawn
 

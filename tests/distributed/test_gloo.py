@@ -27,14 +27,14 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 def finish(commands, folder, limit=LIMIT):
     """Run these commands at once: exit codes, and what was printed.
 
-    What runs longer than `limit` seconds is killed, with its children, and so is what outlives a failure by 120.
+    What runs longer than `limit` seconds is killed, with its children, and so is what outlives a failure by 600.
     """
     logs = [folder / f"log-{k}" for k in range(len(commands))]
     processes = [begin(command, log) for command, log in zip(commands, logs, strict=True)]
     deadline = time.monotonic() + limit
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 120)
+            deadline = min(deadline, time.monotonic() + 600)
         time.sleep(0.05)
     for process in processes:
         if process.poll() is None:
