@@ -25,7 +25,7 @@ Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
 
 
 def answering(step: Step, answers: Answers) -> Step:
-    """Return the step, which on fake tensors gets these answers."""
+    """Return the step, made to get these answers on fake tensors."""
     if not answers:
         return step
 

@@ -122,7 +122,7 @@ READING = frozenset(
 
 
 class Attached(torch.autograd.Function):
-    """Connect a fake output of a module that branches on data to everything it may depend on.
+    """Connects a fake output of a module that branches on data to everything it may depend on.
 
     Nodes of this class mark where gradients may or may not flow; see `surely_reached`.
     """
@@ -142,7 +142,7 @@ class Attached(torch.autograd.Function):
 def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Return the outputs of a module that branches on data, connected to all of `others` that require a gradient.
 
-    Only while shapes are inferred: in a step the branch taken decides, as on one device.
+    Connect them only while shapes are inferred: in a step the branch taken decides, as on one device.
     """
     if active_fake_mode() is None or not torch.is_grad_enabled():
         return made
@@ -152,7 +152,7 @@ def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor
 
 
 def surely_reached(roots: Iterable[Tensor]) -> frozenset[int]:
-    """Return the ids of the leaves that gradients reach from `roots` whichever way modules branch."""
+    """Return the ids of the leaves that gradients reach from `roots`, whichever way modules branch."""
     queue = [get_gradient_edge(root).node for root in roots]
     seen = dict.fromkeys(queue)
     for node in queue:
@@ -227,7 +227,7 @@ class Answers(TorchFunctionMode):
             return ASSUMED[func](*args, **(kwargs or {}))
 
     def nothing(self, tensor: Tensor) -> Tensor:
-        """Answer `nonzero`, which a backward asks where no torch call can be seen."""
+        """Answer `nonzero` with no indices; a backward calls it where no torch function mode sees it."""
         self.given = True
         return _none(tensor)
 

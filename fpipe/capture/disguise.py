@@ -4,7 +4,7 @@
 Problem. Libraries skip work while they are traced: they keep a mask that an eager run would drop, or leave out a check.
 A stage then computes something other than one device does.
 
-Idea. Nothing is traced here: modules run as is later. So unless torch asks, `isinstance(x, FakeTensor)` is answered
+Idea. Nothing is traced here: modules later run as is. So unless torch asks, `isinstance(x, FakeTensor)` is answered
 with no, and `type(x)` with `Tensor`: in the modules of users and their libraries, the name `type` refers to `Type` for
 the duration. Other questions, `torch.compiler.is_compiling()` and `torch.jit.is_tracing()` among them, already get the
 answer of an eager run, because no compiler is active.
@@ -79,7 +79,7 @@ STAND_INS = (StandIn, Type)
 def disguised() -> Iterator[None]:
     """Hide from all code but torch's, inside, that tensors are fake.
 
-    Entering takes some 10 ms, nested entry nothing: enter it once around all work on fake tensors.
+    Entering takes about 10 ms; nested entry is free. Enter it once around all work on fake tensors.
     """
     if torch._subclasses.FakeTensor is StandIn:
         yield

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Front end: dynamo, through strict `torch.export`; it reads the model's bytecode instead of running it.
 
-Problem. Dynamo goes through any watch on a model, and silently loses what a graph cannot keep; strict export (torch
+Problem. Dynamo bypasses any watch on a model, and silently loses what a graph cannot keep; strict export (torch
 2.13) also forgets the dtypes of autocast.
 
 Idea. Rehearse the model first: run it once on fake tensors, as plain Python and under watch. This refuses what a graph

@@ -66,7 +66,7 @@ KERNELS = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-"""Operators whose meta kernels agree with every device's; torch takes a slower path that supports symbolic sizes."""
+"""Operators whose meta kernels agree with every device's; torch takes another path, for symbolic sizes too."""
 
 CASTING = frozenset({aten.native_layer_norm.default})
 """Those of `KERNELS` that some devices compute and return in float32 whatever the input dtype; others do not."""

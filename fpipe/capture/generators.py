@@ -4,8 +4,8 @@
 Problem. Nothing keys them by the step's seed. Where one becomes part of the captured program, every step gets the
 number drawn when the pipeline was built; elsewhere it depends on which stages run in which process.
 
-Idea. Compare the states of both global generators before and after a run. Comparing takes longer than many a module, so
-only a rerun, after a run that drew, compares them around each call, to name the module.
+Idea. Compare the states of both global generators before and after a run. A comparison takes longer than many modules,
+so only a rerun, after a run that drew, compares them around each call, to name the module.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """A cache of operators' results on fake tensors, so that they need not be computed again.
 
 A model's blocks are alike, and the model runs several times before the first step, so most operators are called with
-metadata seen before. torch has a cache too, but a lookup takes it longer than the operator. This one caches less, under
+metadata seen before. torch has a cache too, but a lookup costs more than the operator. This one caches less, under
 smaller keys: only torch's own operators that write nothing, on ordinary tensors of the mode itself. The rest is left to
 torch.
 

@@ -317,7 +317,7 @@ class Playback:
         return [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
 
     def _require_own_casts(self, start: int, stop: int) -> None:
-        """Raise `CutError` if a weight is used here and elsewhere under one autocast, which would cast it once."""
+        """Raise `CutError` if a weight is used both inside and outside under one autocast, which would cast it once."""
         regions: dict[tuple[Value, int], set[bool]] = {}
         for k, unit in enumerate(self.tape.units):
             for value in self.tape.casts[unit] if self.tape.modes[unit].region else ():

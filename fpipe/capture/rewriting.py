@@ -90,4 +90,4 @@ def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _dropped(saved: object) -> Any:
-    """Pack or unpack a tensor that autograd saves, as nothing."""
+    """Pack or unpack a tensor that autograd saves as `None`."""

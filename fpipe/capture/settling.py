@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring a model's Python state to a fixed point: every run finds it as it leaves it.
+"""Bring a model's Python state to a fixed point: each run leaves it as it found it.
 
 Models install hooks, register buffers and fill caches on their first call. The run that is recorded comes after that,
 so that played calls find what they found in the recording. Tensors that the first run left behind are computed for real

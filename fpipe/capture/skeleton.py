@@ -2,8 +2,8 @@
 """Capture without side effects: a copy of the user's model with its tensors replaced.
 
 Capturing a `skeleton` touches neither the user's tensors nor the modules' state, works for a model on the meta device,
-and lets the user discard the model. Shared tensors stay shared. This module also checks that a model can be captured
-so.
+and lets the user discard the model. Shared tensors stay shared. Models that cannot be captured this way are refused
+here.
 
 A stage puts its own tensors into the skeleton; everywhere else are `Absent` ones, which have no memory but report the
 original's device: a model may ask its first parameter for the device, whichever stage holds it.

@@ -126,7 +126,7 @@ def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[No
 
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards, all containers that a model reaches, its tables of modules and attributes too, are as before."""
+    """Restore on exit all containers that a model reaches, including its modules' tables and attributes."""
     walk = Walk()
     walk.follow([model])
     before = [Held(one, contents(one), True) for one in walk.containers.values()]

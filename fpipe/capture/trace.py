@@ -132,7 +132,8 @@ class _Tracer:
     def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...]]:
         """Run the model twice; return the second run's recorder, loss and outputs, and two lists of containers.
 
-        The first list is what a run changes, the second what any call may change. Restore what contexts hold.
+        The first list is what a run changes, the second what any call may change. Call this in a copied context, which
+        discards changes to context variables.
         """
         original = Walk()
         original.follow([self.model])

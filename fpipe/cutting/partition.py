@@ -28,13 +28,13 @@ Asked: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Module]] | N
 
 
 class Explicit(NamedTuple):
-    """A stage begins at each of `at`: names of modules, or indices of the calls that the model itself makes."""
+    """Cuts where each of `at` begins: names of modules, or indices of the calls that the model itself makes."""
 
     at: tuple[Item, ...]
 
 
 class Evenly(NamedTuple):
-    """Cut as evenly as possible; if `among` is not empty, stages begin at calls that one of these selects."""
+    """Cuts as even as possible; if `among` is not empty, stages begin at calls that one of these selects."""
 
     stages: int
     among: tuple[Selector, ...]
@@ -168,7 +168,8 @@ def even(
 def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:
     """Return the positions of one capture in another capture of the same model, whose calls are `calls`.
 
-    Raise `CutError` if one has no counterpart, or `what` would leave a stage without operations.
+    Raise `CutError`, naming the other capture `what`, if a stage has no operations there, or its beginning is not
+    found.
     """
     found: list[int] = []
     for stage, position in enumerate(positions, 1):
