@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage differentiated by autograd, anew for every microbatch.
+"""A stage differentiated by autograd, for every microbatch anew.
 
-Invariant: a tensor that a later stage uses too is a root as well as a leaf of the backward, so autograd adds the
-stage's own share to the incoming cotangent in the order of one device.
+Invariant: a tensor that a later stage also uses is both a root and a leaf of the backward, so autograd adds the stage's
+own contribution to the incoming cotangent in the same order as on one device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fpipe.spec import OptionalSpec, Spec
 
 
 class Residuals(NamedTuple):
-    """What the forward keeps for the backward: where cotangents enter the graph, and where gradients come out.
+    """What the forward keeps for the backward: where cotangents enter the graph, and whose gradients are returned.
 
-    A root is `None` if no gradient can enter there: the branch that was taken on data made a value without one.
-    `start` is the number of the graph's first node; `foreign` is whether it may have leaves that are the user's.
+    A root is `None` if no gradient can enter there: the branch taken on data produced a value without one. `start` is
+    the number of the graph's first node; `foreign` is true if the graph may reach leaves of the user's.
     """
 
     start: int
@@ -43,7 +43,7 @@ class Residuals(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """What the input half keeps for the weight half: `half`, and what it has `found` for it."""
+    """What the input half keeps for the weight half: `half`, and the gradients it `found` for it."""
 
     weights: Tensors
     half: Half
@@ -52,13 +52,13 @@ class Deferred(NamedTuple):
 
 @dataclass(frozen=True)
 class Autograd:
-    """The functions of a stage, by autograd; the input half frees what it can, `splitting` says how.
+    """The functions of a stage, by autograd. The input half frees what it can; see `splitting`.
 
     - `undeferred`: the gradients that the input half computes, and why.
-    - `varying`: whether what the stage does may depend on the values of tensors.
+    - `varying`: whether the stage's operations may depend on the values of tensors.
     - `unrecordable`: why no graph can do the same; empty if one may.
-    - `hooks`: by parameter, those that are called with the gradient of each microbatch.
-    - `remark`: why it is autograd that does it, where something else was asked for.
+    - `hooks`: per parameter, the hooks to call with the gradient of each microbatch.
+    - `remark`: why the stage is left to autograd, if something else was requested.
     """
 
     function: Function
@@ -72,16 +72,16 @@ class Autograd:
 
     @property
     def below_autograd(self) -> bool:
-        """It is autograd that does it."""
+        """False: autograd does the work."""
         return False
 
     @cached_property
     def splitter(self) -> Splitter:
-        """How the backward is split; it remembers the graph of the last microbatch."""
+        """What splits the backward; it caches the graph of the last microbatch."""
         return Splitter(self.undeferred, not self.varying)
 
     def leaves(self, params: Tensors) -> Tensors:
-        """Leaves of this step's own, which are parameters to whoever asks; those that want a gradient require it."""
+        """Return fresh leaves for this step. They are `nn.Parameter`s; those that need a gradient require it."""
         wanted = self.wiring.trained
         leaves = tuple([nn.Parameter(tensor.detach(), k in wanted) for k, tensor in enumerate(params)])
         for k, hooks in self.hooks.items():
@@ -117,10 +117,10 @@ class Autograd:
         return outputs, tuple(new), self._residuals(start, values, given, scoped, foreign) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
-        """The outputs and buffers of `forward`, bit for bit, and nothing kept.
+        """Return the outputs and buffers of `forward`, bit for bit, and keep nothing.
 
-        Some operations choose their kernel by whether an argument requires a gradient, so autograd records here too;
-        but what it would save is dropped at once.
+        Some operators choose their kernel by whether an argument requires a gradient, so autograd records here too; but
+        whatever it would save is dropped at once.
         """
         with saved_tensors_hooks(_dropped, _never):
             outputs, new, _ = self.forward(params, buffers, inputs, key)
@@ -136,7 +136,7 @@ class Autograd:
         return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), foreign, scoped)
 
     def _require_unwritten(self, arguments: Sequence[Tensor], before: Sequence[int]) -> None:
-        """Raise `InputError` if a branch changed in place what no branch changed at capture: others may read it."""
+        """Raise `InputError` if a branch modified in place what no branch did at capture: other code may read it."""
         modified = self.wiring.modified
         for k, (tensor, version) in enumerate(zip(arguments, before, strict=True)):
             if tensor._version != version and k not in modified:
@@ -146,7 +146,7 @@ class Autograd:
                 )
 
     def _entering(self, residuals: Residuals, cotangents: Gradients) -> tuple[Residuals, Tensors]:
-        """Return the roots at which a cotangent enters, and these cotangents; that of the loss is one."""
+        """Return the roots at which a cotangent enters, and those cotangents; the loss's is one."""
         roots = residuals.roots
         if self.wiring.loss is not None:
             start: Any = roots[0]
@@ -157,7 +157,7 @@ class Autograd:
     def backward(
         self, residuals: Residuals | None, cotangents: Gradients, onto: Gradients = ()
     ) -> tuple[Gradients, Gradients]:
-        """All gradients of one microbatch: cotangents for earlier stages, and gradients of this stage's parameters."""
+        """Return one microbatch's gradients: cotangents for earlier stages, and those of this stage's parameters."""
         if residuals is None:
             return (), ()
         residuals, cotangents = self._entering(residuals, cotangents)
@@ -169,15 +169,15 @@ class Autograd:
         return self._outgoing(found[:split]), grads
 
     def _laid_out(self, leaves: Tensors) -> bool:
-        """Whether cotangents are laid out as their values are: into another layout autograd would copy them."""
+        """Return whether cotangents have the layout of their values; autograd would copy them into any other."""
         pairs = zip(self.wiring.cotangents, leaves, strict=False)
         return all(spec.stride == leaf.stride() for spec, leaf in pairs)
 
     def _added(self, residuals: Residuals, cotangents: Gradients, onto: Gradients) -> tuple[Gradients, Gradients]:
-        """Autograd adds each gradient as soon as it is there, while it is in the processor's caches.
+        """Let autograd accumulate each gradient into `.grad` right away, while it is in the processor's caches.
 
-        It is not told where to, unless it could reach others, since it looks that up at every node. The sums stay with
-        the weights, whose leaves are the step's own.
+        Leaves are named only if the graph might reach others, since autograd looks them up at every node. The sums stay
+        with the weights, which are leaves of this step only.
         """
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
@@ -185,7 +185,7 @@ class Autograd:
             weight.grad = total
         if residuals.roots:
             self._walk(residuals, residuals.leaves if residuals.foreign else (), cotangents, into_leaves=True)
-        made = [weight.grad for weight in weights]  # a dense gradient is not added to a sparse sum, but makes a new one
+        made = [weight.grad for weight in weights]  # dense + sparse makes a new tensor
         totals = [total if one is total else copied(one) for total, one in zip(onto, made, strict=True)]
         outgoing = self._outgoing([leaf.grad for leaf in inputs])
         for leaf in inputs:  # one may be a parameter, which is a leaf of the whole step
@@ -193,7 +193,7 @@ class Autograd:
         return outgoing, tuple(totals)
 
     def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Deferred | None]:
-        """The cotangents for earlier stages, and what is needed for the rest."""
+        """Return the cotangents for earlier stages, and what the weight half needs."""
         if residuals is None:
             return (), None
         residuals, cotangents = self._entering(residuals, cotangents)
@@ -205,7 +205,7 @@ class Autograd:
         return self._outgoing(found[:split]), Deferred(weights, half, found[split:])
 
     def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
-        """The gradients of this stage's parameters."""
+        """Return the gradients of this stage's parameters."""
         if deferred is None:
             return ()
         weights, half, found = deferred
@@ -214,7 +214,7 @@ class Autograd:
         return half.grads(found, weights, [None] * len(weights), alone)
 
     def _outgoing(self, found: Sequence[Tensor | None]) -> Gradients:
-        """Cotangents as they are sent; autograd has seen to their shapes and dtypes."""
+        """Return the cotangents as they are sent; autograd has checked their shapes and dtypes."""
         return tuple([_laid_out(spec, one) for spec, one in zip(self.wiring.cotangents, found, strict=True)])
 
     def _grad(
@@ -234,9 +234,9 @@ class Autograd:
             return graph._engine_run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
 
     def _placed(self, given: Tensors) -> AbstractContextManager[None]:
-        """The context for a backward in which a part may be run again: what that modifies is cloned, and dropped.
+        """Return the context for a backward that may rerun parts of the forward; what they modify is cloned first.
 
-        As on one device, it finds buffers as the forward has left them.
+        As on one device, they find the buffers as the forward left them.
         """
         if self.function.scope is None:
             return nullcontext()
@@ -245,7 +245,7 @@ class Autograd:
 
 
 def _carried(new: Tensor, old: Tensor) -> Tensor:
-    """Return what a buffer is assigned in memory of its own: it may lie in the batch's."""
+    """Return a copy of what a buffer is assigned; it may share memory with the batch."""
     if new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
         got = f"{Spec.of(new)}{' that requires a gradient' if new.requires_grad else ''}"
         raise InputError(
@@ -256,7 +256,7 @@ def _carried(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _dropped(saved: object) -> None:
-    """What is left of a tensor that autograd saves."""
+    """Pack a saved tensor as nothing."""
 
 
 def _never(saved: object) -> Tensor:
@@ -264,14 +264,14 @@ def _never(saved: object) -> Tensor:
 
 
 def _edge(tensor: Tensor) -> Tensor | GradientEdge | None:
-    """Where a cotangent enters, if one can, without keeping the tensor's data: a leaf stands for itself."""
+    """Return where a cotangent enters, if one can, without keeping the tensor's data; a leaf is returned itself."""
     if not tensor.requires_grad:
         return None
     return tensor if tensor.is_leaf else get_gradient_edge(tensor)
 
 
 def _laid_out(spec: Spec, cotangent: Tensor | None) -> Tensor | None:
-    """Return a cotangent in its layout; raise `InputError` for one that is absent and may not be."""
+    """Return a cotangent in the layout of its spec; raise `InputError` if it is missing and must not be."""
     if cotangent is not None:
         return cotangent if cotangent.stride() == spec.stride else spec.like(cotangent)
     if isinstance(spec, OptionalSpec):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a phase of a stage to a function: a line of Python for each node.
 
-What was kept for it is a list, which the function empties, and every value is let go of after its last use; so nothing
-lives longer than it is needed. Operators are called as directly as Python can: by torch's own bindings where there is
-one for exactly this operator (`DIRECT`), else past the dispatcher's Python frame.
+What was kept for the function is a list, which it empties, and every value is deleted after its last use; so nothing
+lives longer than needed. Operators are called as directly as Python allows: by torch's own binding if one maps to
+exactly this operator (`DIRECT`), else bypassing the dispatcher's Python frame.
 
-What leaves is copied where it is not laid out as was inferred: fake tensors can be wrong in that.
+Outputs are copied if their layout is not the inferred one: fake tensors can be wrong about it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fpipe.differentiation.simplification import is_item, value_of, written_by
 from fpipe.spec import Spec
 
 Run: TypeAlias = Callable[..., Any]
-"""Takes the groups of `Phase.takes`, and returns those of `Phase.gives`; where it is one, that alone."""
+"""Takes the groups of `Phase.takes` and returns those of `Phase.gives`; a single group is returned by itself."""
 
 aten = torch.ops.aten
 DIRECT: Mapping[Any, Any] = MappingProxyType(
@@ -65,25 +65,25 @@ NUMBERED = frozenset(
         aten.div.Scalar,
     }
 )
-"""Operators of two tensors, which make one of a number, every time that they are called with one."""
+"""Operators of two tensors; given a number, they convert it to a tensor in every call."""
 
 
 def function(phase: Phase) -> Run:
-    """The phase as a function."""
+    """Return the phase as a function."""
     return _compiled(phase, None)
 
 
 def adding(phase: Phase) -> Run:
-    """The phase as a function that may take, behind all else, a sum for each tensor of the last group that it gives.
+    """Return the phase as a function with an optional last argument: sums to add the last group that it gives to.
 
-    It adds each tensor to its sum as soon as it is computed, and gives the sums; at the end, if anything is written in
-    place on the way. Without sums it gives the tensors themselves.
+    It adds each tensor to its sum as soon as it is computed (at the end, if the phase writes anything in place), and
+    returns the sums. Without sums it returns the tensors themselves.
     """
     return _compiled(phase, function(phase))
 
 
 def _compiled(phase: Phase, alone: Run | None) -> Run:
-    """A function; there is one `alone`, if sums may be taken, which is run without them."""
+    """Return the function. If sums may be passed, `alone` is the function to run without them."""
     adding = alone is not None
     sums = tuple(f"s{k}" for k in range(len(phase.gives[-1] or ()))) if adding else ()
     writer, last = _Writer(phase), _last_uses(phase, adding)
@@ -98,7 +98,7 @@ def _compiled(phase: Phase, alone: Run | None) -> Run:
 
 
 def _added(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
-    """Behind which node what is added to which sum; `None` stands for the beginning."""
+    """Return which gradient is added to which sum after which node; `None` is the beginning."""
     writes = any(written_by(node) for node in phase.nodes)
     found: dict[Node | None, list[tuple[str, Node]]] = {}
     for total, grad in zip(sums, phase.gives[-1] or (), strict=False):
@@ -112,9 +112,9 @@ def _tuple(entries: Iterable[str]) -> str:
 
 
 def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
-    """After which node each value is used no more, and is not returned; under `None` what is never used.
+    """Return, for each node, the values last used there that are not returned; under `None`, those never used.
 
-    What is added to sums is used up to the end, if anything is written in place.
+    If anything is written in place, what is added to sums is used until the end.
     """
     last: dict[Node, Node | None] = dict.fromkeys(phase.taken, None)
     for node in phase.nodes:
@@ -131,7 +131,7 @@ def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
 
 
 class _Writer:
-    """Writes the lines of a phase; `namespace` holds what the text cannot say."""
+    """Writes the lines of a phase; `namespace` holds the objects that they refer to."""
 
     def __init__(self, phase: Phase) -> None:
         self.phase = phase
@@ -140,13 +140,13 @@ class _Writer:
         self.known: dict[Any, str] = {}
 
     def function(self, lines: Iterable[str]) -> Run:
-        """The lines, the first of which says what is taken, as a function."""
+        """Compile the lines, of which the first is the signature, to a function."""
         exec(compile("\n    ".join(lines), "<stage>", "exec"), self.namespace)
         made: Run = self.namespace["run"]
         return made
 
     def beginning(self, sums: Sequence[str], alone: Run | None) -> list[str]:
-        """The lines that take groups apart, and sums, if they may be taken; without sums it is `alone` that is run."""
+        """Return the lines that unpack the groups, and the sums if there may be any; without sums they run `alone`."""
         takes = self.phase.takes
         groups = [self.names[group] if isinstance(group, Node) else f"g{k}" for k, group in enumerate(takes)]
         lines = [f"def run({', '.join(groups)}{', onto=()' if alone else ''}):"]
@@ -159,7 +159,7 @@ class _Writer:
         return lines
 
     def end(self, adding: bool) -> str:
-        """The line that gives the groups."""
+        """Return the line that returns the groups."""
         first, *rest = [self.text(group) for group in self.phase.gives]
         if self.phase.layouts:
             first = _tuple(map(self._laid_out, self.phase.gives[0] or (), self.phase.layouts))
@@ -173,7 +173,7 @@ class _Writer:
         return f"{name} if {name}.stride() == {self._named(spec.stride)} else {self._named(spec.like)}({name})"
 
     def call(self, node: Node) -> str:
-        """The line of a node."""
+        """Return the line of a node."""
         name = self.names[node]
         if is_item(node):
             return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
@@ -182,11 +182,11 @@ class _Writer:
         return f"{name} = {self._named(_callable(node))}({', '.join(arguments)})"
 
     def dropped(self, nodes: list[Node]) -> list[str]:
-        """The line that lets go of these values."""
+        """Return the line that deletes these values."""
         return [f"del {', '.join(self.names[node] for node in nodes)}"] if nodes else []
 
     def text(self, argument: Any) -> str:
-        """An argument of a call, or what is returned."""
+        """Return the source of an argument or a returned value."""
         if isinstance(argument, Node):
             return self.names[argument] if argument in self.names else self._named(argument.meta[CONSTANT])
         if isinstance(argument, list):
@@ -203,7 +203,7 @@ class _Writer:
 
 
 def _callable(node: Node) -> Any:
-    """What is called; methods are those of tensors."""
+    """Return what to call; for methods, that of `Tensor`."""
     target: Any = node.target
     if target in DIRECT and isinstance(node.args[0], Node):
         return DIRECT[target]
@@ -211,7 +211,7 @@ def _callable(node: Node) -> Any:
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """The arguments of a call, as torch reads them fastest: a dimension for a list of one; a tensor for a number."""
+    """Return a call's arguments in torch's fastest form: an int for a list of one dimension, a tensor for a number."""
     if node.target is aten.sum.dim_IntList and isinstance(node.args[1], list) and len(node.args[1]) == 1:
         return (node.args[0], *node.args[1], *node.args[2:])
     if node.target in NUMBERED and (number := _number(node)) is not None:
@@ -220,8 +220,10 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 
 
 def _number(node: Node) -> Tensor | None:
-    """The second argument, if it is a number, as the kernel will have it: kernels for short floats and for accelerators
-    read it unrounded."""
+    """Return the second argument, if it is a number, as the tensor that the kernel would make of it.
+
+    There is none for reduced-precision floats and for accelerators: their kernels read the number unrounded.
+    """
     number, made, taken = node.args[1], value_of(node), node.args[0]
     value = value_of(taken) if isinstance(taken, Node) else None
     if type(number) not in (int, float) or made is None or value is None or value.dtype != made.dtype:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a phase of a stage to a function, through a compiler: a backend of `torch.compile`.
 
-A compiler fuses operators, and so adds in another order: what comes out is close, and not the same bits. It knows
-nothing of seeds, so a phase that draws random numbers is not given to it.
+A compiler fuses operators and so adds in a different order: the results are close, but not the same bits. It knows
+nothing of seeds, so a phase that draws random numbers is not compiled.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fpipe.differentiation.joint import CONSTANT
 from fpipe.differentiation.phases import Phase
 
 Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
-"""`compiler(module, examples)` returns a function like the module; as backends of `torch.compile` do."""
+"""`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
 
 
 def compiled(phase: Phase, compiler: Compiler) -> Run:
-    """The phase as a function that `compiler` makes; operator by operator if it has nothing for it."""
+    """Return the phase as a function compiled by `compiler`; operator by operator if there is nothing to compile."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
         return function(phase)
     takes = [node for node in phase.taken if "val" in node.meta]
@@ -36,7 +36,7 @@ def compiled(phase: Phase, compiler: Compiler) -> Run:
         taken = [value for group in groups if isinstance(group, tuple | list) for value in group]
         given = [value for value in taken if isinstance(value, Tensor)]  # not the key
         del taken
-        if any(isinstance(tensor, FakeTensor) for tensor in given):  # kernels would read memory that is not there
+        if any(isinstance(tensor, FakeTensor) for tensor in given):  # kernels would read memory that isn't there
             return plain(*groups)
         for group in groups:
             if isinstance(group, list):
@@ -49,7 +49,7 @@ def compiled(phase: Phase, compiler: Compiler) -> Run:
 
 
 def added(phase: Phase, compiler: Compiler) -> Run:
-    """The same, and what the last group is added to may be taken behind all else."""
+    """Return the same function with an optional last argument: sums to add the last group to."""
     run, count = compiled(phase, compiler), len(phase.takes)
 
     def call(*groups: Any) -> Any:
@@ -62,7 +62,7 @@ def added(phase: Phase, compiler: Compiler) -> Run:
 
 
 def _grouped(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
-    """The groups that a phase gives, the first laid out as it should be."""
+    """Return the groups that a phase gives; the first gets the phase's layouts."""
     left = iter(tensors)
     kinds: list[Any] = [type(group) for group in phase.gives]
     groups = [
@@ -82,7 +82,7 @@ def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
         to[node].meta = node.meta
 
     def placed(node: Node) -> Node:
-        """A node's place; a constant has none before it is used."""
+        """Return a node's copy; a constant is copied at its first use."""
         if node not in to:
             holder.register_buffer(str(node.target), node.meta[CONSTANT])
             to[node] = graph.get_attr(str(node.target))

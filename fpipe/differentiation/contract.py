@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a way of differentiating a stage is: its pure functions, on tuples of tensors.
+"""The interface of a way to differentiate a stage: its pure functions, on tuples of tensors.
 
-Which tensor is which is said once, by `Wiring`, for all ways.
+`Wiring` defines once, for all ways, which tensor is which.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from fpipe.spec import Spec
 class Wiring:
     """Which tensor goes where inside a stage.
 
-    Arguments are counted in the order parameters, buffers, constants, batch, received values; values are the outputs of
-    the function, then the arguments named by `passed`.
+    Arguments are numbered in the order parameters, buffers, constants, batch, received values; values are the
+    function's outputs, then the arguments listed in `passed`.
 
-    - `parameters`, `buffers`: how many of them there are.
-    - `trained`: arguments that are parameters and want a gradient; `differentiated`: received values that do.
-    - `inner`: those of them that the function must not see as leaves, which they are not on one device: autocast
-      remembers what it has cast of leaves, and then their gradients are summed before they are cast back.
-    - `modified`: arguments that the function modifies in place, cloned first.
-    - `reassigned`: pairs of the number of a buffer and of the value that it has afterwards.
-    - `passed`: arguments that are needed behind the function: values passed on, shared parameters.
+    - `parameters`, `buffers`: how many there are.
+    - `trained`: arguments that are parameters and need a gradient; `differentiated`: received values that need one.
+    - `inner`: those of them that the function must not see as leaves, since they aren't leaves on one device: autocast
+      caches its casts of leaves, and then their gradients are summed before they are cast back.
+    - `modified`: arguments that the function modifies in place; they are cloned first.
+    - `reassigned`: pairs of a buffer's number and the number of the value it has afterwards.
+    - `passed`: arguments that are needed after the function: values passed on, shared parameters.
     - `outputs`: the values that leave, in order, and their layouts.
-    - `loss`: the value from which the backward begins, on the stage that computes the loss.
+    - `loss`: the value at which the backward starts, on the stage that computes the loss.
     - `roots`: the values at which cotangents enter, in the order in which they are received.
-    - `leaves`: arguments at which gradients come out: for earlier stages, laid out as `cotangents`, then own ones.
+    - `leaves`: arguments whose gradients are returned: first those for earlier stages, laid out as `cotangents`, then
+      the stage's own.
     """
 
     parameters: int
@@ -57,7 +58,7 @@ class Wiring:
 
 
 class Functions(Protocol):
-    """The functions of a stage, which `fpipe.stage` explains; nothing that is passed in is modified."""
+    """The functions of a stage, as described in `fpipe.stage`. They don't modify their arguments."""
 
     @property
     def undeferred(self) -> Mapping[int, str]:
@@ -65,28 +66,28 @@ class Functions(Protocol):
 
     @property
     def remark(self) -> str:
-        """What users may want to know of how this stage is differentiated; empty if there is nothing."""
+        """What users may want to know about how this stage is differentiated; empty if nothing."""
 
     @property
     def below_autograd(self) -> bool:
-        """Whether autograd has nothing to do in any of them."""
+        """True if autograd has nothing to do in any of the functions."""
 
     def leaves(self, params: Tensors) -> Tensors:
-        """Parameters in the form that `forward` takes."""
+        """Return the parameters in the form that `forward` takes."""
 
     def forward(
         self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
     ) -> tuple[Tensors, Tensors, Any | None]:
-        """Outputs, buffers, and residuals; `None` where nothing wants a gradient."""
+        """Return outputs, buffers, and residuals, which are `None` if nothing needs a gradient."""
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
-        """The outputs and buffers of `forward`, bit for bit, and nothing kept."""
+        """Return the outputs and buffers of `forward`, bit for bit, and keep nothing."""
 
     def backward(self, residuals: Any, cotangents: Gradients, onto: Gradients = ()) -> tuple[Gradients, Gradients]:
-        """Cotangents for earlier stages, and gradients; or the sum `onto`, to which they were added in place."""
+        """Return cotangents for earlier stages, and gradients; or `onto`, with the gradients added to it in place."""
 
     def backward_input(self, residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
-        """Cotangents for earlier stages, and what is needed for the rest."""
+        """Return cotangents for earlier stages, and what the weight half needs."""
 
     def backward_weight(self, deferred: Any, onto: Gradients = ()) -> Gradients:
-        """Gradients; or the sum `onto`, to which they were added in place."""
+        """Return gradients; or `onto`, with the gradients added to it in place."""

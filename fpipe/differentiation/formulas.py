@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How autograd's nodes compute the gradients of weights, so that it can be done later.
 
-A node's gradient of a weight is a few operations on what the node saved and on the gradient that comes in. Here they
-are written out for the nodes in which nearly all of the time goes: products, convolutions and embeddings. Each formula
+A node computes the gradient of a weight by a few operations on what it saved and on the incoming gradient. They are
+written out here for the nodes that take nearly all of the time: products, convolutions and embeddings. Each formula
 is that of torch's `derivatives.yaml` and `FunctionsManual.cpp`, operation by operation, so its bits are autograd's.
 
-Invariant: what `keep` returns carries no graph; an undetached tensor would keep all that was before it alive.
+Invariant: nothing that `keep` returns carries a graph; an undetached tensor would keep everything before it alive.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 Node: TypeAlias = Any
-"""A node of the autograd graph; each class has attributes of its own, `_saved_*`."""
+"""A node of the autograd graph; each class has its own attributes, `_saved_*`."""
 Kept: TypeAlias = tuple[Any, ...]
 
 
 class Operand(NamedTuple):
     """A weight as a node reads it.
 
-    - `weight`: which weight it is; `number`: which of the node's inputs; `shape`: its shape there.
+    - `weight`: its number among the weights; `number`: which input of the node it is; `shape`: its shape there.
     - `transposed`: whether the node reads the transpose, as linear layers do.
-    - `between`: the names of other nodes on the way, the weight's first.
+    - `between`: the names of other nodes between the two, starting at the weight.
     """
 
     weight: int
@@ -40,10 +40,10 @@ class Operand(NamedTuple):
 class Formula(NamedTuple):
     """The gradients of some operands of a node: `grads(incoming, keep(node), operands)`, one for each operand.
 
-    - `numbers`: which inputs of the node it is for; any of them may be asked for.
+    - `numbers`: the inputs of the node that it covers; any subset may be requested.
     - `fits`: whether the formula holds for a node.
-    - `transposes`: whether it gives the gradient of what `transposed` operands are the transpose of.
-    - `together`: whether it saves nothing to have the gradient of one without the others.
+    - `transposes`: whether the gradient of a `transposed` operand is returned for the weight itself.
+    - `together`: whether computing one gradient without the others saves nothing.
     """
 
     numbers: tuple[int, ...]
@@ -55,7 +55,7 @@ class Formula(NamedTuple):
 
 
 def _plain(node: Node) -> bool:
-    """Without factors before the sum and the product."""
+    """Return whether the node has no scaling factors (alpha, beta)."""
     return bool(node._saved_alpha == 1 and node._saved_beta == 1)
 
 
@@ -64,14 +64,14 @@ def _nothing(node: Node) -> Kept:
 
 
 def _summed(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """Of a bias: the engine sums what was broadcast, which is the first dimension and nothing else for most."""
+    """Return the gradient of a bias: the engine sums over broadcast dimensions, for most only the first."""
     shape = operands[0].shape
     rows = incoming.dim() == len(shape) + 1 and 1 not in shape
     return (incoming.sum(0) if rows else incoming.sum_to_size(shape),)
 
 
 def _left(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """`mm_mat1_backward`: laid out as the operand is."""
+    """`mm_mat1_backward`: the result has the operand's layout."""
     right, strides = kept
     (operand,) = operands
     if strides == (1, operand.shape[0]):
@@ -82,7 +82,7 @@ def _left(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence
 
 
 def _right(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """`mm_mat2_backward`: laid out as the operand is."""
+    """`mm_mat2_backward`: the result has the operand's layout."""
     left, strides = kept
     (operand,) = operands
     if strides == (1, operand.shape[0]):
@@ -135,7 +135,7 @@ def _of_embedding(node: Node) -> Kept:
 
 
 def _signed(index: int) -> int:
-    """An index that torch hands out as if it were unsigned."""
+    """Return an index that torch returns as if it were unsigned."""
     return index - 2**64 if index >= 2**63 else index
 
 
@@ -170,9 +170,9 @@ FORMULAS: Mapping[str, Sequence[Formula]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""For every node that is known, by name, its formulas."""
+"""The formulas of every supported node, by its name."""
 
 
 def formula_of(name: str, number: int) -> Formula | None:
-    """The formula for one input of a node."""
+    """Return the formula for one input of a node, if there is one."""
     return next((formula for formula in FORMULAS.get(name, ()) if number in formula.numbers), None)

@@ -4,12 +4,12 @@
 Problem. Autograd builds and walks the same graph for every microbatch of every step.
 
 Idea. The functions of `autograd` are run once on fake tensors, forward and full backward, and every operator is
-recorded below autograd. So what it would do is written down with its formulas, in its order, and running that again
-gives its bits; what modules do to their backward (custom functions, checkpoints, hooks) is in it, as it took place.
+recorded below autograd. The recording holds autograd's formulas in autograd's order, so replaying it gives the same
+bits; whatever modules do to their backward (custom functions, checkpoints, hooks) is recorded as it happened.
 
-What Python does besides is not: a stage does for ever what it did then. Random operators are preceded by their seed,
-as in the stage: it is recorded with key 0, and `random.reseed` mixes key and label by exclusive or, so the generator's
-seed is the label.
+Other effects of Python code are not recorded: a stage always repeats what it did then. Random operators are preceded by
+their seed, as in the stage: recording uses key 0, and `random.reseed` xors key and label, so the generator's seed is
+the label.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from fpipe.errors import CaptureError
 from fpipe.spec import Spec
 
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
-"""What torch calls when a tensor is given other data."""
+"""What torch calls to assign to a tensor's `.data`."""
 CONSTANT = "constant"
-"""Where the nodes of the graph that stand for a tensor of the model's own have it."""
+"""The key in `meta` under which a node that stands for one of the model's own tensors holds that tensor."""
 
 
 class Examples(NamedTuple):
-    """Fake tensors like those that a stage takes: its arguments by kind, and cotangents; `mode` is theirs."""
+    """Fake tensors like a stage's arguments, by kind, and its cotangents; `mode` is their fake mode."""
 
     params: Tensors
     buffers: Tensors
@@ -55,17 +55,17 @@ class Examples(NamedTuple):
     mode: FakeTensorMode
 
     def leaves(self, wiring: Wiring) -> Tensors:
-        """The parameters, those that are trained as leaves."""
+        """Return the parameters; those that are trained require a gradient."""
         return tuple([nn.Parameter(tensor.detach(), k in wiring.trained) for k, tensor in enumerate(self.params)])
 
 
 @dataclass(frozen=True)
 class Joint:
-    """The graph, and which of its nodes are what.
+    """The graph, and the role of each node.
 
-    - `params`, `buffers`, `inputs`, `key`, `cotangents`: what is taken: its placeholders, of which those of the model's
-      own tensors have these themselves; and views of parameters, if they are made beforehand.
-    - `forward`: the nodes that were recorded in the forward.
+    - `params`, `buffers`, `inputs`, `key`, `cotangents`: the arguments: placeholders, except that `params` also holds
+      views of parameters, if they are made beforehand. The nodes of the model's own tensors hold them in their `meta`.
+    - `forward`: the nodes recorded in the forward.
     - `outputs`, `updated` (buffers), `outgoing`, `grads`: what the functions of the stage return.
     """
 
@@ -83,11 +83,11 @@ class Joint:
 
     @property
     def calls(self) -> Iterator[Node]:
-        """The nodes at which something is done, in order; neither constants nor what is taken are."""
+        """The nodes that compute something, in order; not constants or arguments."""
         return (node for node in self.graph.nodes if node.op == "call_function" and node not in self.params)
 
     def mapped(self, graph: Graph, to: Mapping[Node, Node]) -> Joint:
-        """The same in a graph where others stand for its nodes; what is not there is left out."""
+        """Return the same roles for the corresponding nodes of another graph, without `forward` nodes that it lacks."""
 
         def all_of(nodes: Sequence[Node]) -> tuple[Node, ...]:
             return tuple([to[node] for node in nodes])
@@ -108,7 +108,7 @@ class Joint:
 
 
 def record(eager: Autograd, examples: Examples) -> Joint:
-    """Run forward and backward once on fake tensors, and write down what is done."""
+    """Run forward and backward once on fake tensors, and record every operator."""
     if any(tensor.layout is not torch.strided for tensor in eager.constants):
         raise CaptureError("got a sparse constant, which cannot be a fake tensor")
     params, buffers, constants, inputs, cotangents, mode = examples
@@ -147,7 +147,7 @@ def _joint(
     counts: Sequence[int],
     draws: Sequence[_Draw],
 ) -> Joint:
-    """The recorded graph with the seeds in it."""
+    """Return the recorded graph with reseeding inserted."""
     with graph.inserting_before(next(iter(graph.nodes))):
         key = graph.placeholder("key")
     seeds: dict[Node, Node] = {}
@@ -162,7 +162,7 @@ def _joint(
 
 
 def _constant(tensor: Tensor) -> Tensor:
-    """A tensor that is there whatever the arguments are; raises `CaptureError` for one that was computed."""
+    """Return a tensor that doesn't depend on the arguments; raise `CaptureError` if it was computed."""
     if isinstance(tensor, FakeTensor):
         raise CaptureError(
             f"got a {Spec.of(tensor)} that was computed out of sight, expected operators of torch alone. Leave this "
@@ -173,7 +173,7 @@ def _constant(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _casting_once() -> Iterator[None]:
-    """Under autocast a weight is cast once for all its uses, as it is without a tracer; tracers turn that off."""
+    """Under autocast, cast a weight once for all its uses, as without a tracer; tracers disable that."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(True)
@@ -184,7 +184,7 @@ def _casting_once() -> Iterator[None]:
 
 
 class _Assignments(TorchFunctionMode):
-    """Raises `CaptureError` where a tensor gets other data without an operator."""
+    """Raises `CaptureError` if `.data` is assigned, which replaces a tensor's data without an operator."""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func == SET_DATA:
@@ -196,13 +196,13 @@ class _Assignments(TorchFunctionMode):
 
 
 def _stops(*groups: Tensors) -> list[tuple[int, int]]:
-    """Where each group begins and ends, one after the other."""
+    """Return where each group begins and ends, if they are concatenated."""
     ends = [sum(map(len, groups[: k + 1])) for k in range(len(groups))]
     return list(zip([0, *ends], ends, strict=False))
 
 
 class _Draw(NamedTuple):
-    """A random operator before which the generator was seeded, and with what."""
+    """A random operator before which the generator was seeded, and the seed."""
 
     node: Node
     label: int
@@ -210,7 +210,7 @@ class _Draw(NamedTuple):
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes at which operators the generator is freshly seeded; each draws, so that afterwards it is not."""
+    """Records before which operators the generator is freshly seeded; each draws, so that it is no longer fresh."""
 
     supports_higher_order_operators = True
 
@@ -220,7 +220,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def graph(self) -> Graph:
-        """The graph that is being recorded."""
+        """The graph being recorded."""
         proxies: Any = get_proxy_mode()
         graph: Graph = proxies.tracer.graph
         return graph
@@ -240,7 +240,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _freshly_seeded(device: torch.device) -> int | None:
-    """What the generator was seeded with, if nothing has been drawn from it since; then something is."""
+    """Return the generator's seed if nothing has been drawn since it was set, and draw; else `None`."""
     generator = random.generator(device)
     seed = generator.initial_seed()
     fresh = torch.Generator(device).manual_seed(seed)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A joint graph cut into phases: the forward, the backward, and the two halves of the backward.
 
-The forward is what was recorded before the backward began. What the weight half computes is found from its end: from
-each gradient backwards, as long as all that a node makes goes to the weight half and the node is a product, a view in
-front of one, or something light behind one (views, casts, sums, factors). So what is kept in between are operands of
-products: for linear layers, their inputs and the gradients of their outputs. All else is computed in the input half.
+The forward is what was recorded before the backward began. The weight half is found backwards from each gradient: a
+node belongs to it as long as all its results go to the weight half and it is a product, a view before one, or something
+cheap after one (views, casts, sums, scaling). So what is kept between the halves are operands of products: for linear
+layers, their inputs and the gradients of their outputs. Everything else is computed in the input half.
 
-Invariants. Every phase runs its nodes in the order of the recording. What is written in place in the backward, the
-weight half neither reads nor views.
+Invariants. Every phase runs its nodes in the order of the recording. The weight half neither reads nor views memory
+that the backward writes in place.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ Group: TypeAlias = Sequence[Node]
 class Phase(NamedTuple):
     """Nodes that run together.
 
-    - `takes`, `gives`: nodes in groups. A list is what one phase keeps for another, which empties it; `None` stands for
-      one where nothing is kept. A node that is taken by itself is no group.
-    - `layouts`: how the tensors of the first group that is given are laid out, where that matters.
+    - `takes`, `gives`: groups of nodes. A list is what one phase keeps for another, which empties it; `None` means that
+      nothing is kept. A node taken by itself is not in a group.
+    - `layouts`: the layouts of the tensors in the first group given, where they matter.
     """
 
     nodes: tuple[Node, ...]
@@ -74,13 +74,13 @@ class Phase(NamedTuple):
 
     @property
     def taken(self) -> Iterator[Node]:
-        """All that it takes."""
+        """All nodes that it takes."""
         for group in self.takes:
             yield from (group,) if isinstance(group, Node) else group or ()
 
     @property
     def given(self) -> Iterator[Node]:
-        """All that it gives."""
+        """All nodes that it gives."""
         return (node for group in self.gives for node in group or ())
 
 
@@ -88,11 +88,12 @@ class Phase(NamedTuple):
 class Phases:
     """The functions of a stage as phases of a graph.
 
-    - `views` takes parameters, and gives them and views of them, once a step: `forward` takes all of these for them.
-    - `forward` takes parameters, buffers, inputs and the key, and gives outputs, buffers, and what is kept.
-    - `evaluation` takes the same, and gives outputs and buffers.
-    - `backward` takes what is kept and cotangents, and gives outgoing cotangents and gradients.
-    - `input` takes what `backward` does, and gives outgoing cotangents and what `weight` takes; this gives gradients.
+    - `views` takes parameters; gives them and views of them, once per step. `forward` takes all of these as its
+      parameters.
+    - `forward` takes parameters, buffers, inputs and the key; gives outputs, buffers, and what is kept.
+    - `evaluation` takes the same; gives outputs and buffers.
+    - `backward` takes what is kept and cotangents; gives outgoing cotangents and gradients.
+    - `input` takes the same as `backward`; gives outgoing cotangents and what `weight` takes, which gives gradients.
     - `early`: the gradients that `input` computes, by number, and why.
     """
 
@@ -106,7 +107,7 @@ class Phases:
 
 
 def divide(joint: Joint, wiring: Wiring) -> Phases:
-    """Cut a joint graph."""
+    """Cut a joint graph into phases."""
     views, joint = _viewed(simplified(joint))
     forward, backward = _whole(joint, wiring)
     halves = _halved(joint)
@@ -117,7 +118,7 @@ def divide(joint: Joint, wiring: Wiring) -> Phases:
 
 
 def _viewed(joint: Joint) -> tuple[Phase, Joint]:
-    """The phase that makes views of parameters, and what takes them."""
+    """Return the phase that makes views of parameters, and the graph that takes them."""
     known = dict.fromkeys(joint.params)
     for node in joint.calls:
         if node.target in VIEWS and known.keys() >= set(node.all_input_nodes):
@@ -140,13 +141,13 @@ def _whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
 
 
 def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[Node]) -> list[Node]:
-    """Those of the nodes made before a cut that are used behind it, each once."""
+    """Return the nodes made before a cut that are used after it (`behind`) or returned, each once."""
     used = [*(operand for node in behind for operand in node.all_input_nodes), *returned]
     return list(dict.fromkeys(node for node in used if node in made))
 
 
 def _maker(node: Node) -> str:
-    """What computes a gradient."""
+    """Return what computes a gradient."""
     while node.target in VIEWS or is_item(node):
         node = node.all_input_nodes[0]
     return f"computed by {getattr(node.target, '__name__', node.target)}"
@@ -165,17 +166,17 @@ def _halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
 
 
 def _deferred(joint: Joint, backward: Phase) -> frozenset[Node]:
-    """The nodes of the weight half."""
+    """Return the nodes of the weight half."""
     candidates = _candidates(joint, backward)
     worth = _worth(candidates, backward.nodes)
-    for node in reversed(backward.nodes):  # views in front of what is worth it
+    for node in reversed(backward.nodes):  # views before nodes that are worth deferring
         if node.target in VIEWS and node in candidates and node.users and worth.issuperset(node.users):
             worth.add(node)
     return frozenset(worth)
 
 
 def _candidates(joint: Joint, backward: Phase) -> set[Node]:
-    """Deferrable nodes, of which all that they make is used by such nodes, or is a gradient."""
+    """Return the deferrable nodes whose results are only used by other such nodes, or are gradients."""
     needed, untouched = set(joint.outgoing), _untouched(backward.nodes)
     found: set[Node] = set()
     for node in reversed(backward.nodes):
@@ -193,7 +194,7 @@ def _users(node: Node) -> Iterator[Node]:
 
 
 def _worth(candidates: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
-    """The products among the candidates, what is behind them, and sums of what they take, which is kept anyway."""
+    """Return the candidate products, the nodes after them, and sums of their operands, which are kept anyway."""
     taken = {_origin(operand) for node in candidates if node.target in PRODUCTS for operand in node.all_input_nodes}
     found: set[Node] = set()
     for node in nodes:
@@ -206,14 +207,14 @@ def _worth(candidates: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
 
 
 def _origin(node: Node) -> Node:
-    """What a node is a view of."""
+    """Return the node that this one is a view of."""
     while node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def _untouched(nodes: Iterable[Node]) -> Any:
-    """Whether a node neither is, nor reads, memory that one of `nodes` writes to in place."""
+    """Return a predicate: whether a node neither is nor reads memory that one of `nodes` writes in place."""
     values = [value_of(argument) for node in nodes for argument in written_by(node)]
     touched = {memory(value) for value in values if value is not None}
 
@@ -225,19 +226,19 @@ def _untouched(nodes: Iterable[Node]) -> Any:
 
 
 def _item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
-    """A copy of a getitem, of the one of two nodes that has it."""
+    """Copy a getitem, pointing it to the node of the pair that computes its item."""
     first = item.args[1] == 0
     return graph.node_copy(item, lambda _: pair[0] if first else pair[1])
 
 
 def _is_both(node: Node) -> bool:
-    """Whether a node is the backward of a convolution, to its input and to weights."""
+    """Return whether a node computes a convolution's gradients of both the input and weights."""
     mask: Any = node.args[-1] if node.target is aten.convolution_backward.default else (False,)
     return bool(mask[0]) and any(mask[1:])
 
 
 def _halved(joint: Joint) -> Joint:
-    """With each backward of a convolution as two: what other layers wait for, and what weights do."""
+    """Split each convolution backward in two: the gradient that earlier layers wait for, and those of weights."""
     graph = Graph()
     to: dict[Node, Node] = {}
     for node in joint.graph.nodes:

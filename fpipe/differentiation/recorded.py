@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage differentiated as a graph, recorded once: the functions of `autograd`, without autograd.
 
-What is kept between functions is a list of tensors, which the one function that it is for empties.
+What one function keeps for another is a list of tensors; the function that consumes it empties it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fpipe.differentiation.code import Run
 class Recorded:
     """The functions of a stage, as phases of a graph.
 
-    - `views` takes parameters, and gives what `forward` takes for them.
+    - `views` takes the parameters and returns what `forward` takes as its parameters.
     - `evaluation` makes the forward that keeps nothing.
-    - `below_autograd`: whether they call the operators that were recorded, and nothing else.
+    - `below_autograd`: whether the functions call the recorded operators and nothing else.
     - `undeferred`: the gradients that the input half computes, and why.
     - `remark`: how the phases are run.
     """
@@ -41,6 +41,6 @@ class Recorded:
         return self.evaluation()
 
     def leaves(self, params: Tensors) -> Tensors:
-        """The parameters, without a graph, and views of them that every microbatch needs."""
+        """Return the parameters, detached, and views of them that every microbatch needs."""
         leaves: Tensors = self.views(tuple([tensor.detach() for tensor in params]))
         return leaves

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A joint graph without what need not be done, or not every time. The bits stay the same.
+"""A joint graph without work that is redundant, or that need not be redone every time. The bits stay the same.
 
-- Copies that are the same tensor (detached ones) are left out, transposes of transposes, and, where nothing is written
-  to, powers of one (a square has one in its backward).
-- A sum that keeps its dimension and then is viewed without it does not keep it.
-- What depends on no argument and is small is computed once: the one with which a backward begins, for example.
-- What nobody uses is left out, if it does nothing else: neither writes, nor draws, nor seeds.
+- Removed: copies that are the same tensor (detached ones), transposes of transposes, and, if nothing is written in
+  place, powers of one (the backward of a square has one).
+- A sum that keeps its dimension and is then viewed without it no longer keeps it.
+- Small tensors that depend on no argument are computed once: the one with which a backward begins, for example.
+- Nodes that nothing uses are removed, unless they write, draw or seed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fpipe.differentiation.joint import CONSTANT, Joint
 aten = torch.ops.aten
 SAME = frozenset({aten.detach.default, aten.alias.default})
 LIKE = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default})
-"""Operators of whose argument only shape and type matter."""
+"""Operators that depend only on the shape and dtype of their argument."""
 SMALL = 4096
-"""How many elements a tensor that is computed once may have."""
+"""The largest number of elements of a tensor that is computed once."""
 
 
 def simplified(joint: Joint) -> Joint:
-    """The same functions, with less to do."""
+    """Return the same functions with less work to do."""
     graph, to = Graph(), dict[Node, Node]()
     writes = any(written_by(node) for node in joint.calls)
     for node in joint.graph.nodes:
@@ -42,7 +42,7 @@ def simplified(joint: Joint) -> Joint:
 
 
 def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
-    """What a node is the same as."""
+    """Return the node that this one is identical to, if any."""
     if node.target in SAME:
         return to[node.all_input_nodes[0]]
     if node.target is aten.t.default and (turned := to[node.all_input_nodes[0]]).target is aten.t.default:
@@ -51,7 +51,7 @@ def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
 
 
 def _power_of_one(node: Node, to: Mapping[Node, Node]) -> Node | None:
-    """What a node is a copy of, with the same bits in the same layout."""
+    """Return the node that this one copies, if the copy has the same bits in the same layout."""
     if node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1:
         return None
     base, made = to[node.all_input_nodes[0]], value_of(node)
@@ -61,7 +61,7 @@ def _power_of_one(node: Node, to: Mapping[Node, Node]) -> Node | None:
 
 
 def _summed(node: Node, to: Mapping[Node, Node], graph: Graph) -> Node | None:
-    """A sum without the dimension that a view takes off it."""
+    """Return a sum without the dimension that this view removes, if the node is such a view."""
     if node.target is not aten.view.default:
         return None
     whole = to[node.all_input_nodes[0]]
@@ -75,19 +75,19 @@ def _summed(node: Node, to: Mapping[Node, Node], graph: Graph) -> Node | None:
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """The shape of what a node makes, if that is a tensor."""
+    """Return the shape of a node's result, `()` if it is not a tensor."""
     value = value_of(node)
     return () if value is None else tuple(value.shape)
 
 
 def value_of(node: Node) -> Tensor | None:
-    """The fake tensor that stood for a node in the recording."""
+    """Return the fake tensor that a node had in the recording, if any."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
 
 
 def written_by(node: Node) -> list[Node]:
-    """The nodes whose tensors a node writes to in place."""
+    """Return the nodes whose tensors a node writes in place."""
     found: list[Node] = []
     for argument in written(node.target, node.args, node.kwargs):
         map_arg(argument, found.append)
@@ -95,12 +95,12 @@ def written_by(node: Node) -> list[Node]:
 
 
 def is_item(node: Node) -> bool:
-    """Whether a node takes one of several results."""
+    """Return whether a node selects one of several results."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
 def _folded(joint: Joint) -> Joint:
-    """Small tensors that depend on no argument become constants, unless they leave or are written to."""
+    """Turn small tensors that depend on no argument into constants, unless they are returned or written in place."""
     returned = [*joint.outputs, *joint.updated, *joint.outgoing, *joint.grads]
     changed = [one for node in joint.calls for one in written_by(node)]
     kept = {memory(value) for node in (*returned, *changed) for value in [value_of(node)] if value is not None}
@@ -143,7 +143,7 @@ def _used(joint: Joint) -> Joint:
 
 
 def _acts(node: Node) -> bool:
-    """Whether a node does something besides what it returns."""
+    """Return whether a node has side effects."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure() or bool(written_by(node))
     return node.target is random.reseed

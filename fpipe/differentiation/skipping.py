@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded stage to which a single cotangent comes, or none, as data decide: where none comes, nothing is computed.
+"""A recorded stage whose only cotangent may be absent, depending on data; if it is, nothing is computed.
 
-A graph is recorded for all cotangents of a stage. With several, some may come and others not; such a stage is left to
-autograd.
+A graph is recorded with all cotangents of a stage. If there are several, some may arrive and others not; such a stage
+is left to autograd.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fpipe.differentiation.sums import Gradients, owned
 
 
 def skipping(stage: Recorded, wiring: Wiring) -> Recorded:
-    """Return the same stage, whose backward makes nothing of an absent cotangent."""
+    """Return the same stage, with a backward that returns no gradients for an absent cotangent."""
     outgoing = (None,) * len(wiring.cotangents)
     grads = (None,) * (len(wiring.leaves) - len(outgoing))
 
@@ -48,5 +48,5 @@ def skipping(stage: Recorded, wiring: Wiring) -> Recorded:
 
 
 def _is_sum(onto: Gradients) -> bool:
-    """Whether there is a sum; all gradients of the stage come together."""
+    """Return whether there is a sum; a stage's gradients arrive all together or not at all."""
     return bool(onto) and onto[0] is not None

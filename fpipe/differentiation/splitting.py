@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backward in two halves: what others wait for, and the gradients of weights, later, at no further cost.
+"""A backward in two halves: first what other stages wait for, later the gradients of weights, at no extra cost.
 
-Problem. Asked twice, autograd keeps all that the forward saved until the second time, and walks most of the graph
-twice.
+Problem. If autograd is called twice, it keeps all that the forward saved until the second call, and walks most of the
+graph twice.
 
-Idea. It is asked once, for everything but the gradients of the *deferred* weights, and besides for the gradients that
-come in at the nodes that would compute them: these nodes are not asked for those weights then, so they skip them. What
-they saved for them is kept, and later `formulas` says what they would have done. So between the halves there are the
-inputs of linear layers and the gradients of their outputs, and nothing else.
+Idea. It is called once, for everything except the gradients of the *deferred* weights, and in addition for the
+gradients that enter the nodes that would compute those. Since these nodes aren't asked for the weights' gradients, they
+skip them. What they saved for them is kept, and `formulas` does their work later. So all that is held between the
+halves is the inputs of linear layers and the gradients of their outputs.
 
-A weight is deferred if one node alone uses it, and one that has a formula. Views and casts in between are no use, and
-are done by autograd, later. All other weights get their gradient in the first half, which is always right.
+A weight is deferred if only one node uses it, and that node has a formula. Views and casts in between don't count;
+autograd does them, later. All other weights get their gradients in the first half, which is always correct.
 
-The same stage makes the same graph for every microbatch. So it is searched once, and afterwards the shortest ways to
-the nodes in question are followed, which are few. On the way it is verified that the graph is the same: how many nodes
-it has, the classes of those on the ways, which ones are in question, and the weights. If not, it is searched again; and
-it is always searched if the stage reads the values of tensors, which may decide what it does.
+A stage makes the same graph for every microbatch. So it is searched once, and from then on only the shortest paths to
+the relevant nodes are followed, which are few. This also verifies that the graph is the same: its number of nodes, the
+classes of the nodes on the paths, which of them are relevant, and the weights. If not, it is searched again. It is
+always searched if the stage reads the values of tensors, since its graph may depend on them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ Edges: TypeAlias = tuple[GradientEdge, ...]
 AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
 
 made_so_far: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
-"""How many nodes autograd has made in this thread."""
+"""Returns how many nodes autograd has made in this thread."""
 
 VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand", "Alias")
 BETWEEN = frozenset(f"{name}Backward0" for name in (*VIEWS, "ToCopy"))
-"""The nodes that may stand between a weight and its user: of one tensor each, of which they save nothing."""
+"""The nodes allowed between a weight and its user: each takes one tensor and saves nothing of it."""
 
 
 class Task(NamedTuple):
     """Gradients that one formula computes for one node.
 
-    - `place`: the node's; `incoming`: that of the gradient that comes in there, among those of the first half.
-    - `operands`: what the node reads.
+    - `place`: the node's place; `incoming`: which of the first half's gradients enters it.
+    - `operands`: the weights that the node reads.
     """
 
     place: int
@@ -57,13 +57,13 @@ class Task(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """What autograd has recorded: from node number `start` on, up to those of `roots`."""
+    """What autograd recorded: from node number `start` up to those of `roots`."""
 
     roots: Sequence[Root]
     start: int
 
     def nodes(self) -> list[Node]:
-        """Those of the roots; a leaf's is the one where its gradient is accumulated."""
+        """Return the nodes of the roots; a leaf's is the one that accumulates its gradient."""
         return [r.node if isinstance(r, GradientEdge) else r.grad_fn or get_gradient_edge(r).node for r in self.roots]
 
 
@@ -71,12 +71,12 @@ class Graph(NamedTuple):
 class Split:
     """What is deferred in the backward of a stage, and how to find it.
 
-    - `hops`: from the roots to the nodes that compute deferred gradients, and on to the weights: from which place among
-      those followed so far, through which inputs; `kinds`: the classes of all of them, by place.
-    - `sites`: where the nodes in question are then; `ends`: the weights; `ages`: how many nodes were made before each
-      site and before each root.
-    - `tasks`: what is to be done with what the nodes saved; `behind`: of operands that are made of a weight, that
-      weight, the place and the input.
+    - `hops`: from the roots to the nodes that compute deferred gradients, and on to the weights: the place of a node
+      reached so far, and the inputs to follow from it. `kinds`: the classes of all reached nodes, by place.
+    - `sites`: the places of the nodes that compute deferred gradients; `ends`: those of the weights; `ages`: how many
+      nodes were made before each site and each root.
+    - `tasks`: what to compute from what the nodes saved; `behind`: for operands computed from a weight, that weight,
+      the place and the input.
     - `now`: the weights that are not deferred; `reasons`: why.
     """
 
@@ -91,7 +91,7 @@ class Split:
     reasons: Mapping[int, str]
 
     def follow(self, graph: Graph, weights: Sequence[Tensor]) -> list[Node] | None:
-        """The nodes by place, if the graph is like the one that was searched."""
+        """Return the nodes by place, or `None` if the graph differs from the one that was searched."""
         if not self.sites:
             return []
         nodes, start = graph.nodes(), graph.start
@@ -116,8 +116,8 @@ class Split:
 class Half(NamedTuple):
     """What is kept for the second half.
 
-    - `tasks`: what is to be done, each with what it needs.
-    - `behind`: where autograd goes on, for weights of which operands are made.
+    - `tasks`: what to compute, each with what it needs.
+    - `behind`: where autograd continues, for weights that operands are computed from.
     """
 
     split: Split
@@ -125,9 +125,9 @@ class Half(NamedTuple):
     behind: Mapping[int, GradientEdge]
 
     def grads(self, found: Gradients, weights: Sequence[Tensor], totals: list[Tensor | None], put: Put) -> Gradients:
-        """The gradients of all weights, each put to its total as soon as it is there.
+        """Return the gradients of all weights; each is `put` to its total as soon as it is computed.
 
-        `found` are the gradients that the first half asked for. Where none came in at a node, it makes none.
+        `found` are the gradients that the first half asked for. A node that no gradient entered produces none.
         """
         onward: list[tuple[int, GradientEdge, Tensor]] = []
         for place, k in enumerate(self.split.now):
@@ -151,11 +151,11 @@ class Half(NamedTuple):
 
 
 class Splitter:
-    """Splits the backwards of one stage, which are alike.
+    """Splits the backwards of one stage, whose graphs are alike.
 
     - `refused`: the weights that are never deferred, each with the reason.
     - `alike`: whether all graphs are the same.
-    - `split`: that of the last graph.
+    - `split`: the split of the last graph.
     """
 
     def __init__(self, refused: Mapping[int, str], alike: bool) -> None:
@@ -163,10 +163,10 @@ class Splitter:
         self.split: Split | None = None
 
     def half(self, graph: Graph, weights: Sequence[Tensor]) -> tuple[Edges, Half]:
-        """For the first half of the backward: where to ask for the gradient that comes in, besides for the gradients of
-        `split.now`; and what to keep, while the graph has all that it saved.
+        """Return the edges whose gradients the first half must request besides those of `split.now`, and what to keep.
 
-        The edges are not for keeping: through them the whole graph would stay, and the tensors at its leaves.
+        Call it while the graph still has what it saved. Don't keep the edges: they keep the whole graph alive, and the
+        tensors at its leaves.
         """
         nodes = self.split.follow(graph, weights) if self.split is not None and self.alike else None
         if self.split is None or nodes is None:
@@ -180,7 +180,7 @@ class Splitter:
 
 
 def search(graph: Graph, weights: Sequence[Tensor], refused: Mapping[int, str]) -> Split:
-    """What can be deferred in the backward; not the `refused` weights, each with the reason."""
+    """Return what the backward can defer; the `refused` weights are not deferred, each for the reason given."""
     users = _Search(graph, weights)
     reasons, tasks = dict(refused), dict[tuple[Node, Formula], list[Operand]]()
     for k, weight in enumerate(weights):
@@ -201,8 +201,8 @@ def search(graph: Graph, weights: Sequence[Tensor], refused: Mapping[int, str]) 
 class _Search:
     """An autograd graph, searched breadth first.
 
-    - `first`: through which node and input each node was found.
-    - `users`: the nodes and inputs through which each is reached; a root is used from outside, too.
+    - `first`: the node and input through which each node was found first.
+    - `users`: the nodes and inputs through which each node is reached; a root is also used from outside.
     """
 
     def __init__(self, graph: Graph, weights: Sequence[Tensor]) -> None:
@@ -224,7 +224,7 @@ class _Search:
                     self.users[after].append((node, number))
 
     def use(self, weight: Tensor, k: int) -> tuple[Node, Formula, Operand] | str:
-        """The node that alone uses a weight, and how; or why there is none."""
+        """Return the only node that uses a weight, and how; or why there is none."""
         node = self.weights.get(k)
         between: list[str] = []
         while node is not None:
@@ -245,7 +245,7 @@ class _Search:
         return "not reached"
 
     def split(self, tasks: Mapping[tuple[Node, Formula], Sequence[Operand]], reasons: Mapping[int, str]) -> Split:
-        """The split with these tasks."""
+        """Return the split with these tasks."""
         nodes = list(dict.fromkeys(node for node, _ in tasks))
         ends = {o.weight: self.weights[o.weight] for operands in tasks.values() for o in operands}
         hops, ways = self._ways([*nodes, *ends.values()])
@@ -266,7 +266,7 @@ class _Search:
         )
 
     def _ways(self, targets: Sequence[Node]) -> tuple[dict[int, list[int]], list[Node]]:
-        """The shortest ways from the roots to nodes: the hops in order, and the nodes by place."""
+        """Return the shortest paths from the roots to the targets: the hops in order, and the nodes by place."""
         needed = set[Node]()
         for node in targets:
             while node in self.first and node not in needed:
@@ -283,7 +283,7 @@ class _Search:
 
 
 def _refusal(node: Node, formula: Formula, weight: Tensor) -> str:
-    """Why the gradient that this node computes cannot be deferred; empty if it can."""
+    """Return why the gradient that this node computes can't be deferred; empty if it can."""
     if weight.is_complex():
         return "complex"
     if any(getattr(node, name).unpack_hook is not None for name in dir(node) if name.startswith("_raw_saved_")):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of gradients over microbatches.
 
-A gradient is `None` where nothing was computed: adding zeros is not the same, since it makes zeros of negative ones.
+A gradient is `None` where nothing was computed; zeros would not do, since adding 0 turns -0 into 0.
 
-Later gradients are added to the first ones in place, best as soon as each is there, when it is in the processor's
-caches still. But gradients may share memory with each other, with cotangents, with whatever a backward returns as it
-is. So the first are copied, unless nobody else can have their memory: new memory costs more than adding.
+Later gradients are added to the first in place, ideally as soon as each is computed and still in the processor's
+caches. But gradients may share memory with each other, with cotangents, or with anything else that a backward returns
+unchanged. So the first are copied, unless nothing else can refer to their memory: new memory costs more than adding.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 Put: TypeAlias = Callable[[Tensor | None, Tensor | None], Tensor | None]
-"""A total, given the total before and a gradient: `added`, or `alone`."""
+"""Returns the new total, given the old total and a gradient: `added`, or `alone`."""
 
 
 def summed(total: Gradients, grads: Gradients, count: int) -> Gradients:
-    """The sum of `total`, of `count` terms, and one more; `total` may be used up."""
+    """Return `total`, the sum of `count` terms, plus one more; `total` may be consumed."""
     if not count:
         return owned(grads)
     a, b = _tensors(total), _tensors(grads)
@@ -35,7 +35,7 @@ def summed(total: Gradients, grads: Gradients, count: int) -> Gradients:
 
 
 def owned(grads: Gradients) -> Gradients:
-    """The gradients, in memory that nobody else has.
+    """Return the gradients in memory that nothing else refers to.
 
     >>> alone, shared = torch.ones(2), torch.ones(2)
     >>> first = owned((torch.ones(2), shared, shared.view(2), alone.expand(3, 2)))
@@ -43,17 +43,14 @@ def owned(grads: Gradients) -> Gradients:
     (False, (2, 1))
     """
     with torch.no_grad():
-        own = [torch.empty(1, 1), torch.empty(1, 1).t()]  # nobody has these, or what the second is a view of
+        own = [torch.empty(1, 1), torch.empty(1, 1).t()]  # nothing else refers to these, or to the second's base
     alone = [_holders(one) for one in own]
     holders = [_holders(one) for one in grads]
     return tuple([one if found in alone else copied(one) for one, found in zip(grads, holders, strict=True)])
 
 
 def _holders(tensor: Tensor | None) -> tuple[int, ...]:
-    """How many have the tensor, in Python and besides; how many its memory, and what it is a view of.
-
-    And how many bytes of that memory it does not use.
-    """
+    """Return reference counts of the tensor, its base and its memory, and the bytes of that memory that it doesn't use."""
     if tensor is None or tensor.layout is not torch.strided:
         return ()
     storage, base = tensor.untyped_storage(), tensor._base
@@ -66,7 +63,7 @@ def _references(tensor: Any) -> tuple[int, int]:
 
 
 def copied(tensor: Tensor | None) -> Tensor | None:
-    """The same in memory of its own; a sparse tensor has no layout to choose."""
+    """Return a contiguous copy; a sparse tensor is just cloned, since it has no layout to choose."""
     if tensor is None or tensor.layout is not torch.strided:
         return None if tensor is None else tensor.clone()
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -77,12 +74,12 @@ def _tensors(gradients: Gradients) -> list[Tensor]:
 
 
 def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """The sum, in the memory of `total` or in new memory."""
+    """Return the sum, in the memory of `total` or in new memory."""
     if grad is None or total is None:
         return total if grad is None else grad.clone()
     return total.add_(grad)
 
 
 def alone(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """The gradient itself, where there is no sum yet."""
+    """Return the gradient itself, when there is no sum yet."""
     return grad

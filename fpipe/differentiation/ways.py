@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to differentiate a stage, by the names that users give.
+"""The ways to differentiate a stage, by the names that users pass.
 
-- `"autograd"`: by autograd, anew for every microbatch. Takes every model as it is.
-- `"graph"`: forward and backward are recorded once, and afterwards only torch's operators are called: the same bits,
-  for less Python. A stage does for ever what it did when it was recorded; what modules do besides in Python (counting
-  calls, printing) they do then only.
-- `"inductor"`, or any other backend of `torch.compile`, by name or itself: the same graphs, compiled. Close, and not
-  the same bits.
+- `"autograd"`: by autograd, for every microbatch. Works for every model as it is.
+- `"graph"`: forward and backward are recorded once, and from then on only torch's operators are called: the same bits
+  with less Python. A stage always repeats what was recorded; Python side effects of modules (counting calls, printing)
+  happen only while recording.
+- `"inductor"`, or any other backend of `torch.compile`, by name or as a callable: the same graphs, compiled. The
+  results are close, but not the same bits.
 
-A stage that cannot be recorded is left to autograd, and says so (`print(pipe)`).
+A stage that can't be recorded is left to autograd, and says so (`print(pipe)`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Make: TypeAlias = Callable[[Phase], Run]
 
 
 def way(backward: Backward) -> Way | None:
-    """How stages are differentiated, if not as they are; raises `InputError` for a name that is none."""
+    """Return how to differentiate stages, `None` for plain autograd; raise `InputError` for an unknown name."""
     if backward == "autograd":
         return None
     if backward == "graph":
@@ -58,9 +58,9 @@ def _compiler(backward: Backward) -> Compiler:
 
 
 def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examples) -> Functions:
-    """The functions of a stage as phases of a graph, or `eager`, with the reason.
+    """Return the functions of a stage as phases of a graph; or `eager`, with the reason, if that fails.
 
-    `run` makes a phase a function, and `add` one that may be given sums to add to.
+    `run` turns a phase into a function, and `add` into one that may be given sums to add to.
     """
     if eager.unrecordable:
         return replace(eager, remark=f"by autograd: {eager.unrecordable}")
@@ -77,7 +77,7 @@ def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examp
             below_autograd=run is function,
             remark=remark,
         )
-    except Exception as error:  # whatever tracers and compilers may meet, autograd takes it
+    except Exception as error:  # whatever tracers or compilers reject, autograd can run
         return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
 
 
