@@ -50,7 +50,10 @@ def owned(grads: Gradients) -> Gradients:
 
 
 def _holders(tensor: Tensor | None) -> tuple[int, ...]:
-    """Return reference counts of the tensor, its base and its memory, and the bytes of that memory that it doesn't use."""
+    """Return the reference counts of the tensor, of its base and of its memory.
+
+    The last entry is the number of bytes of that memory that the tensor doesn't use.
+    """
     if tensor is None or tensor.layout is not torch.strided:
         return ()
     storage, base = tensor.untyped_storage(), tensor._base

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks agree on what they are about to do before any of them does it.
 
-Problem. A message of another length aborts the process that receives it, one of the right length and another step is
-used without a word, and whoever raises alone leaves the others waiting.
+Problem. A message of the wrong length aborts the process that receives it, one of the right length but from another
+step is silently used, and a rank that raises alone leaves the others hanging.
 
-Idea. Everything that ranks do together begins with one small collective of one size, whatever it is: a `row` that says
-what is called, and a digest per field of what must be the same. If all rows are equal, that was all. If not, every
-rank knows it, and so all exchange the texts behind the digests, and raise the same error. A rank that has refused its
-arguments says so in a row, too, instead of leaving others without an answer.
+Idea. Everything that ranks do together begins with one small collective of a fixed size, whatever it is: a `row` that
+holds a digest of the call, and one per field that must be the same. If all rows are equal, nothing more is sent. If
+not, every rank knows it, so all exchange the texts behind the digests and raise the same error. A rank that refuses its
+arguments also says so in a row, instead of leaving the others without an answer.
 
-Invariant: whatever two ranks are in, the next thing that each sends through the control group is a row.
+Invariant: whatever call each of two ranks is in, the next thing that each sends through the control group is a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BREAK: Final = "\x1e"
 
 
 class Field(NamedTuple):
-    """Something that must be the same on every rank: its digest, and what makes its lines if it is not."""
+    """Something that must be the same on every rank: its digest, and a function that returns its lines for an error."""
 
     name: str
     digest: int
@@ -60,7 +60,7 @@ def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: i
 
 
 def refuse(gather: Gather, call: str, error: BaseException) -> None:
-    """Tell the other ranks, which wait for this one's row, that this call has failed here."""
+    """Tell the other ranks, which are waiting for this one's row, that this call has failed here."""
     mine = [1, digest([call]), 0]
     _exchanged(gather, mine)
     texts(gather, f"{type(error).__name__}: {error}")
@@ -86,7 +86,7 @@ def texts(gather: Gather, mine: str) -> list[str]:
 
 
 def _differ(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows: list[Row]) -> NoReturn:
-    """Raise the error that says what differs; all ranks are here."""
+    """Raise the error that says what differs; all ranks call this."""
     if any(row[REFUSED] for row in rows):
         told = texts(gather, "")
         said = [f"- rank {r}: {told[r][: 3 * WIDTH]}" for r, row in enumerate(rows) if row[REFUSED]]
@@ -114,7 +114,7 @@ def _differ(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows:
 
 
 def _compared(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line that shows, by rank, where descriptions begin to differ; none if they do not."""
+    """Return a line that shows, by rank, where descriptions first differ; none if they don't."""
     longest = max(map(len, ranks))
     columns = [[*lines, *["nothing"] * (longest - len(lines))] for lines in ranks]
     first = next((row for row in zip(*columns, strict=True) if len(set(row)) > 1), None)
@@ -129,7 +129,7 @@ def _compared(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _beginning(lines: Sequence[str]) -> int:
-    """Return where to begin to show lines of which only the ends differ."""
+    """Return where to start showing lines that differ only near their ends."""
     if max(map(len, lines)) <= WIDTH:
         return 0
     columns = zip(*lines, strict=False)
@@ -143,7 +143,7 @@ def _shortened(text: str, start: int = 0) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, runs of them together.
+    """Return ranks as text, with runs as ranges.
 
     >>> _ranks([0]), _ranks([0, 1, 2, 5])
     ('on rank 0', 'on ranks 0-2, 5')

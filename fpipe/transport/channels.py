@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Channels between processes: point-to-point messages of torch.distributed, over Gloo on CPU and NCCL on GPU.
 
-Each channel has a process group of its own. On NCCL a pair of ranks would otherwise share one communicator and stream
-for both directions, on which plain 1F1B can deadlock. Groups are made, and warmed up with one byte, in ascending order
-of channels on every rank, so that connecting cannot deadlock either.
+Each channel has its own process group. On NCCL, a pair of ranks would otherwise share one communicator and stream for
+both directions, and plain 1F1B could deadlock on them. Groups are created, and warmed up with one byte, in ascending
+order of channels on every rank, so that connecting can't deadlock either.
 
-What arrives is described by a `Spec` known beforehand; nothing is pickled, and no shape travels. Every message says
-what it is (`fpipe.transport.envelope`). On a CPU that is read before the message is used. On an accelerator that would
-stop the host in every action, so it is read before the next step begins.
+Every receive is described by a `Spec` known beforehand; nothing is pickled, and no shapes travel. Every message states
+its identity (`fpipe.transport.envelope`). On a CPU this is checked before the message is used. On an accelerator that
+would block the host in every action, so it is checked before the next step begins.
 
 The same code serves Gloo and NCCL; over NCCL it has not been run on several GPUs yet.
 """
@@ -26,11 +26,11 @@ from fpipe.transport.envelope import LINE, Envelope, Specs
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
-"""Heads that have arrived, and that nobody has looked at yet."""
+"""Heads that have arrived and are not checked yet."""
 
 
 class Posted:
-    """A posted send or receive: its works, and the bytes that must live until they are done."""
+    """A posted send or receive: its works, and the bytes that must stay alive until they are done."""
 
     done = False
 
@@ -39,7 +39,7 @@ class Posted:
         self.works, self.data, self.unread = works, data, unread
 
     def wait(self) -> None:
-        """Block until the works are done; what was sent need not live any longer."""
+        """Block until the works are done; then release the bytes of a send."""
         for work in self.works:
             work.wait()
         self.works = ()
@@ -47,7 +47,7 @@ class Posted:
             self.data = ()
 
     def take(self) -> Payload:
-        """What arrived, which is then no longer held here."""
+        """Return what arrived and release it here."""
         data, self.data = self.data, ()
         header = data[0][:LINE]
         if header.is_cpu:
@@ -58,7 +58,7 @@ class Posted:
 
 
 class DistributedChannel:
-    """A channel as a process group of two, and which of them is at which end."""
+    """A channel: a process group of two, and which of them is at which end."""
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
@@ -71,25 +71,25 @@ class DistributedChannel:
     def between(
         cls, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
     ) -> DistributedChannel:
-        """From process `source` of the job to `target`; groups count their processes in ascending order."""
+        """Return the channel from process `source` of the job to `target`; groups number processes in ascending order."""
         return cls(group, int(source > target), int(target > source), device, unread)
 
     def send(self, message: Message, payload: Tensors, specs: Specs) -> Posted:
-        """Post the send of a tuple of tensors."""
+        """Post a send of a tuple of tensors."""
         envelope = self._envelope(message, specs)
         data = envelope.pack(payload)
         works = [self.group.send([bytes_], self.target, 0) for bytes_ in data]
         return Posted("SEND", envelope, works, data, self.unread)
 
     def receive(self, message: Message, specs: Specs) -> Posted:
-        """Post the receive of tensors of these specs."""
+        """Post a receive of tensors with these specs."""
         envelope = self._envelope(message, specs)
         data = envelope.buffers()
         works = [self.group.recv([bytes_], self.source, 0) for bytes_ in data]
         return Posted("RECV", envelope, works, data, self.unread)
 
     def _envelope(self, message: Message, specs: Specs) -> Envelope:
-        """Return the layout of a message, made once; it keeps its specs alive, so that ids are unique."""
+        """Return the layout of a message, cached; the cache keeps the specs alive, so that their ids stay unique."""
         known = self.envelopes.get((message, id(specs)))
         if known is None:
             known = self.envelopes[message, id(specs)] = Envelope(message, specs, self.device)
@@ -99,8 +99,8 @@ class DistributedChannel:
 class DistributedTransport:
     """The channels of this process, rank `rank` of the pipeline whose processes are `world`.
 
-    `replicas` are the processes of every pipeline of the job: all of them take part in making every group, since
-    torch.distributed names a group by how many there are.
+    `replicas` are the processes of every pipeline of the job: all of them take part in creating every group, since
+    torch.distributed names a group by the number of groups created so far.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, replicas: list[list[int]]) -> None:
@@ -112,7 +112,7 @@ class DistributedTransport:
         self.unread: Unread = []
 
     def setup(self, channels: Iterable[Route]) -> None:
-        """Make a process group for each new channel, in ascending order, and send a first byte through it."""
+        """Create a process group for each new channel, in ascending order, and send a first byte through it."""
         for source, target in channels:
             if (source, target) not in self.channels:
                 replicas = [
@@ -133,16 +133,16 @@ class DistributedTransport:
             dist.recv(byte, src=self.world[source], group=self.channels[source, target].group)
 
     def channel(self, source: int, target: int) -> DistributedChannel:
-        """The channel, which has been set up."""
+        """Return the channel, which must have been set up."""
         return self.channels[source, target]
 
     def read(self) -> None:
-        """Raise `TransportError` if a message of the last step was not what it was taken for."""
+        """Raise `TransportError` if a message of the last step was not the expected one."""
         if not self.unread:
             return
         envelopes, headers = zip(*self.unread, strict=True)
         self.unread.clear()
         for envelope, header in zip(
             envelopes, torch.stack(headers).cpu(), strict=True
-        ):  # the device is waited for once
+        ):  # synchronizes once
             envelope.require(header)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks of processes, compared by messages there and back.
+"""Clocks of processes, compared by round-trip messages.
 
-Problem. `time.perf_counter` counts from another beginning on every host.
+Problem. `time.perf_counter` starts at a different time on every host.
 
-Idea. Each process asks the first one for its time, a few times, and takes the shortest round trip: the answer was read
-somewhere between question and return, so the middle of the two is wrong by half of that trip at most. Where that may
-be no difference at all it counts as none, so that processes of one host, which have one clock, are not moved; then it
-is wrong by the whole trip at most. On one idle host a trip takes 150 to 200 microseconds over Gloo.
+Idea. Each process asks the first one for its time, a few times, and takes the shortest round trip. The answer was read
+some time between question and return, so taking their midpoint is wrong by at most half the trip. If the clocks may be
+equal, the difference counts as zero, so that processes of one host, which share a clock, are not shifted; then the
+error is at most the whole trip. On one idle host a trip takes 150 to 200 microseconds over Gloo.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 TRIPS: Final = 16
 Trip: TypeAlias = tuple[float, float, float]
-"""When the question was sent, and the answer was back, by our clock; in between, what theirs said."""
+"""When the question was sent, by our clock; what their clock said; and when the answer was back, by ours."""
 
 
 def ahead(group: dist.ProcessGroup, device: torch.device) -> float:
-    """By how many seconds this process's clock is ahead of the group's first; every process of it must call this."""
+    """Return by how many seconds our clock is ahead of that of the group's first process; all its processes call this."""
     world, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if rank:
         return difference(_ask(world[0], group, device))
@@ -34,7 +34,7 @@ def ahead(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def difference(trips: Iterable[Trip]) -> float:
-    """By how much our clock is ahead of theirs, as the shortest of these round trips says; none if it cannot say.
+    """Return how far our clock is ahead of theirs by the shortest of these round trips; 0 if they may be equal.
 
     >>> difference([(10.0, 4.0, 14.0), (20.0, 13.0, 22.0)]), difference([(1.0, 1.5, 3.0)])
     (8.0, 0.0)
@@ -44,7 +44,7 @@ def difference(trips: Iterable[Trip]) -> float:
 
 
 def _ask(first: int, group: dist.ProcessGroup, device: torch.device) -> Iterator[Trip]:
-    """Round trips to the first process."""
+    """Yield round trips to the first process."""
     time = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(TRIPS):
         asked = perf_counter()
@@ -59,5 +59,5 @@ def _answer(other: int, group: dist.ProcessGroup, device: torch.device) -> None:
     question = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(TRIPS):
         dist.recv(question, src=other, group=group)
-        question.item()  # has arrived, also where receives only queue up
+        question.item()  # waits for its arrival, even if receives are only enqueued
         dist.send(torch.tensor([perf_counter()], dtype=torch.float64, device=device), dst=other, group=group)

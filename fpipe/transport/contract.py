@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transport is.
+"""The interface of a transport.
 
-Posting never blocks and returns a handle; waiting for the handle is the only call that blocks, and it is the driver's,
-not the executor's. Both ends of a transfer know it by the same `Message`. Per channel, that is per directed pair of
-ranks, both ends post the same messages in the same order.
+Posting never blocks and returns a handle. Only waiting for the handle blocks, and the driver does that, not the
+executor. Both ends of a transfer identify it by the same `Message`. On each channel, which is a directed pair of ranks,
+both ends post the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 Payload: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[str, int, int, int]
-"""What is carried (`F` a value, `B` a cotangent, `G` a gradient), from which stage, microbatch, for which stage."""
+"""What it carries (`F` a value, `B` a cotangent, `G` a gradient), source stage, microbatch, target stage."""
 Fields: TypeAlias = "Callable[[], Sequence[Field]]"
-"""Makes what must be the same on every rank; called only where there are others."""
+"""Returns what must be the same on every rank; called only if there are other processes."""
 Route: TypeAlias = tuple[int, int]
-"""A channel's name: the rank that sends, and the rank that receives."""
+"""A channel's name: the sending rank and the receiving rank."""
 
 
 class Handle(Protocol):
-    """A posted send or receive, to be waited for by the driver that knows its transport.
+    """A posted send or receive; the driver of its transport waits for it.
 
     - `end`, `message`: which end of which transfer was posted: `SEND` or `RECV`.
     """
@@ -41,73 +41,73 @@ class Handle(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it is known to need no waiting."""
+        """True if it is known that no waiting is needed."""
 
     def take(self) -> Payload:
-        """What arrived, handed over once and no longer held. Only for a receive, when done."""
+        """Return what arrived and release it here. Call it once, for a receive that is done."""
 
 
 class Channel(Protocol):
-    """Carries payloads from one rank to another; each end has it as its own."""
+    """Carries payloads from one rank to another; each of the two has its own object."""
 
     def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Handle:
-        """Post a send of values of these specs. They must stay unchanged until the handle has been waited for."""
+        """Post a send of values with these specs. They must not change until the handle has been waited for."""
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> Handle:
-        """Post a receive of values of these specs."""
+        """Post a receive of values with these specs."""
 
 
 class Transport(Protocol):
     """The channels of one rank."""
 
     def channel(self, source: int, target: int) -> Channel:
-        """The channel from rank `source` to rank `target`."""
+        """Return the channel from rank `source` to rank `target`."""
 
 
 class Ranks(Protocol):
-    """The pipeline ranks that this process runs, and how it reaches the others."""
+    """The pipeline ranks that this process runs, and how it communicates with the others."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process."""
 
     def guarded(self, call: str) -> AbstractContextManager[None]:
-        """What a function that all ranks call runs in, named `call`.
+        """Return the context for a function, named `call`, that all ranks call.
 
-        What one rank raises before all have agreed is raised on all of them. After one that broke off in the middle
-        none may follow: its messages would not fit the others'. One thread is inside at a time.
+        An error on one rank before all have agreed is raised on all of them. After a call that failed midway no other
+        may follow: its messages would not match the others'. One thread is inside at a time.
         """
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
-        """Raise `TransportError` on all ranks unless they have made the same call and `fields()` are the same.
+        """Raise `TransportError` on all ranks unless they make the same call and their `fields()` are equal.
 
-        `about` tells apart several agreements of one call. Returns the note of each process.
+        `about` distinguishes several agreements within one call. Returns the note of each process.
         """
 
     def connect(self, channels: Iterable[Route]) -> None:
-        """Make these channels ready."""
+        """Set up these channels."""
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Drive `execution(rank, transport)` of every rank of this process to its end."""
+        """Drive `execution(rank, transport)` of each of this process's ranks to completion; return the outcomes."""
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """The tensor that rank `source` has, on every rank; the others pass `None`."""
+        """Return rank `source`'s tensor on every rank; the others pass `None`."""
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
 
     def tell(self, text: str) -> list[str]:
-        """Tell all ranks a text; return what every process told, the first rank's first."""
+        """Send a text to all ranks; return every process's text, in rank order."""
 
     def ahead(self) -> float:
-        """By how many seconds the clock of this process is ahead of that of the first rank's."""
+        """Return how many seconds the clock of this process is ahead of the first rank's."""
 
     def collect(self, rows: Tensor) -> list[Tensor]:
-        """The rows that every process passes, the first rank's first; as many columns everywhere, on the CPU."""
+        """Return the rows that each process passes, in rank order: CPU tensors with the same number of columns."""
 
 
 def message(action: Action) -> Message:
-    """What a transfer carries, the same at both ends.
+    """Return the message that a transfer carries, the same at both ends.
 
     >>> from schedules import parse
     >>> message(parse("1SEND_B0>0")), message(parse("0RECV_B0<1"))
@@ -121,7 +121,7 @@ def message(action: Action) -> Message:
 
 
 def awaited(handle: Handle) -> Action:
-    """The transfer that whoever waits for the handle waits for: a receive, or a send that is to be let go of."""
+    """Return the action that waits for the handle: a receive, or the wait that frees a send's buffers."""
     what, source, microbatch, target = handle.message
     if handle.end == "RECV":
         return Action(f"RECV_{what}", target, microbatch, source)
@@ -129,7 +129,7 @@ def awaited(handle: Handle) -> Action:
 
 
 def posted(end: str, carried: Message) -> str:
-    """The text of the action at one end, `SEND` or `RECV`, of a message."""
+    """Return the text of the action at one end, `SEND` or `RECV`, of a message."""
     what, source, microbatch, target = carried
     stage, peer = (source, target) if end == "SEND" else (target, source)
     return str(Action(f"{end}_{what}", stage, microbatch, peer))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group over which ranks agree: small tensors of the host, from every rank to all.
+"""The group over which ranks agree: small host tensors, from every rank to all.
 
-It is one of Gloo whatever the backend of the rest, since what is said there is read by the host, and must neither wait
-for a device nor meet the user's own collectives. Rows go to the first rank and come back as a table: two messages in
-a row, where a ring takes as many as there are ranks, each in a thread of Gloo's.
+It is always a Gloo group, whatever backend carries the rest, since the host reads its messages, and they must neither
+wait for a device nor collide with the user's own collectives. Rows go to the first rank and come back as a table: two
+messages in sequence. A ring takes as many as there are ranks, each in a thread of Gloo's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 
 class Control(NamedTuple):
-    """The group, and this process's place in it."""
+    """The group, and this process's rank in it."""
 
     group: dist.ProcessGroup
     rank: int
@@ -29,8 +29,8 @@ class Control(NamedTuple):
     def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta) -> Control:
         """Return the group of the processes `world`, one of `replicas`; every process of the job must call this.
 
-        Pipelines of the same processes share it, so that ranks that call different ones notice: it is found again in
-        torch's own table of groups, by its description.
+        Pipelines of the same processes share it, so that ranks that call different ones notice: it is looked up by its
+        description in torch's own table of groups.
         """
         names = [f"control group of {ranks} in {replicas}" for ranks in replicas]
         mine, rank = replicas.index(world), world.index(dist.get_rank())
@@ -43,11 +43,11 @@ class Control(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether the group has not been destroyed."""
+        """True if the group has not been destroyed."""
         return self.group in distributed_c10d._world.pg_map
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
-        """Return the tensor that each rank passes, in the order of ranks; of one shape and dtype everywhere."""
+        """Return the tensor that each rank passes, in rank order; all must have the same shape and dtype."""
         table = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
         rows = table.unbind(0)
         others = range(1, self.size)

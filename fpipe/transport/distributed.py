@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank per process: how a process of torch.distributed reaches the others, and agrees with them.
+"""One rank per process: how a torch.distributed process communicates and agrees with the others.
 
-Messages travel over channels (`fpipe.transport.channels`). Before any does, all ranks agree on what they are about to
-do (`fpipe.transport.agreement`), over a group of their own (`fpipe.transport.control`).
+Messages travel over channels (`fpipe.transport.channels`). Before any is sent, all ranks agree on what they are about
+to do (`fpipe.transport.agreement`), over a separate group (`fpipe.transport.control`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fpipe.turns import only_turn
 
 
 class DistributedRanks:
-    """One rank of a schedule: this process, in a `group` of as many processes as ranks.
+    """One rank of a schedule: this process, in a `group` with as many processes as ranks.
 
-    - `calls`: how many functions of the pipeline have been called; `call` says which one is running.
-    - `failure`: why no more can be; `deciding`: whether the other ranks wait for what this one decides.
+    - `calls`: how many functions of the pipeline have been called; `call`: the one that is running.
+    - `failure`: why no more may be called; `deciding`: whether the other ranks are waiting for this one's decision.
     """
 
     def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class DistributedRanks:
     def guarded(self, call: str) -> Iterator[None]:
         """Run a function that all ranks call; what is raised before they have agreed is raised on all of them.
 
-        Raises `TransportError` if an earlier one broke off in the middle, and if another thread is inside.
+        Raises `TransportError` if an earlier call failed midway, or if another thread is inside.
         """
         with only_turn(f"rank {self.ranks[0]}, {call}"):
             self._require_whole(call)
@@ -64,14 +64,14 @@ class DistributedRanks:
                 yield
             except Exception as error:
                 if self.deciding and self.failure is None:
-                    with suppress(RuntimeError):  # nobody is there to be told
+                    with suppress(RuntimeError):  # no one is left to tell
                         refuse(self._gather, self.call, error)
                 raise
             finally:
                 self.deciding = False
 
     def _read(self) -> None:
-        """Raise `TransportError` on all ranks if this one has used another message than it should."""
+        """Raise `TransportError` on all ranks if this one has used the wrong message."""
         try:
             self.transport.read()
         except TransportError as error:
@@ -81,15 +81,15 @@ class DistributedRanks:
             raise
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
-        """Raise `TransportError` on every rank unless all have called the same function and pass the same fields.
+        """Raise `TransportError` on every rank unless all have called the same function with the same fields.
 
-        `about` tells apart several agreements of one call. Returns what each rank passed as its `note`.
+        `about` distinguishes several agreements within one call. Returns the `note` that each rank passed.
         """
         call = f"{self.call}, {about}" if about else self.call
         try:
             return agree(self.ranks[0], self._gather, call, fields(), note)
         except TransportError:
-            self.deciding = False  # the others raise it, too
+            self.deciding = False  # the others raise it too
             raise
 
     def _gather(self, mine: Tensor) -> Sequence[Tensor]:
@@ -103,7 +103,7 @@ class DistributedRanks:
             ) from error
 
     def connect(self, channels: Iterable[Route]) -> None:
-        """Make channels ready; every rank must pass the same ones."""
+        """Set up channels; every rank must pass the same ones."""
         try:
             self.transport.setup(channels)
         except BaseException as error:
@@ -121,7 +121,7 @@ class DistributedRanks:
             )
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Run this process's rank to its end, waiting where it must."""
+        """Run this process's rank to completion, waiting where it must."""
         (rank,) = self.ranks
         self.deciding = False
         run = execution(rank, self.transport).run()
@@ -142,20 +142,20 @@ class DistributedRanks:
         return spec.unpack(data)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
         return any(self.agree(about="a question to all ranks", note=int(flag)))
 
     def tell(self, text: str) -> list[str]:
-        """Return the texts of all ranks, this one's among them; every rank must call this."""
+        """Return the texts of all ranks, including this one; every rank must call this."""
         self.agree(about="what the model asks about its batch")
         return texts(self._gather, text)
 
     def ahead(self) -> float:
-        """By how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
+        """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
         return clocks.ahead(self.group, self.device)
 
     def collect(self, rows: Tensor) -> list[Tensor]:
-        """The rows of all ranks; every rank must call this."""
+        """Return the rows of all ranks; every rank must call this."""
         count, columns = rows.shape
         counts = self.agree(about="rows to collect", note=count)
         mine = rows.new_zeros(max([*counts, 1]), columns)
@@ -164,7 +164,7 @@ class DistributedRanks:
 
 
 def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
-    """The processes of every pipeline in the job, `world` being those of this one, in the same order everywhere."""
+    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's."""
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(world)], device=device))
     if len({size.item() for size in sizes}) > 1:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a message is laid out: a head that says what it is, and its tensors.
+"""The layout of a message: a head that identifies it, and its tensors.
 
-Problem. A receiver must know that what has arrived is what it waited for before it uses it, and every send costs tens
-of microseconds, however small.
+Problem. A receiver must check that what arrived is what it waited for before it uses it, and every send costs tens of
+microseconds, however small.
 
-Idea. The head begins with the message's identity, its length and a digest of its specs, and small tensors follow in the
-same buffer, so most messages are one send, and one of many small tensors too. Large tensors are sent as they are.
+Idea. The head begins with the message's identity, its length and a digest of its specs; small tensors follow in the
+same buffer. So most messages are one send, even those of many small tensors. Large tensors are sent separately, as they
+are.
 
-Invariant: every tensor begins at a multiple of `LINE` bytes, as if it had been allocated: some kernels choose by that.
+Invariant: every tensor begins at a multiple of `LINE` bytes, as if freshly allocated: some kernels depend on alignment.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ KINDS: Final = ("F", "B", "G")
 class Envelope:
     """The layout of one message between two ranks.
 
-    - `sizes`: the bytes of each tensor; `small`: those that travel in the head.
-    - `header`: what the head begins with.
+    - `sizes`: the bytes of each tensor; `small`: which of them travel in the head.
+    - `header`: the beginning of the head.
     """
 
     def __init__(self, message: Message, specs: Specs, device: torch.device) -> None:
@@ -53,7 +54,7 @@ class Envelope:
         return LINE + sum(_lines(size) for size, small in zip(self.sizes, self.small, strict=True) if small)
 
     def pack(self, payload: Payload) -> tuple[Tensor, ...]:
-        """Return what is sent, in order, for these tensors."""
+        """Return the buffers to send for these tensors, in order."""
         head, rest = [self.header], list[Tensor]()
         for spec, tensor, size, small in zip(self.specs, payload, self.sizes, self.small, strict=True):
             packed = spec.pack(tensor)
@@ -66,12 +67,12 @@ class Envelope:
         return (torch.cat(head) if len(head) > 1 else self.header, *rest)
 
     def buffers(self) -> tuple[Tensor, ...]:
-        """Return uninitialized bytes for what `pack` returns."""
+        """Return uninitialized buffers for what `pack` returns."""
         large = [spec.buffer() for spec, small in zip(self.specs, self.small, strict=True) if not small]
         return (torch.empty(self.length, dtype=torch.uint8, device=self.device), *large)
 
     def unpack(self, data: tuple[Tensor, ...]) -> Payload:
-        """Return the tensors of what was received."""
+        """Return the tensors in what was received."""
         head, *rest = data
         found, start, large = list[Any](), LINE, iter(rest)
         for spec, size, small in zip(self.specs, self.sizes, self.small, strict=True):
@@ -85,7 +86,7 @@ class Envelope:
         return torch.zeros(LINE, dtype=torch.uint8, device=self.device)
 
     def require(self, header: Tensor) -> None:
-        """Raise `TransportError` unless a head, which is on the CPU, begins as this message's does."""
+        """Raise `TransportError` unless a head, which must be on the CPU, begins as this message's does."""
         got = header.view(torch.int64)
         if torch.equal(got, self.values):
             return

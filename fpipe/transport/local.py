@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks in one process: values pass by reference, and the driver steps the ranks in turn.
+"""All ranks in one process: values are passed by reference, and the driver steps the ranks in turn.
 
 A channel is a queue of zero capacity: the oldest send meets the oldest receive, and both are done. So a program that
-runs here has its sends and receives in the same order, as any transport needs it.
+runs here posts its sends and receives in the same order, as every transport requires.
 
-A rank runs until it must wait; it is stepped again when its handle is done. If nobody can be stepped and somebody is
-unfinished, that is a deadlock, known at once.
+A rank runs until it must wait, and is stepped again when its handle is done. If no rank can be stepped and some are
+unfinished, that is a deadlock, detected at once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fpipe.turns import turn
 
 
 class Posted:
-    """A message of this process, as both of its ends hold it.
+    """A message within this process; both of its ends hold the same object.
 
-    `end` was posted first; when the other has been, it is `done`, and `waiter` is the rank that is stepped again.
+    `end` was posted first; once the other end is posted, it is `done`, and rank `waiter` is stepped again.
     """
 
     __slots__ = ("done", "end", "message", "payload", "waiter")
@@ -40,15 +40,15 @@ class Posted:
         self.waiter: int | None = None
 
     def take(self) -> Payload:
-        """The payload, which is then no longer held here."""
+        """Return the payload and release it here."""
         payload, self.payload = self.payload, ()
         return payload
 
 
 class LocalChannel:
-    """A channel inside one process; `woken` are the ranks whose handles are done.
+    """A channel within one process; `woken` holds the ranks whose handles are done.
 
-    Invariant: what waits are all sends or all receives, since opposite ends meet at once.
+    Invariant: what waits is all sends or all receives, since opposite ends meet at once.
     """
 
     __slots__ = ("waiting", "woken")
@@ -69,7 +69,7 @@ class LocalChannel:
         return posted
 
     def receive(self, message: Message, specs: tuple[Any, ...]) -> Posted:
-        """Post a receive; what arrives is what was sent."""
+        """Post a receive; what arrives is the very object that was sent."""
         waiting = self.waiting
         if waiting and waiting[0].end == "SEND":
             return self._meet(message)
@@ -78,7 +78,7 @@ class LocalChannel:
         return posted
 
     def _meet(self, message: Message) -> Posted:
-        """The oldest message that waits, whose other end is posted now."""
+        """Return the oldest waiting message, whose other end is being posted."""
         posted = self.waiting.popleft()
         if posted.message != message:
             raise _disorder(posted, message)
@@ -97,14 +97,14 @@ def _disorder(posted: Posted, other: Message) -> TransportError:
 
 
 class LocalTransport:
-    """Channels inside one process, made at their first use."""
+    """Channels within one process, made at their first use."""
 
     def __init__(self) -> None:
         self.channels: dict[Route, LocalChannel] = {}
         self.woken: deque[int] = deque()
 
     def channel(self, source: int, target: int) -> LocalChannel:
-        """The channel, the same one for both ends."""
+        """Return the channel; both ends share it."""
         return self.channels.setdefault((source, target), LocalChannel(self.woken))
 
 
@@ -119,42 +119,42 @@ class LocalRanks:
         return turn()
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
-        """Every rank is here."""
+        """Return the note: every rank is here."""
         return [note]
 
     def connect(self, channels: Iterable[Route]) -> None:
-        """Channels are made by each run."""
+        """Do nothing: each run makes its channels."""
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Step all ranks until all are finished; raises `DeadlockError` when none can go on."""
+        """Step all ranks until all have finished; raise `DeadlockError` if none can proceed."""
         transport = LocalTransport()
         executions = [execution(rank, transport) for rank in self.ranks]
         return drive(transport, executions)
 
     def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """The tensor: every rank is here."""
+        """Return the tensor: every rank is here."""
         assert tensor is not None, "the source rank is in this process"
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """The flag: every rank is here."""
+        """Return the flag: every rank is here."""
         return flag
 
     def tell(self, text: str) -> list[str]:
-        """The text: every rank is here."""
+        """Return the text: every rank is here."""
         return [text]
 
     def ahead(self) -> float:
-        """Nothing: there is one clock."""
+        """Return 0: there is one clock."""
         return 0.0
 
     def collect(self, rows: Tensor) -> list[Tensor]:
-        """The rows: every rank is here."""
+        """Return the rows: every rank is here."""
         return [rows]
 
 
 def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[int, Outcome]:
-    """Step these executions in turn, each as far as it goes; raises `DeadlockError` when none can go on."""
+    """Step these executions in turn, each as far as it can go; raise `DeadlockError` if none can proceed."""
     runs = [execution.run() for execution in executions]
     waiting: dict[int, Posted] = {}
     outcomes: dict[int, Outcome] = {}

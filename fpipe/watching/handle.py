@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a value was, told in a way that is cheap to compare and keeps nothing large alive.
+"""Snapshots of values that are cheap to compare and keep nothing large alive.
 
-Problem. Whether any of thousands of values has changed must be known before every step, within microseconds; and what
-held a value when the pipeline was built may be thrown away, tensors and all.
+Problem. Before every step we must know, within microseconds, whether any of thousands of values has changed. And
+whatever held a value when the pipeline was built may be freed, with all its tensors.
 
-Idea. Numbers, flags and strings are kept and compared; tensors are known by a weak reference and their version,
+Idea. Numbers, flags and strings are kept and compared; tensors are identified by a weak reference and their version,
 functions and modules by a weak reference; containers and plain objects are trees of these. Most of a tree is compared
 in C.
 """
@@ -30,17 +30,17 @@ from fpipe.spec import Spec
 PLAIN = (bool, Number, str, bytes, Enum, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 MAPPINGS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, torch.Size, deque)
-DEPTH, SIZE = 4, 256  # how deep containers and objects are looked into, and up to how many elements
-OPEN = frozenset({"argparse", "types", "dataclasses", "collections"})  # whose classes users fill with values
+DEPTH, SIZE = 4, 256  # of the containers and objects that are inspected, at most
+OPEN = frozenset({"argparse", "types", "dataclasses", "collections"})  # users put values into instances of their classes
 CLOSED = (sys.stdlib_module_names - OPEN) | {"torch", "numpy", "optree", "packaging", "fpipe", "schedules"}
 
 Ref: TypeAlias = Callable[[], Any]
 Keep: TypeAlias = Callable[[str, bool], bool]
-"""Whether an attribute (True) or a key of a mapping (False) counts."""
+"""Returns whether an attribute (True) or a key of a mapping (False) is relevant."""
 
 
 class Difference(NamedTuple):
-    """Where a value is, what it is, and what it was."""
+    """Where a value is, what it is now, and what it was."""
 
     where: str
     got: str
@@ -48,60 +48,60 @@ class Difference(NamedTuple):
 
 
 class Handle(Protocol):
-    """What a value was."""
+    """A snapshot of a value."""
 
     def holds(self, value: Any) -> bool:
-        """Whether it still is."""
+        """Return whether `value` is unchanged."""
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """How `value` differs from it."""
+        """Yield how `value` differs from the snapshot."""
 
 
 class Plain(NamedTuple):
-    """A number, flag or string; `None` stands for nothing, too."""
+    """A number, flag or string, or `None`."""
 
     value: Any
 
     def holds(self, value: Any) -> bool:
-        """Whether the value has the same type and prints the same; nan equals itself, and 0 not -0."""
+        """Return whether the value has the same type and repr, so nan equals nan, and 0 differs from -0."""
         return value is self.value or (type(value) is type(self.value) and repr(value) == repr(self.value))
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """The value."""
+        """Yield the value, if it has changed."""
         if not self.holds(value):
             yield Difference(where, said(value), said(self.value))
 
 
 class Same(NamedTuple):
-    """An object that is known by its identity."""
+    """An object identified by a weak reference."""
 
     ref: Ref
     said: str
 
     def holds(self, value: Any) -> bool:
-        """Whether it is that object."""
+        """Return whether `value` is that object."""
         return value is self.ref()
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """The object."""
+        """Yield the object, if it is another one."""
         if not self.holds(value):
             got = said(value)
             yield Difference(where, f"another {got}" if got == self.said else got, self.said)
 
 
 class Held(NamedTuple):
-    """A tensor, and how often it had been modified."""
+    """A tensor and its version."""
 
     ref: Ref
     version: int | None
     said: str
 
     def holds(self, value: Any) -> bool:
-        """Whether it is that tensor, as it was."""
+        """Return whether `value` is that tensor, unmodified."""
         return value is self.ref() and version(value) == self.version
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """The tensor."""
+        """Yield the tensor, if it is another one or has been modified."""
         if value is not self.ref():
             yield Difference(where, f"another value, {said(value)}", self.said)
         elif version(value) != self.version:
@@ -110,11 +110,11 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """What was found in a mapping under some keys: plain values, empty containers, and all else.
+    """A snapshot of some keys of a mapping: plain values, empty containers, and everything else (`inner`).
 
-    - `count`: how many elements there were; `None` if others may come and go. `named`: how to write a key.
-    - `absent`: keys that were not there. `nones`: those of `None`, which a missing key is not. `kinds`: the classes of
-      the empty containers.
+    - `count`: the number of elements; `None` if others may come and go. `named`: the format of a key in errors.
+    - `absent`: keys that did not exist. `nones`: keys whose value was `None`, as distinct from a missing key. `kinds`:
+      the classes of the empty containers.
     """
 
     keys: tuple[Any, ...]
@@ -129,7 +129,7 @@ class Table:
 
     @classmethod
     def of(cls, children: Mapping[Any, Handle], count: int | None, named: str, absent: tuple[Any, ...] = ()) -> Table:
-        """A table of these."""
+        """Return a table of these children."""
         plain = {key: child.value for key, child in children.items() if isinstance(child, Plain)}
         empty = {k: c.kind for k, c in children.items() if isinstance(c, Container) and c.is_empty}
         inner = tuple((k, child) for k, child in children.items() if k not in plain and k not in empty)
@@ -138,7 +138,7 @@ class Table:
         return cls(*known, inner, count, named, absent, tuple(empty.values()), nones)
 
     def holds(self, table: Mapping[Any, Any]) -> bool:
-        """Whether all of it still is there."""
+        """Return whether the mapping is unchanged."""
         get = table.get
         return (
             (self.count is None or len(table) == self.count)
@@ -154,7 +154,7 @@ class Table:
         return all(Plain(value).holds(table.get(key)) for key, value in zip(self.keys, self.values, strict=True))
 
     def differences(self, table: Mapping[Any, Any], where: str) -> Iterator[Difference]:
-        """What is not as it was."""
+        """Yield what has changed."""
         for key, value in zip(self.keys, self.values, strict=True):
             yield from Plain(value).differences(table.get(key), self.at(where, key))
         for key in self.nones:
@@ -171,15 +171,15 @@ class Table:
             yield Difference(where, f"{len(table)} elements", str(self.count))
 
     def at(self, where: str, key: Any) -> str:
-        """What an element is called."""
+        """Return the name of an element in errors."""
         return where + self.named.format(key if isinstance(key, str) and "[" not in self.named else repr(key))
 
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """A mapping, a sequence, or an object with attributes: its class, and what was in it.
+    """A mapping, a sequence, or an object with attributes: its class and its contents.
 
-    - `ref`: the object, where it can be known weakly.
+    - `ref`: a weak reference to it, if its class allows one.
     """
 
     kind: type
@@ -190,27 +190,27 @@ class Container:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was in it, and nothing may be."""
+        """True if it had no elements and must have none."""
         return self.count == 0
 
     def holds(self, value: Any) -> bool:
-        """Whether it is one of that class with the same in it."""
+        """Return whether `value` has the same class and contents."""
         return type(value) is self.kind and self.table.holds(contents(value))
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """What is in it."""
+        """Yield what has changed in it."""
         if type(value) is self.kind:
             yield from self.table.differences(contents(value), where)
         else:
             yield Difference(where, said(value), self.kind.__name__)
 
     def select(self, keep: Keep, met: set[int]) -> Handle:
-        """What counts of it; by identity, where it counts already elsewhere."""
+        """Return its relevant part; just its identity, if it has been selected elsewhere already."""
         if id(self) in met and self.ref is not None:
             return Same(self.ref, self.kind.__name__)
         met.add(id(self))
         kept = {k: one for k, one in self.children.items() if not isinstance(k, str) or keep(k, self.is_object)}
-        if not self.is_object and not kept:  # its keys are computed
+        if not self.is_object and not kept:  # its keys must be computed
             kept = dict(self.children)
         found = selected(kept, keep, met)
         whole = len(found) == len(self.children)
@@ -218,29 +218,29 @@ class Container:
 
     @property
     def is_object(self) -> bool:
-        """Whether it has attributes, and not elements."""
+        """True if it has attributes rather than elements."""
         return self.kind not in MAPPINGS and self.kind not in SEQUENCES
 
 
 def container(kind: type, children: Mapping[Any, Handle], count: int | None, ref: Ref | None) -> Container:
-    """A container of these."""
+    """Return a container of these children."""
     named = "[{}]" if kind in MAPPINGS or kind in SEQUENCES else ".{}"
     return Container(kind, children, count, ref, Table.of(children, count, named))
 
 
 def selected(children: Mapping[Any, Handle], keep: Keep, met: set[int]) -> dict[Any, Handle]:
-    """The children with what counts of them."""
+    """Return the children, each reduced to its relevant part."""
     return {key: child.select(keep, met) if isinstance(child, Container) else child for key, child in children.items()}
 
 
 class Handles:
-    """Makes handles; an object that is met twice has one."""
+    """Makes handles; an object that occurs twice gets one."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Any, Handle | None]] = {}
 
     def of(self, value: Any, depth: int = DEPTH) -> Handle | None:
-        """The handle of a value; `None` if nothing can be told of it."""
+        """Return the handle of a value; `None` if it can't be compared."""
         if isinstance(value, PLAIN):
             return Plain(value)
         if isinstance(value, Tensor):
@@ -251,7 +251,7 @@ class Handles:
             return None
         if not has_contents(value) or isinstance(value, nn.Module):
             return _same(value)
-        self.known[id(value)] = value, _same(value)  # where it is met inside itself
+        self.known[id(value)] = value, _same(value)  # for references from inside it to itself
         inside = contents(value)
         made = {key: self.of(one, depth - 1) for key, one in inside.items()} if len(inside) <= SIZE else {}
         kind = type(value)
@@ -263,7 +263,7 @@ class Handles:
 
 
 def has_contents(value: Any) -> bool:
-    """Whether a value is a container, or an object of the user's with attributes."""
+    """Return whether a value is a container, or an object of the user's with attributes."""
     kind = type(value)
     if kind in MAPPINGS or kind in SEQUENCES:
         return True
@@ -273,7 +273,7 @@ def has_contents(value: Any) -> bool:
 
 
 def contents(value: Any) -> Mapping[Any, Any]:
-    """The elements or attributes of what has some."""
+    """Return the elements or attributes of a value that has any."""
     kind = type(value)
     if kind in MAPPINGS:
         found: Mapping[Any, Any] = value
@@ -292,12 +292,12 @@ def _slots(kind: type) -> Sequence[str]:
 
 
 def version(tensor: Tensor) -> int | None:
-    """How often a tensor was modified; `None` where nobody counts."""
+    """Return a tensor's version counter; `None` for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def said(value: Any) -> str:
-    """A value in an error."""
+    """Return the text of a value in an error."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):

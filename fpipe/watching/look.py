@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All modules of a model at one glance.
+"""A quick look at all modules of a model at once.
 
-Problem. There are thousands of modules, and to compare each with its row takes microseconds, most of them to fetch what
-lies scattered in memory.
+Problem. There are thousands of modules, and comparing each with its row takes microseconds, most of them spent on
+scattered memory reads.
 
-Idea. What modules look like is a few long lists, filled in one sweep each. While they equal those of a moment at which
-all rows held, all rows hold. If they do not, the rows say what differs, or that it does not count.
+Idea. The state of all modules is collected into a few long lists, each filled in one sweep. As long as they equal those
+of a time at which all rows held, all rows hold. If they don't, the rows tell what differs, or that it doesn't matter.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ flat, parts = chain.from_iterable, itemgetter("_modules", "_parameters", "_buffe
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What modules looked like once; `was` is `None` if there are none, or one was gone.
+    """How modules looked once; `was` is `None` if there were none or one no longer existed.
 
-    - `modules`: weakly. `empty`, `absent`: which attributes of each were empty, or not there; `tables`: by position,
-      what the others held, where there are any.
+    - `modules`: weak references. `empty`, `absent`: which attributes of each were empty, or did not exist; `tables`:
+      what the others held, by the module's position, for modules that have any.
     """
 
     modules: Sequence[Callable[[], nn.Module | None]]
@@ -42,7 +42,7 @@ class Look:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Look:
-        """Return what the modules of these rows look like now; all rows must hold."""
+        """Return how the modules of these rows look now; all rows must hold."""
         known = [(k, row.attributes) for k, row in enumerate(rows) if row.attributes.keys or row.attributes.inner]
         look = cls(
             modules=[row.ref for row in rows],
@@ -53,11 +53,11 @@ class Look:
         return replace(look, was=look._seen())
 
     def is_same(self) -> bool:
-        """Whether all of them are still there, and look as they did."""
+        """Return whether all modules still exist and look the same."""
         return self.was is not None and self.was == self._seen()
 
     def _seen(self) -> Lists | None:
-        """What they look like now; `None` if one is gone, or its attributes hold something else."""
+        """Return how the modules look now; `None` if one no longer exists or its attributes have changed."""
         modules = [ref() for ref in self.modules]
         kinds = [*map(type, modules)]
         if not modules or type(None) in kinds:
@@ -73,7 +73,7 @@ class Look:
 
 
 def _tensors(parameters: Sequence[dict[str, Tensor | None]], buffers: Sequence[dict[str, Tensor | None]]) -> Lists:
-    """The names of parameters and buffers, which are there, and what is to become of gradients."""
+    """Return the names of parameters and buffers, which of them exist, and the flags and hooks of gradients."""
     found = [*flat(map(dict.values, parameters))]
     flags = [flag(p) for p in found if p is not None]
     missing = [(name, one is None) for table in buffers for name, one in table.items()]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names a function reads, from its bytecode: globals, variables that it closes over, attributes, keys.
+"""The names that a function reads, from its bytecode: globals, variables that it closes over, attributes, keys.
 
-A load that only feeds a change is no read: `calls += 1` and `seen.append(x)` decide nothing.
+A load that only feeds an update is not a read: `calls += 1` and `seen.append(x)` don't affect the result.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHANGING = frozenset(
 class Names:
     """The names in some code.
 
-    - `outer`: globals and free variables that are read. `attributes`: of whatever object. `keys`: strings, with which
-      mappings may be read. `stored`: attributes and variables that are assigned to.
+    - `outer`: globals and free variables that it reads. `attributes`: those that it reads, of any object. `keys`:
+      strings that may be used as keys of mappings. `stored`: attributes and variables that it assigns to.
     """
 
     outer: frozenset[str] = frozenset()

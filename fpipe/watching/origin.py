@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a pipeline was built from, and how it was then.
+"""The model that a pipeline was built from, and its state at that time.
 
 Problem. A pipeline runs a copy of the model. A user who freezes a parameter of the original, or changes a dropout rate,
 expects the next step to follow.
 
-Idea. When the pipeline is built, every module's attributes, flags and submodules are noted; of these, what a capture
-has read is compared with the original before each step.
+Idea. When the pipeline is built, every module's attributes, flags and submodules are recorded. Before each step, those
+that a capture has read are compared with the original.
 
-Invariant: modules are held weakly, and so are tensors and objects in them. What was thrown away is not compared.
+Invariant: modules, and the tensors and objects in them, are held by weak reference. Those that no longer exist are not
+compared.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ TORCHS = frozenset(dir(nn.Module)) - {"forward"}
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What one module was, as far as it counts.
+    """The relevant state of one module.
 
-    - `ref`: the module. `where`: what to call it. `kind`: its class. `attributes`: those that were read.
-    - `parameters`: which require a gradient, by name; `buffers`: which are there; `None` if that does not count.
+    - `ref`: the module. `where`: its name in errors. `kind`: its class. `attributes`: those that were read.
+    - `parameters`: which require a gradient, by name; `buffers`: which are not `None`. Each is `None` if irrelevant.
     - `modules`: the submodules by name.
     """
 
@@ -47,12 +48,12 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Tells rows of one model apart."""
+        """A key that is unique among the rows of one model."""
         table = self.attributes
         return self.where, table.keys, table.empty, tuple([key for key, _ in table.inner]), self.parameters is None
 
     def holds(self) -> bool:
-        """Whether the module, if it still exists, is as it was."""
+        """Return whether the module, if it still exists, is unchanged."""
         module = self.ref()
         if module is None:
             return True
@@ -68,7 +69,7 @@ class Row:
         )
 
     def differences(self) -> Iterator[Difference]:
-        """What is not as it was."""
+        """Yield what has changed."""
         module = self.ref()
         if module is None:
             return
@@ -97,12 +98,12 @@ class Row:
 
 
 def flags(parameters: Mapping[str, Any]) -> dict[str, tuple[bool, int] | None]:
-    """Which parameters require a gradient, and the number of hooks on it, by name."""
+    """Return whether each parameter requires a gradient, and the number of hooks on it, by name."""
     return {name: None if p is None else flag(p) for name, p in parameters.items()}
 
 
 def flag(parameter: Any) -> tuple[bool, int]:
-    """Whether it requires a gradient, and the number of hooks on that."""
+    """Return whether a parameter requires a gradient, and the number of hooks on its gradient."""
     return parameter.requires_grad, len(parameter._backward_hooks or ())
 
 
@@ -113,7 +114,7 @@ def _flag(flag: tuple[bool, int] | None) -> str:
 
 
 def present(buffers: Mapping[str, Any]) -> dict[str, bool]:
-    """Which buffers are tensors, by name."""
+    """Return which buffers are tensors, by name."""
     return {name: one is not None for name, one in buffers.items()}
 
 
@@ -123,14 +124,14 @@ def _presence(there: bool | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The modules of a model, by name, and the attributes that each had; how many different parameters there were."""
+    """The modules of a model, by name, with the attributes that each had; and the number of distinct parameters."""
 
     modules: Mapping[str, tuple[Row, Mapping[str, Handle | None]]]
     parameters: int
 
     @classmethod
     def of(cls, model: nn.Module) -> Origin:
-        """Return what the modules of `model` are now."""
+        """Return the current state of the modules of `model`."""
         handles, found = Handles(), {}
         for path, module in model.named_modules():
             attributes = {n: None if n in APART else handles.of(one) for n, one in vars(module).items()}
@@ -138,7 +139,7 @@ class Origin:
         return cls(found, len(list(model.parameters())))
 
     def select(self, reads: Reads, keep: Keep, training: bool) -> tuple[Row, ...]:
-        """Return the rows with what `reads` says of them; what training alone depends on counts only there."""
+        """Return the rows, restricted to what `reads` covers; what only training depends on is ignored elsewhere."""
         met: set[int] = set()
 
         def chosen(row: Row, known: Mapping[str, Handle | None]) -> Row:

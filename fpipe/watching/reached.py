@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's code that some functions reach, and the objects that it finds in globals, closures and attributes.
+"""The user's code that can be reached from some functions, and the objects in its globals, closures and attributes.
 
-Functions are followed through the globals and variables that their bytecode names, and through the classes of what is
-found there; code of torch and of the standard library is not. What code finds by computing a name is not seen.
+Functions are followed through the globals and variables that their bytecode names, and through the classes of the
+objects found there; code of torch and of the standard library is not. What code looks up by a computed name is missed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from fpipe.watching.handle import CLOSED, DEPTH, PLAIN, SIZE, contents, has_contents
 from fpipe.watching.names import Names
 
-LIMIT = 2000  # functions and objects; what lies behind them is not followed
+LIMIT = 2000  # functions and objects; nothing beyond is followed
 
 
 class Reached:
-    """What is reached from the values `roots`, functions among them.
+    """What can be reached from the values in `roots`, functions among them.
 
     - `functions`, `classes`, `modules` (Python's), `objects`: each once. `names`: those in the code of all functions.
     """
@@ -36,7 +36,7 @@ class Reached:
         for root in roots:
             self._visit(root, DEPTH)
         count = -1
-        while count != len(self.met) < LIMIT:  # new functions bring new names, and these new functions
+        while count != len(self.met) < LIMIT:  # new functions bring new names, and those bring new functions
             count = len(self.met)
             holders: list[type | ModuleType] = [*self.classes, *self.modules]
             for holder in holders:
@@ -59,7 +59,7 @@ class Reached:
             self._visit(one, depth - 1 if has_contents(value) else DEPTH)
 
     def _behind(self, value: Any) -> Iterable[Any]:
-        """What a value leads to; it is noted if it is the user's."""
+        """Return the values that a value leads to, and record it if it is the user's."""
         if isinstance(value, MethodType):
             return value.__func__, value.__self__
         if isinstance(value, partial):
@@ -91,12 +91,12 @@ class Reached:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether a function or class is the user's, or of a library of models."""
+    """Return whether a function or class belongs to the user or to a library of models."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] not in CLOSED
 
 
 def cells(function: FunctionType) -> dict[str, Any]:
-    """What a function closes over, by name; without what is not there yet."""
+    """Return what a function closes over, by name, without variables that are not set yet."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

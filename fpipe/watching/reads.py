@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attributes of modules are read and written while a model is captured, by class of module."""
+"""Which attributes of modules are read and written while a model is captured, by module class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-REGISTERING = {  # what a method writes that does not assign to an attribute
+REGISTERING = {  # what these methods write without assigning to an attribute
     "register_buffer": "_buffers",
     "register_forward_hook": "_forward_hooks",
     "register_forward_pre_hook": "_forward_pre_hooks",
@@ -23,24 +23,24 @@ REGISTERING = {  # what a method writes that does not assign to an attribute
 
 @dataclass(frozen=True)
 class Reads:
-    """Names of attributes, by class; without any, everything counts as read."""
+    """The names of attributes, by class; if empty, everything counts as read."""
 
     read: Mapping[type, set[str]] = field(default_factory=dict)
     written: Mapping[type, set[str]] = field(default_factory=dict)
 
     def of(self, kind: type, attributes: Iterable[str]) -> set[str]:
-        """What is read of a module of this class and not written, which has these attributes."""
+        """Return the names that are read, and not written, of a module of this class with these attributes."""
         names = self.read.get(kind, set()) if self.read else set(attributes)
         return {name for name in names if not name.startswith("__")} - self.written.get(kind, set())
 
     def is_written(self, kind: type, name: str) -> bool:
-        """Whether the model itself writes this attribute."""
+        """Return whether the model itself writes this attribute."""
         return name in self.written.get(kind, ())
 
 
 @contextmanager
 def reading() -> Iterator[Reads]:
-    """Yield the reads and writes of modules' attributes that happen inside."""
+    """Yield the reads and writes of module attributes that happen inside."""
     read, written = defaultdict[type, set[str]](set), defaultdict[type, set[str]](set)
     get: Any = object.__getattribute__
 

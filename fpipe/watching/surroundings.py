@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code reads that is neither an argument nor in the model: globals, closed-over variables, class attributes.
+"""What code reads besides its arguments and the model: globals, closed-over variables, class attributes.
 
-Code that runs as itself in every step sees these as they are. Code that was recorded, by a graph or because a cut goes
-through it, does not look again; then they are noted here, and compared before each step.
+Code that runs as Python in every step sees their current values. Code that was recorded, in a graph or because a cut
+goes through it, doesn't look again; so for that code they are noted here and compared before each step.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from fpipe.watching.handle import Container, Difference, Handle, Handles, Plain,
 from fpipe.watching.reached import Reached, cells, is_ours
 from fpipe.watching.reads import Reads
 
-OTHERS = (ModuleType, logging.Logger, logging.LoggerAdapter)  # what they hold decides nothing
+OTHERS = (ModuleType, logging.Logger, logging.LoggerAdapter)  # their contents don't affect results
 
 
 class Outside(NamedTuple):
-    """A namespace that code reads: how to have it now, what was in it, and how to call it."""
+    """A namespace that code reads: how to get it now, what it held, and its name in errors."""
 
     now: Callable[[], Mapping[str, Any]]
     was: Table
     where: str
 
     def holds(self) -> bool:
-        """Whether it is as it was."""
+        """Return whether it is unchanged."""
         return self.was.holds(self.now())
 
     def differences(self) -> Iterator[Difference]:
-        """What is not."""
+        """Yield what has changed."""
         return self.was.differences(self.now(), self.where)
 
 
 def surroundings(roots: Iterable[Any], reads: Reads, reached: Reached) -> tuple[Outside, ...]:
-    """Return the namespaces that code `reached` from `roots` reads, as they are now."""
+    """Return the namespaces, as they are now, that code `reached` from `roots` reads."""
     return tuple(_Making(reads, reached).outside(roots))
 
 
@@ -51,7 +51,7 @@ class _Making:
         self.reads, self.reached, self.handles, self.met = reads, reached, Handles(), set[int]()
 
     def outside(self, roots: Iterable[Any]) -> Iterator[Outside]:
-        """All that have anything in them."""
+        """Yield all namespaces of which something is read."""
         for function in self.reached.functions:
             held = {name: one for name, one in cells(function).items() if not isinstance(one, FunctionType | type)}
             where = f"{function.__module__}.{function.__qualname__}, which closes over "
@@ -67,7 +67,7 @@ class _Making:
             yield from self._root(root)
 
     def _globals(self) -> Iterable[tuple[dict[str, Any], set[str]]]:
-        """The global namespaces, and which names in them are read."""
+        """Return the global namespaces, and which of their names are read."""
         found: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for function in self.reached.functions:
             table = function.__globals__
@@ -76,7 +76,7 @@ class _Making:
         return found.values()
 
     def _holders(self) -> Iterator[tuple[type | ModuleType, Collection[str]]]:
-        """Classes and Python modules, and which names in them are read."""
+        """Yield classes and Python modules, and which of their names are read."""
         names = self.reached.names.attributes
         for kind in self.reached.classes:
             read = names | self.reads.read.get(kind, set())
@@ -84,7 +84,7 @@ class _Making:
         yield from [(module, names) for module in self.reached.modules]
 
     def _root(self, root: Any) -> Iterator[Outside]:
-        """A loss that is a module, or another object with attributes."""
+        """Yield the namespaces of a loss that is a module or another object with attributes."""
         if isinstance(root, nn.Module):
             for path, module in root.named_modules():
                 table = vars(module)
@@ -95,10 +95,10 @@ class _Making:
             yield from self._of(partial(dict, loss=root), {"loss": root}, "the ")
 
     def _of(self, now: Callable[[], Mapping[str, Any]], held: Mapping[str, Any], where: str) -> Iterator[Outside]:
-        """What the names `held` stand for, if anything can be told of it."""
+        """Yield what the names in `held` refer to, if any of it can be compared."""
         children: dict[str, Handle] = {}
         for name, one in held.items():
-            if any(one is stand_in for stand_in in STAND_INS):  # a capture is under way
+            if any(one is stand_in for stand_in in STAND_INS):  # a capture is in progress
                 continue
             code = isinstance(one, type) or (callable(one) and type(one).__module__ in ("builtins", "functools"))
             handle = Plain(one) if code else self.handles.of(one)
@@ -111,7 +111,7 @@ class _Making:
 
 
 def keep(reached: Reached, name: str, attribute: bool) -> bool:
-    """Whether the code that was reached reads an attribute, or a key, of that name, and does not set it itself."""
+    """Return whether the reached code reads an attribute, or a key, of that name, and does not set it itself."""
     names = reached.names
     if attribute:
         return name in names.attributes and name not in names.stored

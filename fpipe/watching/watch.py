@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan has assumed since it was captured, and must still hold when it runs.
+"""What a plan assumed when it was captured, and must still hold when it runs.
 
-Followed, in every step: the parameters and buffers that are passed, and the batch, its numbers and flags included. With
-the front ends "trace" and "modules" under `backward="autograd"`, modules that lie wholly inside one stage run as
-themselves, and so does the loss: what these read outside of the model (globals, variables that they close over, class
-attributes, attributes of the loss) is followed too.
+Live in every step: the parameters and buffers that are passed, and the batch with its numbers and flags. With the front
+ends "trace" and "modules" and `backward="autograd"`, modules that lie wholly within one stage run as Python, and so
+does the loss. What these read outside the model (globals, variables that they close over, class attributes, attributes
+of the loss) is then live, too.
 
 Everything else is a snapshot, taken when the pipeline was built: the model (its modules, their attributes and flags,
-which parameters train) and, where code does not run as itself, all that it read outside of it. A change of what a
-capture has read is an error at the next step.
+which parameters are trained) and, where code doesn't run as Python, everything that it read outside the model. A
+change of anything that a capture has read is an error at the next step.
 
-What is not seen: values that code finds by a computed name, state in iterators, generators and C extensions, the
+Not detected: values that code looks up by a computed name, state in iterators, generators and C extensions, the
 elements of large containers, tensors that share memory with a constant, and a model that no longer exists.
 """
 
@@ -38,7 +38,7 @@ SHOWN = 5  # differences in one error
 
 @dataclass(frozen=True)
 class Watch:
-    """What must still hold: of the model's modules, of its number of parameters, and of what lies outside of it."""
+    """What must still hold about the model's modules, its number of parameters, and everything outside it."""
 
     rows: tuple[Row, ...] = ()
     parameters: int = 0
@@ -46,7 +46,7 @@ class Watch:
 
     @classmethod
     def all(cls, watches: Iterable[Watch]) -> Watch:
-        """What several say, each row once."""
+        """Return the union of several, each row once."""
         rows, outside, counts = dict[Any, Row](), list[Outside](), list[int]()
         for watch in watches:
             rows.update({row.key: row for row in watch.rows})
@@ -55,7 +55,7 @@ class Watch:
         return cls(tuple(rows.values()), max([0, *counts]), tuple(outside))
 
     def require_unchanged(self) -> None:
-        """Raise `InputError`, naming modules and attributes, unless all is as it was."""
+        """Raise `InputError`, naming modules and attributes, if anything has changed."""
         same = self._look.is_same() or self._same()
         if same and all(one.holds() for one in self.outside):
             return
@@ -74,17 +74,17 @@ class Watch:
 
     @cached_property
     def _look(self) -> Look:
-        """What the model looks like at the first step, if all is as it was then."""
+        """How the model looked at the first step, if nothing had changed by then."""
         return Look.of(self.rows if self._same() else ())
 
     def _same(self) -> bool:
-        """Whether every module that still exists is as it was, and, if all do, as many parameters are in them."""
+        """Return whether no existing module has changed and, if all exist, the number of parameters is the same."""
         if not all(row.holds() for row in self.rows):
             return False
         return len(self._parameters()) == self.parameters or any(row.ref() is None for row in self.rows)
 
     def _parameters(self) -> set[int]:
-        """The identities of the different parameters that there are now."""
+        """Return the ids of the distinct parameters that exist now."""
         modules = [module for row in self.rows if (module := row.ref()) is not None]
         return {id(p) for module in modules for p in module._parameters.values() if p is not None}
 
@@ -101,9 +101,9 @@ def _refuse(found: Sequence[Difference], when: str) -> None:
 
 @dataclass(frozen=True)
 class Watching:
-    """How a pipeline watches: the model that it was built from, its loss, and whether its stages are `recorded`.
+    """What a pipeline watches: the model that it was built from and its loss; and whether its stages are `recorded`.
 
-    - `codes`: the names in code that was read already.
+    - `codes`: a cache of the names in code objects.
     """
 
     origin: Origin
@@ -112,7 +112,7 @@ class Watching:
     codes: dict[CodeType, Names]
 
     def watch(self, reads: Reads, training: bool, opened: Sequence[Call] | None) -> Watch:
-        """Return what a capture that read `reads` has assumed; in `opened` calls, or in all, code was recorded."""
+        """Return what a capture with these `reads` assumed; code of `opened` calls (of all, if `None`) was recorded."""
         found = _Found(self, reads)
         rows = self.origin.select(reads, found.keep, training)
         if self.recorded or opened is None:
@@ -134,17 +134,17 @@ class _Found:
         return Reached([*self._roots(None), self.watching.loss], self._names)
 
     def keep(self, name: str, attribute: bool) -> bool:
-        """Whether any code reads an attribute, or a key, of that name."""
+        """Return whether any code reads an attribute, or a key, of that name."""
         return keep(self.every, name, attribute)
 
     def outside(self, kinds: set[type] | None, loss: bool) -> tuple[Outside, ...]:
-        """What the code of modules of these kinds, or of all, reads outside of the model, and that of the loss."""
+        """Return what code reads outside the model: of modules of these kinds (of all, if `None`), and of the `loss`."""
         losses = [self.watching.loss] if loss and self.watching.loss is not None else []
         roots = [*self._roots(kinds), *losses]
         return surroundings(losses, self.reads, Reached(roots, self._names)) if roots else ()
 
     def _roots(self, kinds: set[type] | None) -> Iterator[Any]:
-        """The classes of modules that were read, and what was read of them that is no attribute of an instance."""
+        """Yield the classes of modules that were read, and the attributes that were read from these classes."""
         for kind, names in self.reads.read.items():
             if (kinds is None or kind in kinds) and is_ours(kind):
                 yield kind
@@ -159,7 +159,7 @@ class _Found:
 
 
 def opened(calls: Sequence[Call], positions: Sequence[int]) -> list[Call]:
-    """Return the calls that are not run as themselves, those inside after those around them."""
+    """Return the calls that don't run as Python, outer calls before inner ones."""
     found: list[Call] = []
     around: list[Call] = []
     for call in calls:
