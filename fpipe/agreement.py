@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches of other kinds: captured and cut on their own, and driven by one program.
+"""Microbatches of different kinds: captured and cut separately, and driven by one program.
 
-They may differ in what their stages compute and in what crosses; what a rank holds, adds up and exchanges must be the
-same. Where a value crosses for some microbatches only (a mask that an unpadded one does without), the others send
+They may differ in what their stages compute and in what crosses; what a rank holds, sums and exchanges must be the
+same. Where a value crosses for some microbatches only (a mask that an unpadded one doesn't need), the others send
 nothing along that edge.
 """
 
@@ -20,7 +20,7 @@ from schedules import Graph
 
 
 def widened(assemblies: Sequence[Assembly]) -> tuple[Assembly, ...]:
-    """Return the assemblies with the edges of all of them, so that one program drives each."""
+    """Return the assemblies, each with the edges of all of them, so that one program drives each."""
     graph = reduce(_union, dict.fromkeys(one.graph for one in assemblies))
     wide = {one: one if one.graph == graph else _widened(one, graph) for one in dict.fromkeys(assemblies)}
     return tuple(wide[one] for one in assemblies)
@@ -45,13 +45,13 @@ def _widened(assembly: Assembly, graph: Graph) -> Assembly:
 
 
 def _ports(ports: Iterable[Port], peers: Iterable[int]) -> tuple[Port, ...]:
-    """Return a port for each peer; through those that were not there, nothing passes."""
+    """Return a port for each peer; nothing passes through a port that did not exist."""
     there = {port.peer: port for port in ports}
     return tuple(there.get(peer, Port(peer, ())) for peer in peers)
 
 
 def require_alike(assemblies: Sequence[Assembly]) -> None:
-    """Raise `InputError` unless one program can drive all these, one for each microbatch."""
+    """Raise `InputError` unless one program can drive these assemblies, one for each microbatch."""
     first = assemblies[0]
     for i, other in enumerate(assemblies):
         if other is first:

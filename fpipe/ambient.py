@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Autocast and inference mode around a step.
 
-Autocast means what it means around a plain forward: the model and the loss run under it, and the backward does not. So
-it is turned off for the step, and becomes part of what the model is captured for. In inference mode there are no
+Autocast has the same effect as around a plain forward: the model and the loss run under it, and the backward does not.
+So it is turned off for the step, and becomes part of what the model is captured for. In inference mode there are no
 gradients.
 """
 
@@ -31,7 +31,7 @@ def lifted(variant: Variant) -> Iterator[Variant]:
 
 
 def require_gradients() -> None:
-    """Raise `InputError` in inference mode, in which nothing is kept for a backward."""
+    """Raise `InputError` in inference mode, which keeps nothing for a backward."""
     if torch.is_inference_mode_enabled():
         raise InputError(
             "a step: got torch.inference_mode around it, expected none: it computes gradients. Call it outside, or "
@@ -40,5 +40,5 @@ def require_gradients() -> None:
 
 
 def ambient() -> Casts:
-    """Return the kinds of devices for which autocast is on, and the dtypes."""
+    """Return the device types for which autocast is on, and its dtypes."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind))

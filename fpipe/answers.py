@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer what the model asks about a batch, at the start of its step, on every rank alike.
+"""Answers to what the model asks about a batch, found at the start of its step, the same on every rank.
 
-A rank may not have been given the leaves that decide. So ranks tell each other what they found, and all take the
-answer of the first that knows it. What a model asks next depends on the answers so far; the questions that are open for
-all microbatches are answered together.
+A rank may not have the leaves that decide. So ranks exchange their answers, and all take that of the first rank that
+has one. What a model asks next depends on the answers so far; all microbatches' open questions are answered together.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from fpipe.turns import turn
 from fpipe.variant import Variant
 
 Tell: TypeAlias = Callable[[str], Sequence[str]]
-"""Tells all ranks a text, and returns what each of them told."""
+"""Sends a text to all ranks, and returns the texts of all."""
 Open: TypeAlias = Mapping[int, Question]
-"""By microbatch, the question that is open."""
+"""The open question of each microbatch that has one."""
 
 
 def alone(text: str) -> Sequence[str]:
-    """Tell nobody."""
+    """Return this process's text; there are no others."""
     return [text]
 
 
@@ -39,8 +38,8 @@ def alone(text: str) -> Sequence[str]:
 class Answering:
     """Answers questions about one batch.
 
-    - `tell`: reaches the other ranks; all must ask at the same time.
-    - `example`: whether the batch stands for its shapes: then ranks may differ, and values may be missing everywhere.
+    - `tell`: exchanges texts with the other ranks; all must ask at the same time.
+    - `example`: whether the batch only provides shapes: then ranks may disagree, and values may be missing on all.
     """
 
     captures: Captures
@@ -50,7 +49,7 @@ class Answering:
     example: bool = False
 
     def answered(self) -> Batch:
-        """Return the batch with all answers in its signature; raise `InputError` where none is to be had."""
+        """Return the batch with all answers in its signature; raise `InputError` if one can't be found."""
         batch, asked = self.batch, {}
         microbatches = batch.batching.split(batch.signature)
         while asked := dict(self._open(microbatches)):
@@ -66,7 +65,7 @@ class Answering:
                 yield i, question
 
     def _explored(self, i: int, microbatch: Microbatch) -> Microbatch:
-        """Return a microbatch with all answers, for which the model is captured if it was not."""
+        """Return a microbatch with all answers; capture the model for it first if necessary."""
 
         def ask(question: Question) -> Answer:
             return self._ask({i: question})[i]
@@ -74,7 +73,7 @@ class Answering:
         while not self.captures.knows(self.variant, microbatch):
             question = self.captures.question(self.variant, microbatch)
             if question is None:
-                with turn(), disguised(), random.preserved([torch.device("cpu")]):  # a model may seed by itself
+                with turn(), disguised(), random.preserved([torch.device("cpu")]):  # the model may seed the generator
                     return self.captures.explore(self.variant, microbatch, ask)
             microbatch = microbatch.told(ask(question))
         return microbatch
@@ -86,7 +85,7 @@ class Answering:
         return {i: self._chosen(i, question, [row[k] for row in rows]) for k, (i, question) in enumerate(asked.items())}
 
     def _own(self, i: int, question: Question) -> Answer | None:
-        """Return what this process finds, or `None` if it was not given what decides."""
+        """Return this process's answer, or `None` if it lacks the leaves that decide."""
         try:
             taken = self.batch.take(question.leaves)
         except InputError:

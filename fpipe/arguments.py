@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users pass, checked before anything else happens."""
+"""Checks of the user's arguments, made before anything else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataP
 
 
 def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any) -> None:
-    """Raise `InputError` or `CaptureError` for what no pipeline can be built from."""
+    """Raise `InputError` or `CaptureError` for arguments from which no pipeline can be built."""
     if not isinstance(schedule, Schedule):
         raise InputError(
             f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
@@ -46,7 +46,7 @@ def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any)
 
 
 def require_loss(loss: object, schedule: Schedule) -> None:
-    """Raise `InputError` for a loss that cannot be called; a schedule without a backward may have none."""
+    """Raise `InputError` for a loss that can't be called; a schedule without a backward may have none."""
     if callable(loss) or (loss is None and not schedule.backward):
         return
     raise InputError(
@@ -69,7 +69,7 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
 
 
 def _require_runnable(schedule: Schedule) -> None:
-    """Raise `InputError` for what can be checked and simulated, but is not run yet."""
+    """Raise `InputError` for a schedule that can be checked and simulated, but not run yet."""
     repair = "Check and simulate it, or choose a synchronous schedule of whole microbatches to run."
     if schedule.slices > 1:
         raise InputError(f"schedule: got {schedule!r} of {schedule.slices} slices, expected whole ones. {repair}")

@@ -34,8 +34,8 @@ from schedules import Graph, Placement, linear
 class Assembly:
     """A model cut into stages.
 
-    `uncut()` makes `whole`. `graph` is what schedules see; `devices` are those on which random numbers are drawn,
-    `undecided` those on which they may be, as data decide. `layouts` say which values the stages read, make, get and
+    `uncut()` makes `whole`. `graph` is what schedules see. `devices` are those on which random numbers are drawn,
+    `undecided` those on which they may be, depending on data. `layouts` say which values the stages read, make, get and
     give.
     """
 
@@ -49,9 +49,9 @@ class Assembly:
 
     @cached_property
     def whole(self) -> Stage:
-        """The uncut model as a single stage: it computes what the stages compute, and is what they are compared with.
+        """The uncut model as a single stage, as the reference for the stages: it computes the same.
 
-        Made at its first use, since it costs as much as the stages, and a pipeline that only runs never asks for it.
+        Made at its first use: it costs as much as the stages, and a pipeline that only runs never needs it.
         """
         return self.uncut()
 
@@ -71,7 +71,7 @@ class Assembly:
 
 
 def differentiated(assembly: Assembly, way: Way, held: Collection[int]) -> Assembly:
-    """The stages `held` by this process with the functions that `way` makes of theirs; those of others as they are."""
+    """Return the assembly with the functions of this process's stages, `held`, converted by `way`."""
     stages = [
         replace(stage, functions=_made(way, assembly.captured, layout, stage)) if stage.index in held else stage
         for stage, layout in zip(assembly.stages, assembly.layouts, strict=True)
@@ -145,7 +145,7 @@ class _Builder:
         self.captured, self.found, self.metadata, self.placement = captured, found, metadata, placement
 
     def stage(self, s: int, function: Function) -> Stage:
-        """Stage `s`, with its function."""
+        """Return stage `s`, with its function."""
         layout, sources, metadata = self.found[s], self.captured.sources, self.metadata
         pulls, pulled_by = metadata.pulls(s, layout), metadata.pulled_by(layout)
         wiring = self._wiring(s, pulls, pulled_by)
@@ -181,7 +181,7 @@ class _Builder:
         return Autograd(function, wiring, constants, undeferred, s in metadata.varying, *self._hooks(s))
 
     def _hooks(self, s: int) -> tuple[str, Mapping[int, tuple[Hook, ...]]]:
-        """Why a stage is not recorded, and the hooks on gradients of the parameters that it owns."""
+        """Return why a stage is not recorded, and the hooks on gradients of the parameters that it owns."""
         layout, owned = self.found[s], self.metadata.grads[s]
         names = {k: self.captured.sources[v].name for k, v in enumerate(layout.parameters) if v in owned}  # type: ignore[union-attr]
         hooks = {k: self.captured.hooks[name] for k, name in names.items() if name in self.captured.hooks}
@@ -199,7 +199,7 @@ class _Builder:
         leaves = (*previous, *metadata.grads[s])
         loss = self.captured.loss
         differentiated = tuple(argument[v] for v in received if v in metadata.differentiable)
-        casts = s in metadata.casting or s in metadata.varying  # a branch that was not taken may
+        casts = s in metadata.casting or s in metadata.varying  # an untaken branch may
         inner = casts or is_asking(self.captured)
         return Wiring(
             parameters=len(layout.parameters),
@@ -218,7 +218,7 @@ class _Builder:
         )
 
     def _shares(self, s: int) -> dict[int, tuple[Value, ...]]:
-        """Per other stage, the parameters whose gradient of stage `s` is to be sent to it."""
+        """Return, per other stage, the parameters whose gradient stage `s` must send to it."""
         rows = {
             t: tuple(v for v in values if v in self.metadata.grads[s] and self._lacks(s, t, v))
             for t, values in self.found[s].shares.items()
@@ -226,7 +226,7 @@ class _Builder:
         return {t: values for t, values in rows.items() if values}
 
     def _lacks(self, s: int, t: int, parameter: Value) -> bool:
-        """Whether stage `t` must be sent the gradient of stage `s`: not if its rank has it, or gets it anyway."""
+        """Return whether stage `t` must be sent the gradient of stage `s`: not if its rank has it or gets it anyway."""
         holders = [u for u, layout in enumerate(self.found) if parameter in layout.parameters]
         return sends(self.placement, s, t, holders)
 
@@ -238,6 +238,6 @@ class _Builder:
         return tuple(source.name for source in sources if isinstance(source, Parameter | Buffer))
 
     def _unused(self) -> tuple[str, ...]:
-        """Names of parameters and buffers that no stage reads; the first stage holds them."""
+        """Return the names of parameters and buffers that no stage reads; the first stage holds them."""
         read = {value for layout in self.found for value in (*layout.parameters, *layout.buffers)}
         return self._names(value for value in self.captured.sources if value not in read)

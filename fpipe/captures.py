@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model as its front end sees it, for train and eval mode and for the shapes of every kind of microbatch.
+"""The captured model, in train and eval mode, for the shapes of every kind of microbatch.
 
-A program is specialised to the shapes of one microbatch. So each kind is captured on its own, once: the example's, a
+A program is specialized to the shapes of one microbatch. So each kind is captured separately, once: the example's, a
 smaller last one, those of later batches. All are cut at the same modules, so that ranks hold the same parameters.
 """
 
@@ -31,7 +31,7 @@ from fpipe.watching.reads import Reads, reading
 from fpipe.watching.watch import Watch, Watching, opened
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
-"""A captured model, and the units before which a new stage begins."""
+"""A captured model, and the positions of the units at which new stages begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +39,10 @@ class Captures:
     """A model's captures, made at their first use.
 
     - `model`: its skeleton.
-    - `batchings`: how batches are cut, with the loss and without.
+    - `batchings`: how batches are split, with the loss and without.
     - `backward`: whether gradients are ever computed. `hooks`: those on gradients of parameters.
-    - `watching`: how what a capture has assumed is watched.
-    - `asked`: what the model asks next about a microbatch whose answers so far are known.
+    - `watching`: how a capture's assumptions are watched.
+    - `asked`: what the model asks next about a microbatch, given its answers so far.
     """
 
     model: nn.Module
@@ -60,12 +60,12 @@ class Captures:
     watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
 
     def exemplified(self, example: Batch) -> Captures:
-        """Return the same, with the answers that the example gives."""
+        """Return the same captures, with the answers that the example gives."""
         batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
         return replace(self, batchings=batchings)
 
     def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
-        """The model captured for a microbatch, and where it is cut; the same with and without outputs."""
+        """Return the model captured for a microbatch, and where it is cut; the same with and without outputs."""
         what = replace(variant, outputs=True), microbatch
         if what not in self.cut:
             if what not in self.made:
@@ -76,18 +76,15 @@ class Captures:
         return self.made[what], self.cut[what]
 
     def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
-        """Return what the model is known to ask next about a microbatch."""
+        """Return what the model asks next about a microbatch, if known."""
         return self.asked.get((replace(variant, outputs=True), microbatch))
 
     def knows(self, variant: Variant, microbatch: Microbatch) -> bool:
-        """Whether the model was captured for such microbatches, with these answers."""
+        """Return whether the model was captured for such a microbatch, with these answers."""
         return (replace(variant, outputs=True), microbatch) in self.made
 
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
-        """Capture the model for a microbatch of which some answers are known, and return it with all of them.
-
-        `ask` gives those that are missing.
-        """
+        """Capture the model for a microbatch, and return it with all answers; `ask` gives those that it lacks."""
         variant, known = replace(variant, outputs=True), iter(microbatch.answers)
         told = replace(microbatch, answers=())
 
@@ -97,13 +94,13 @@ class Captures:
             told = told.told(next(known, None) or ask(question))
             return told.answers[-1]
 
-        with nullcontext(Reads()) if self.front_end is dynamo else reading() as reads:  # dynamo goes around patches
+        with nullcontext(Reads()) if self.front_end is dynamo else reading() as reads:  # dynamo bypasses patches
             captured = self._capture(variant, microbatch, answer)
         self.made[variant, told], self.reads[variant, told] = captured, reads
         return told
 
     def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
-        """What the captures for these microbatches have assumed, which must still hold when they run."""
+        """Return what the captures for these microbatches assumed, which must still hold when they run."""
         wanted = [(replace(variant, outputs=True), one) for one in dict.fromkeys(microbatches)]
         return Watch.all(self.watches[what] for what in wanted)
 
@@ -114,7 +111,7 @@ class Captures:
         return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
-        """What is computed for such a microbatch."""
+        """Return what is computed for such a microbatch."""
         loss = self.loss if variant.loss else None
         return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches, casts=variant.casts)
 
@@ -128,7 +125,7 @@ class Captures:
         return replace(captured, backward=variant.training and self.backward, hooks=self.hooks)
 
     def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
-        """Where to cut: at the same modules as for the example's first microbatch in training."""
+        """Return where to cut: at the same modules as for the example's first microbatch in training."""
         batching, training = self.batchings[True], replace(TRAINING, outputs=True)
         first = batching.split(batching.example)[0]
         if (variant, microbatch) == (training, first):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks must agree on: the pipeline when it is built, each kind of batch at its first step, and every step.
 
-A pipeline is described by fields, each in lines, so that ranks that differ learn which line of which field does
+A pipeline is described by fields, each of several lines, so that ranks that differ learn which line of which field does
 (`fpipe.transport.agreement`). A step is described by a few numbers. Parameters that several ranks hold, tied ones and
-those of stages with replicas, are compared bit by bit when a pipeline first runs; what else is in the batch and in the
+those of replicated stages, are compared bit by bit when a pipeline first runs. The rest of the batch and of the
 parameters may differ, since every rank holds other parts.
 """
 
@@ -34,7 +34,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def meet(ranks: Ranks, schedule: Schedule, batching: Batching) -> None:
-    """Raise `TransportError` on all ranks unless all build a pipeline of such a schedule and batch."""
+    """Raise `TransportError` on all ranks unless all of them build a pipeline with this schedule and batch."""
 
     def fields() -> list[Field]:
         return [
@@ -47,9 +47,9 @@ def meet(ranks: Ranks, schedule: Schedule, batching: Batching) -> None:
 
 
 def connect(pipe: Pipeline, variant: Variant, signature: Signature | None = None, seed: int | None = None) -> Plan:
-    """Return the plan for a variant and batches of a signature, agreed on by all ranks, and with its channels ready.
+    """Return the plan for a variant and a batch signature, once all ranks have agreed on it, with its channels ready.
 
-    Every rank must ask for the same ones in the same order. Raises `TransportError` on all of them if one does not.
+    Every rank must request the same plans in the same order. Raises `TransportError` on all of them if one doesn't.
     """
     what = variant, pipe.captures.batchings[variant.loss].example if signature is None else signature
     if what not in pipe.connections:
@@ -69,7 +69,7 @@ def connect(pipe: Pipeline, variant: Variant, signature: Signature | None = None
 def enter(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: Batch, seed: int | None
 ) -> tuple[Plan, Inputs]:
-    """Return the plan for a batch, and what its ranks are given, once all ranks have agreed to begin this step."""
+    """Return the plan for a batch and its ranks' inputs, once all ranks have agreed to begin this step."""
     plan = connect(pipe, variant, batch.signature, seed)
     plan.watch.require_unchanged()
     given = scatter(plan, params, buffers, batch, seed)
@@ -81,7 +81,7 @@ def enter(
 
 
 def _of_call(pipe: Pipeline, variant: Variant, signature: Signature, seed: int | None) -> list[Field]:
-    """The fields of one call; they are made in every step."""
+    """Return the fields of one call; they are made in every step."""
     known, first = pipe.connections.get((variant, signature), 0), next(iter(pipe.connections.values()), 0)
     settings, batching = _settings(), pipe.captures.batchings[variant.loss]
     return [
@@ -95,21 +95,21 @@ def _of_call(pipe: Pipeline, variant: Variant, signature: Signature, seed: int |
 
 
 def _pipeline(pipe: Pipeline) -> list[str]:
-    """All lines of the pipeline as it was agreed on first."""
+    """Return all lines of the pipeline as it was first agreed on."""
     what = next(iter(pipe.connections), None)
     found = () if what is None else _of_plan(pipe, pipe.plan(*what), *what)
     return [f"{field.name}: {line}" for field in found for line in field.lines()]
 
 
 def _settings() -> list[str]:
-    """What torch is set to in this thread, as far as it decides what operators do."""
+    """Return torch's settings in this thread, as far as they affect operators."""
     casts = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off" for kind in DEVICES]
     said = [f"autocast on {kind}: {cast}" for kind, cast in zip(DEVICES, casts, strict=True)]
     return [f"default dtype: {torch.get_default_dtype()}", *said]
 
 
 def _batch(batching: Batching, signature: Signature) -> list[str]:
-    """A batch's signature, a line for each leaf and for each other field."""
+    """Return the lines of a batch's signature, one for each leaf and for each other field."""
     pairs = zip(batching.leaves, signature.leaves, strict=True)
     found = [f"{leaf.name}: {', '.join(map(_spec, specs))}" for leaf, specs in pairs]
     others = [one.name for one in dataclasses.fields(signature) if one.compare and one.name != "leaves"]
@@ -126,7 +126,7 @@ def _spec(spec: Any) -> str:
 
 
 def _of_plan(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signature) -> Iterator[Field]:
-    """The fields of a pipeline and of what it does with one kind of batch."""
+    """Yield the fields of a pipeline and of what it does with one kind of batch."""
     captures, how = pipe.captures, pipe.schedule
     batching = captures.batchings[variant.loss]
     yield from _circumstances()
@@ -146,7 +146,7 @@ def _of_plan(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signature)
 
 
 def _circumstances() -> Iterator[Field]:
-    """The fields of what is around a pipeline."""
+    """Yield the fields of a pipeline's environment."""
     yield Field.of("versions", [f"Python {platform.python_version()}, torch {torch.__version__}"])
     yield Field.of("settings", [*_settings(), f"matmul precision: {torch.get_float32_matmul_precision()}"])
 
@@ -191,7 +191,7 @@ def _crossing(plan: Plan) -> Iterator[str]:
 
 
 def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor]) -> None:
-    """Raise `TransportError` on all ranks if some hold other values of the same parameter or buffer."""
+    """Raise `TransportError` on all ranks if some hold different values of the same parameter or buffer."""
     homes = _holders(plan)
     shared = [name for name, ranks in homes.items() if len(ranks) > 1]
     if not shared or len(pipe.ranks.ranks) == plan.program.schedule.ranks:
@@ -210,7 +210,7 @@ def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor])
 
 
 def _holders(plan: Plan) -> dict[str, set[int]]:
-    """By parameter and buffer, the ranks that hold it."""
+    """Return the ranks that hold each parameter and buffer."""
     found: dict[str, set[int]] = {}
     for stage in plan.assembly.stages:
         for name in (*stage.parameters, *stage.buffers, *stage.unused):

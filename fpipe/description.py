@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline in words: stages, their modules and parameters, what crosses each cut, and who is tied.
+"""A pipeline as text: stages, their modules and parameters, what crosses each cut, and which parameters are tied.
 
-What is printed stays readable for big models: modules that follow each other are one entry (`blocks.0-11`), and long
-lists end in a count.
+The text stays readable for big models: consecutive numbered modules are one entry (`blocks.0-11`), and long lists are
+truncated with a count.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: Sizes, split: bool) -> str:
-    """The stages of `model`, on the ranks where they live; and how their backwards are split, if they are.
+    """Return a description of the stages of `model`, on their ranks; and of how their backwards are split, if they are.
 
-    `sizes` are in bytes: what a microbatch holds.
+    `sizes` are what a microbatch holds, in bytes.
     """
     held = _held(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _Shown(assembly, Calls.of(assembly.captured, model))
@@ -47,7 +47,7 @@ def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: 
 
 
 class _Shown:
-    """The stages of an assembly, and the calls of modules that lie whole in each."""
+    """The stages of an assembly, and the calls of modules that lie entirely within each."""
 
     def __init__(self, assembly: Assembly, calls: Calls) -> None:
         self.assembly = assembly
@@ -58,7 +58,7 @@ class _Shown:
         self.makers = {value: k for k, unit in enumerate(assembly.captured.units) for value in unit.makes}
 
     def stage(self, stage: Stage) -> Iterator[str]:
-        """What one stage holds, runs and gives."""
+        """Yield what one stage holds, runs and gives."""
         assembly, names = self.assembly, (*stage.parameters, *stage.unused)
         yield from _wrapped("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
         yield f"parameters  {_held(names, assembly.parameters, assembly.captured.trainable, '')}"
@@ -76,7 +76,7 @@ class _Shown:
                 yield f"gets        stage {port.peer}: {_size(port.specs)} of cotangents per microbatch"
 
     def _modules(self, s: int) -> list[str]:
-        """Names, runs of numbered ones together."""
+        """Return the modules' names, with runs of numbered ones merged."""
         runs: list[tuple[str, str, str]] = []
         for call in self.whole[s]:
             path, _, last = self.label[call].rpartition(".")
@@ -89,7 +89,7 @@ class _Shown:
         return _shortened(found, "... {} more")
 
     def _others(self, s: int) -> list[str]:
-        """How many operations the stage runs outside these modules."""
+        """Return how many operations the stage runs outside these modules."""
         start, stop = self.bounds[s]
         others = stop - start - sum(call.stop - call.start for call in self.whole[s])
         return [_count(others, "other operation")] if others else []
@@ -100,21 +100,21 @@ class _Shown:
             yield f"              {spec!s:{wide}}  from {self._origin(self.makers[value])}"
 
     def _origin(self, k: int) -> str:
-        """The module in which unit `k` runs, as it is shown in the unit's stage."""
+        """Return the module in which unit `k` runs, as shown in the unit's stage."""
         inside = [call for calls in self.whole for call in calls if call.start <= k < call.stop]
         path = self.label[inside[0]] if inside else self.assembly.captured.units[k].path
         return path or "the model itself"
 
 
 def _kept(stage: Stage, sizes: Sizes, split: bool) -> str:
-    """What the stage holds from its forward on, and between the halves of its backward."""
+    """Return what the stage holds from its forward on, and between the halves of its backward."""
     activation, residual = of_stage(sizes.activation, stage.index), of_stage(sizes.residual or 0, stage.index)
     halved = f", {_bytes(residual)} for the weight half of its backward" if split else ""
     return f"keeps       {_bytes(activation)} per microbatch{halved}"
 
 
 def _backward(stage: Stage, split: bool) -> Iterator[str]:
-    """How it is differentiated, if that is worth a word; the gradients that the input half computes, by reason."""
+    """Yield a remark on how the stage is differentiated, if any; and the gradients that the input half computes."""
     if stage.functions.remark:
         yield from _lines(stage.functions.remark, "backward    ", " " * 12)
     if not split:
@@ -125,7 +125,7 @@ def _backward(stage: Stage, split: bool) -> Iterator[str]:
 
 
 def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[str], noun: str) -> str:
-    """How many elements there are of those in `specs`, how large they are, and whether they are trained."""
+    """Return the number of elements of the leaves in `specs`, their size, and whether they are trained."""
     held = {name: specs[name] for name in names if name in specs}
     total = sum(prod(spec.shape) for spec in held.values())
     trained = sum(prod(spec.shape) for name, spec in held.items() if name in trainable)
@@ -135,7 +135,7 @@ def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[
 
 
 def _tied(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
-    """The parameters with several names or in several stages, where they are, and how their gradient comes about."""
+    """Yield the parameters with several names or in several stages: where they are, and who computes their gradient."""
     known: dict[str, list[str]] = {}
     for name, first in names(model, "parameters").items():
         known.setdefault(first, []).append(name)
@@ -160,7 +160,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _size(specs: Iterable[Spec]) -> str:
-    """The size of what is stored or sent: an expanded dimension is there once."""
+    """Return the size of what is stored or sent: an expanded dimension counts once."""
     return _bytes(sum(spec.dtype.itemsize * prod(_once(spec)) for spec in specs))
 
 
@@ -174,18 +174,18 @@ def _once(spec: Spec) -> Iterator[int]:
 
 
 def _shortened(lines: Sequence[str], rest: str, most: int = MOST) -> list[str]:
-    """The first `most` lines, and a last one that says how many more there are."""
+    """Return the first `most` lines, and a last one that counts the rest."""
     return list(lines) if len(lines) <= most + 1 else [*lines[:most], rest.format(len(lines) - most)]
 
 
 def _wrapped(title: str, entries: Sequence[str]) -> list[str]:
-    """Entries, separated by commas, in as many lines as they need."""
+    """Return the entries, separated by commas, in as many lines as they need."""
     words = ", ".join(entry.replace(" ", "\0") for entry in entries)
     return [line.replace("\0", " ") for line in _lines(words, title, " " * len(title))]
 
 
 def _lines(text: str, first: str, rest: str) -> list[str]:
-    """`text` in lines that begin with `first`, then `rest`, and are broken at spaces only."""
+    """Return `text` in lines that begin with `first`, then `rest`, broken at spaces only."""
     return wrap(
         text, COLUMNS, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )

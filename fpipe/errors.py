@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that fpipe raises on purpose. The root, and the errors about schedules, are those of `schedules`.
+"""Every error that fpipe raises deliberately. The root, and the errors about schedules, are those of `schedules`.
 
 Each message says what was got, what was expected, where, and how to repair it.
 """
@@ -24,17 +24,17 @@ __all__ = [
 
 
 class CaptureError(PipelineError):
-    """The model cannot be captured without losing something.
+    """The model can't be captured without losing something.
 
-    Raised by `pipeline`, before anything runs; the message names the module, what would be lost, and which front end
-    or change keeps it.
+    Raised by `pipeline`, before anything runs. The message names the module, what would be lost, and which front end or
+    change keeps it.
     """
 
 
 class CutError(PipelineError, ValueError):
-    """The cuts do not cut the model into the schedule's stages.
+    """The cuts don't cut the model into the schedule's stages.
 
-    Raised by `pipeline` for a name that is unknown, repeated, out of order, or at which nothing can be cut.
+    Raised by `pipeline` for a name that is unknown, repeated or out of order, or where the model can't be cut.
     """
 
 
@@ -42,28 +42,28 @@ class InputError(PipelineError, ValueError):
     """An argument is not what the pipeline was built for.
 
     Raised before anything is sent, by `pipeline` and by the functions that `value_and_grad`, `evaluate` and `reference`
-    return; the message names the leaf by its path.
+    return. The message names the leaf by its path.
     """
 
 
 class TransportError(PipelineError, RuntimeError):
-    """Ranks do not fit together, or a channel carried another message than the one expected.
+    """Ranks do not match, or a channel carried another message than the expected one.
 
-    Raised on every rank before anything is computed where ranks differ in what they are about to do, and where one of
-    them has refused it; while a transport is set up; for a message that is not what it was waited for; after a step
-    that broke off; and for a second thread, where ranks are processes.
+    Raised on every rank, before anything is computed, if ranks differ in what they are about to do or one of them
+    refuses it. Also raised while a transport is set up; for an unexpected message; after a step that failed midway; and
+    for a second thread, if ranks are processes.
     """
 
 
 class DeadlockError(PipelineError, RuntimeError):
-    """Every unfinished rank waits for a message that nobody will send.
+    """Every unfinished rank is waiting for a message that no rank will send.
 
-    Raised by the in-process driver at once; the message lists each rank's position, action, and what it waits for.
+    Raised by the in-process driver at once. The message lists each rank's position and action, and what it waits for.
     """
 
 
 class MismatchError(PipelineError, AssertionError):
     """Two computations that should agree bit for bit do not.
 
-    Raised by `verify`; the message names the first leaf that differs and by how much.
+    Raised by `verify`. The message names the first leaf that differs, and by how much.
     """

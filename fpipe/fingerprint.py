@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python values are, as lines of text that are the same in every process where the values are.
+"""Python values as lines of text that are the same in every process if the values are.
 
-Problem. Ranks must run the same program, and part of it are the user's own functions: losses, weights, ways to cut a
+Problem. Ranks must run the same program, and part of it are the user's own functions: losses, weights, ways to split a
 batch. A name says nothing about a body, an address nothing at all, and nothing may be unpickled from a peer.
 
-Idea. Each process describes its values in lines, one for each thing that can differ, and compares lines. A function is
-its bytecode, constants, defaults, what its cells hold, and what the globals that it names are.
+Idea. Each process describes its values in lines, one for each thing that can differ, and the lines are compared. A
+function is its bytecode, its constants, its defaults, the contents of its cells, and the globals that it names.
 
-How far that goes. Functions are followed into cells, defaults, partials, bound methods, and into functions of the same
-file that they name. Functions of torch and of the standard library are known by name. Numbers, strings, containers and
-tensors are compared by value, devices by type, callable objects, dataclasses and modules by what they hold, but for the
-values of parameters; any other object is known by its class. Of a container the first `ENTRIES` entries count. What a
-file or an environment variable holds when a function runs is not seen.
+Limits. Functions are followed into cells, defaults, partials, bound methods, and into functions of the same file that
+they name. Functions of torch and of the standard library are identified by name. Numbers, strings, containers and
+tensors are compared by value, devices by type, callable objects, dataclasses and modules by their contents, except for
+the values of parameters; any other object by its class. Of a container, the first `ENTRIES` entries count. What a file
+or an environment variable holds when a function runs is not seen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BY_NAME: Final = frozenset({*sys.stdlib_module_names, "torch"}) - {"__main__"}
 
 
 def digest(lines: Iterable[str]) -> int:
-    """Return 63 bits that tell texts apart."""
+    """Return a 63-bit digest of lines of text."""
     found = blake2b(digest_size=8)
     for line in lines:
         found.update(line.encode())
@@ -48,7 +48,7 @@ def digest(lines: Iterable[str]) -> int:
 
 
 def bits(tensor: Tensor) -> str:
-    """Return a digest of a tensor's values; of one without values, `none`.
+    """Return a digest of a tensor's values; `none` if it has no values.
 
     >>> bits(torch.ones(2)) == bits(torch.ones(4)[:2]), bits(torch.ones(2)) == bits(torch.zeros(2))
     (True, False)
@@ -63,7 +63,7 @@ def bits(tensor: Tensor) -> str:
 
 
 def described(value: object) -> list[str]:
-    """Return the lines of a value.
+    """Return the lines that describe a value.
 
     >>> def scaled(factor): return lambda x, y: x * factor
     >>> described(scaled(2)) == described(scaled(2)), described(scaled(2)) == described(scaled(3))
@@ -75,13 +75,13 @@ def described(value: object) -> list[str]:
 
 
 class _Described:
-    """One description; what was described already is not described again."""
+    """One description; nothing is described twice."""
 
     def __init__(self) -> None:
         self.seen: dict[int, object] = {}
 
     def lines(self, path: str, value: Any) -> Iterator[str]:
-        """Yield the lines of a value that is found at `path`."""
+        """Yield the lines of the value at `path`."""
         if isinstance(value, PLAIN):
             yield _said(path, repr(value))
         elif isinstance(value, torch.device):
@@ -91,7 +91,7 @@ class _Described:
         elif id(value) in self.seen:
             yield _said(path, "as before")
         else:
-            self.seen[id(value)] = value  # kept alive, so that no other gets its identity
+            self.seen[id(value)] = value  # kept alive, so that no other gets its id
             yield from self._composed(path, value)
 
     def _composed(self, path: str, value: Any) -> Iterator[str]:
@@ -136,7 +136,7 @@ class _Described:
                 yield from self._named(_joined(path, f"global {name}"), function.__globals__[name], function)
 
     def _named(self, path: str, value: Any, function: FunctionType) -> Iterator[str]:
-        """Yield what a global is: a function of another file is known by name."""
+        """Yield the lines of a global; a function of another file is identified by name."""
         foreign = isinstance(value, FunctionType) and value.__globals__ is not function.__globals__
         yield from [_said(path, _name(value))] if foreign else self.lines(path, value)
 
@@ -163,14 +163,14 @@ class _Described:
 
 
 def digest_of(code: CodeType) -> str:
-    """Return a digest of what a code does: wherever it stands, and whatever its variables are called."""
+    """Return a digest of what a code object does, independent of its location and its variables' names."""
     constants = [_constant(one) for one in code.co_consts if not isinstance(one, CodeType)]
     what = (code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount, code.co_flags)
     return blake2b(repr(what).encode(), digest_size=8).hexdigest()
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code, and those of the functions that it makes."""
+    """Yield a code object and those of the functions defined in it."""
     yield code
     for one in code.co_consts:
         if isinstance(one, CodeType):
@@ -178,7 +178,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _constant(value: Any) -> str:
-    """Return a constant as text; a set of strings is in another order in every process."""
+    """Return a constant as text; sets of strings are sorted, since each process orders them differently."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(_constant(one) for one in value)})"
     if isinstance(value, tuple):

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes a microbatch holds on each stage, before anything is allocated.
 
-Problem. Which schedule fits into memory depends on what stages keep between their actions, and nobody knows that by
-heart: what autograd saves, what is left of it after the input half, what two operations save together.
+Problem. Which schedule fits into memory depends on what stages keep between their actions, which is hard to predict:
+what autograd saves, what is left of it after the input half, what two operations save only once.
 
-Idea. A stage's own functions are run once on fake tensors. Whatever they make is watched by weak references to its
-memory; the bytes that are still there when all but their result is dropped are what it keeps, by whatever way: saved by
-autograd, in a closure, on a custom function's context. So no kind of stage is counted in a way of its own.
+Idea. A stage's own functions are run once on fake tensors. All memory that they allocate is tracked by weak references.
+The bytes that are still alive once everything but the result is dropped are what the stage keeps, in whatever way:
+saved by autograd, in a closure, on a custom function's context. So every kind of stage is counted in the same way.
 
 What counts is what comes and goes with a microbatch, each memory once per stage. Parameters, buffers, constants and the
-leaves of the batch stay for the whole step, whatever the schedule does, so they are not among it: a microbatch of a
-batch is mostly a view of it. What arrives from other stages counts, as if it came from another rank. Gradients, results
-and what is on its way do not: they are in no stage's keeping.
+leaves of the batch stay for the whole step under any schedule, so they don't count: a microbatch of a batch is mostly a
+view of it. What arrives from other stages counts, as if it came from another rank. Gradients, results and messages in
+transit don't: no stage keeps them.
 
-Limits. A kernel that keeps a workspace whose size it alone knows, as oneDNN's LSTM does, has none on fake tensors. And
+Limits. A kernel that keeps a workspace whose size only it knows, as oneDNN's LSTM does, has none on fake tensors. And
 compiled functions are counted as the graphs that they were compiled from.
 """
 
@@ -51,10 +51,10 @@ class Footprint(NamedTuple):
 
 
 def sizes(assembly: Assembly, placement: Placement) -> Sizes:
-    """The sizes of an assembly's stages in bytes, for `schedules.simulate`.
+    """Return the sizes of an assembly's stages in bytes, for `schedules.simulate`.
 
-    `weight` is what the stage's parameters take, one version, without gradients; one that several stages of a rank have
-    is there once.
+    `weight` is the size of the stage's parameters, one version, without gradients. A parameter that several stages of a
+    rank use counts once.
     """
     found = footprints(assembly)
     return Sizes(
@@ -66,7 +66,7 @@ def sizes(assembly: Assembly, placement: Placement) -> Sizes:
 
 
 def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
-    """What a microbatch holds on each stage of an assembly: their functions are run once on fake tensors."""
+    """Return what a microbatch holds on each stage of an assembly, by running their functions once on fake tensors."""
     captured = assembly.captured
     fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
     devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
@@ -80,7 +80,7 @@ def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
 
 
 def _footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
-    """One stage's; what is left when all is dropped was never the microbatch's."""
+    """Return one stage's footprint. Memory still alive when everything is dropped was never the microbatch's."""
     params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
     batch = tuple([fakes[Batch(leaf)] for leaf in stage.batch])
     with _Made() as made:
@@ -102,20 +102,20 @@ def _total(held: Mapping[int, int], stays: Collection[int]) -> int:
 
 
 def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
-    """The stage's buffers; of those that it changes each microbatch has a version of its own."""
+    """Return the stage's buffers; each microbatch has its own version of those that the stage changes."""
     changed = stage.wiring.changed
     buffers = [fakes[Buffer(name)] for name in stage.buffers]
     return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
 
 
 def _arriving(ports: Sequence[Port]) -> Tensors:
-    """What comes from other stages, as a transport hands it over."""
+    """Return tensors like those from other stages, made as a transport makes them."""
     specs = [spec.present if isinstance(spec, OptionalSpec) else spec for port in ports for spec in port.specs]
     return tuple([spec.unpack(spec.buffer()) for spec in specs])
 
 
 def _weights(assembly: Assembly, placement: Placement) -> tuple[int, ...]:
-    """Per stage, the bytes of the parameters that no earlier stage brings to all of its ranks."""
+    """Return, per stage, the bytes of the parameters that no earlier stage already places on all of its ranks."""
     here: list[set[str]] = []
     for stage in assembly.stages:
         ranks = set(placement.replicas(stage.index))
@@ -128,9 +128,9 @@ def _weights(assembly: Assembly, placement: Placement) -> tuple[int, ...]:
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices the memory of all that operations return, without keeping it.
+    """Tracks the memory of everything that operations return, without keeping it alive.
 
-    Invariant: a weak reference keeps the identifier of its storage from being used again.
+    Invariant: a weak reference keeps the identifier of its storage from being reused.
     """
 
     def __init__(self) -> None:
@@ -147,12 +147,12 @@ class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def alive(self) -> dict[int, int]:
-        """The bytes of each memory that is still there."""
+        """Return the size of each memory that is still alive."""
         return {number: size for number, (storage, size) in self.storages.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
 
 def _dense(leaf: object) -> tuple[Tensor, ...]:
-    """Return the tensors with memory of their own that a result consists of."""
+    """Return the tensors, each with its own memory, that a result consists of."""
     if not isinstance(leaf, Tensor):
         return ()
     if leaf.layout is torch.sparse_coo:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stage graph: which values each stage reads, makes, gets and gives, once the units are cut into stages.
 
-The rules are those of one device, told by stage:
+The rules are those of one device, stage by stage:
 
-- What a stage reads from the batch it takes from the batch. A buffer lives where it is used.
+- A stage reads its part of the batch directly. A buffer lives where it is used.
 - A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it.
-  Each user adds its own share to what comes back, which is the order in which one device adds.
-- A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for them it is a
-  value: its cotangent goes back along the chain. Not so one whose gradients are to be summed (`fpipe.ties`): each
-  of its users computes a gradient, as an owner does.
+  Each user adds its own contribution to what comes back, in the same order as one device adds them.
+- A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for its gradient they
+  treat it as a value: the cotangent goes back along the chain. Not so if its gradients are to be summed
+  (`fpipe.ties`): then each of its users computes a gradient, as an owner does.
 
-What modifies memory in place must not change what another stage sees; where it would, the cut is refused.
+An in-place write must not change what another stage sees; if it would, the cut is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Routes = Mapping[int, tuple[Value, ...]]
 
 
 class ClashError(CutError):
-    """A stage modifies memory in place that is used elsewhere too. `value` lies in it; other cuts may allow it."""
+    """A stage modifies memory in place that is used elsewhere. `value` is in that memory; other cuts may allow it."""
 
     def __init__(self, message: str, stage: int, value: Value) -> None:
         super().__init__(f"stage {stage}: {message}")
@@ -41,10 +41,10 @@ class Layout:
     - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads.
     - `gets`, `gives`: what travels forward, from earlier and to later stages.
     - `results`: what leaves the pipeline here (the loss, outputs).
-    - `earlier`, `later`: the parameters that it shares with the user before and after it, for their cotangents.
-    - `shares`: the parameters of which it computes the gradient, or part of it, that other stages hold too.
+    - `earlier`, `later`: the parameters that it shares with the previous and the next user, for their cotangents.
+    - `shares`: the parameters that other stages hold too, and whose gradient, or part of it, it computes.
     - `modified`: what it modifies in place, and must therefore copy first.
-    - `reassigned`: buffers that it assigns anew, and the values that they have afterwards.
+    - `reassigned`: buffers that it reassigns, and the values that they have afterwards.
     """
 
     units: tuple[Unit, ...]
@@ -118,7 +118,7 @@ def layouts(
 
 
 def _users(stages: Sequence[Sequence[Unit]], results: tuple[Value, ...]) -> dict[Value, list[int]]:
-    """Per value, the stages that read it, ascending; the last stage reads the results."""
+    """Return, per value, the stages that read it, ascending; the last stage reads the results."""
     users: dict[Value, set[int]] = defaultdict(set)
     for s, units in enumerate(stages):
         for unit in units:
@@ -136,9 +136,9 @@ def _reassigned(
     homes: Mapping[Value, int],
     users: dict[Value, list[int]],
 ) -> Mapping[Value, Value]:
-    """Return the buffers that are assigned anew and the values that they get; the stage that assigns one uses it.
+    """Return the reassigned buffers and their new values; the stage that reassigns a buffer counts as its user.
 
-    Raises `ClashError` if another stage uses the buffer, which it would have to be sent, or changes the new value.
+    Raises `ClashError` if another stage uses the buffer, which it would have to be sent, or modifies the new value.
     """
     for buffer, new in captured.reassigned.items():
         home, memory = homes[new], observed.storage[new]
@@ -161,7 +161,7 @@ _Table = dict[int, dict[int, list[Value]]]
 def _routes(
     captured: Captured, homes: Mapping[Value, int], users: Mapping[Value, list[int]], summed: frozenset[str]
 ) -> tuple[_Table, _Table, _Table]:
-    """What each stage gives each other one: values, cotangents of shared parameters, gradients of shared parameters."""
+    """Return what each stage gives each other one: values; cotangents and gradients of shared parameters."""
     gives, later, shares = (defaultdict[int, dict[int, list[Value]]](lambda: defaultdict(list)) for _ in range(3))
     for value in sorted(users):
         source = captured.sources.get(value)
@@ -199,7 +199,7 @@ def _refuse_shared_writes(
     homes: Mapping[Value, int],
     users: Mapping[Value, list[int]],
 ) -> None:
-    """Raise `ClashError` if what `stage` modifies in place was made outside, and is seen by more than its copy."""
+    """Raise `ClashError` if `stage` modifies something in place that was made outside it and is seen by others."""
     outside = [v for v in users if observed.storage[v] in memory and homes.get(v, -1) < stage]
     for value in outside:
         source = captured.sources.get(value)
@@ -231,9 +231,10 @@ def _refuse_shared_writes(
 
 
 def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, leaving: frozenset[Value]) -> None:
-    """Raise `ClashError` if a view leaves `stage` after what it is a view of was modified in place.
+    """Raise `ClashError` if a view leaves `stage` after its base was modified in place.
 
-    Autograd traces such a view anew at its next use. That would be in another stage, and the order of sums another.
+    Autograd regenerates such a view's graph at its next use. That would be in another stage, and change the order of
+    sums.
     """
     views: set[Value] = set()
     for unit in units:

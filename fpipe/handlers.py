@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of compute action does: one handler per kind, which all have the same arguments.
+"""The handlers of compute actions: one per kind, all with the same arguments.
 
-A handler takes what has arrived for its action, calls the stage, puts into the running `Execution` what is kept for
-later actions, and returns what leaves. What was kept is taken out by the one action that uses it. The first gradients
-of a stage become its sum, to which later ones have been added already.
+A handler takes what arrived for its action, calls the stage, stores what later actions need in the running `Execution`,
+and returns what leaves. The one action that uses what was stored removes it. A stage's first gradients become its sum,
+to which later ones are added in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arri
 
 
 def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Outputs and buffers are those of the first time, and not taken again."""
+    """Rerun the forward for its residuals; its outputs and buffers are those of the first run, and are dropped."""
     _, s, i, _, _ = action
     inputs = run.inputs
     buffers, arrived = run.checkpoints.pop((s, i))
@@ -72,7 +72,7 @@ def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: 
 
 
 def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """The sum over both replicas, in the order of routes: even microbatches take the first, odd ones the second."""
+    """Sum over both replicas, in route order: even microbatches take the first route, odd ones the second."""
     _, s, i, _, _ = action
     own = stage.finished(run.grads[s])
     first, second = (arrived, own) if i % 2 else (own, arrived)
@@ -81,26 +81,26 @@ def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Pay
 
 
 def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """The gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
+    """Return the gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
     _, s, _, peer, _ = action
     assert peer is not None, "a transfer has a peer stage"
     return stage.shared(run.grads[s], peer)
 
 
 def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """The gradient that a `RECV_G` has received, at the end."""
+    """Store the gradient that a `RECV_G` has received, at the end."""
     assert action.peer is not None, "a transfer has a peer stage"
     run.shared[action.peer, action.stage] = arrived
     return ()
 
 
 def hold(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Return what has arrived, to be kept until the second action of a fused pair takes it."""
+    """Return what has arrived, to be kept until the second action of a fused pair uses it."""
     return arrived
 
 
 def nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """What an instruction of transfers alone computes."""
+    """Compute nothing: the instruction has transfers only."""
     return ()
 
 

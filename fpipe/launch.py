@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks this process runs: one of them under torch.distributed, else all."""
+"""The ranks that this process runs: one of them under torch.distributed, else all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fpipe.transport.local import LocalRanks
 
 
 def launched(ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
-    """Return this process's part of a schedule's ranks; `group` are the processes, by default all."""
+    """Return this process's part of a schedule's ranks; `group` has the processes, by default all."""
     if not (dist.is_available() and dist.is_initialized()):
         require_alone(os.environ)
         return LocalRanks(ranks)
@@ -26,7 +26,7 @@ def launched(ranks: int, group: dist.ProcessGroup | None, device: torch.device) 
 
 
 def require_alone(environment: Mapping[str, str]) -> None:
-    """Raise `TransportError` if a launcher has started several processes that do not know of each other."""
+    """Raise `TransportError` if a launcher started several processes that don't know of each other."""
     size = environment.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise TransportError(

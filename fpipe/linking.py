@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a lowered program to instructions: what can be known before a step is looked up here, once.
+"""From a lowered program to instructions: everything that can be known before a step is looked up here, once.
 
-An instruction is at most one compute action with the transfers around it, `(WAIT | RECV)* compute? SEND*`. An action of
-an earlier phase than the one before it begins another instruction, so any program is run as it stands: receives are
-posted at most ahead of waits, and per channel all posts stay in order.
+An instruction is at most one compute action with the transfers around it, `(WAIT | RECV)* compute? SEND*`. An action
+that belongs to an earlier phase than the one before it starts a new instruction. So any program runs as written, except
+that receives may be posted before waits; on each channel all posts stay in order.
 
-A fused pair begins as one: an instruction before it waits for the cotangents of its backward, and keeps them.
+The first action of a fused pair gets an extra instruction before it, which waits for the cotangents that the second,
+the backward, needs, and keeps them.
 
-Messages have numbers, per rank. Channels follow from the placement, which nobody behind this module knows.
+Messages are numbered per rank. Channels follow from the placement, which the executor does not know.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def link(
     placement: Placement,
     uneven: Mapping[int, Mapping[int, StageLike]] = NONE,
 ) -> Linked:
-    """One rank's program, linked to its stages; it depends on neither parameters nor data.
+    """Return one rank's program, linked to its stages; it depends on neither parameters nor data.
 
-    `uneven` are the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken at
-    the end, since nobody on the rank waits for them.
+    `uneven` has the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken at
+    the end, since no action on the rank waits for them.
     """
     linker = _Linker(stages, placement, uneven)
     groups = [*_groups(actions)]
@@ -47,7 +48,7 @@ def link(
 
 
 def _groups(actions: Iterable[Action]) -> Iterator[Group]:
-    """The actions of each instruction, with their positions."""
+    """Yield the actions of each instruction, with their positions."""
     group: Group = []
     latest = BEFORE
     for position, action in enumerate(actions):
@@ -62,14 +63,14 @@ def _groups(actions: Iterable[Action]) -> Iterator[Group]:
 
 
 def _phase(action: Action) -> int:
-    """Where an action stands in its instruction; `SEND_G` makes what it sends."""
+    """Return the phase of an action in its instruction; `SEND_G` computes what it sends."""
     if action.kind.startswith(("WAIT", "RECV")):
         return BEFORE
     return AFTER if action.kind in ("SEND_F", "SEND_B") else COMPUTE
 
 
 def channel(placement: Placement, carried: Message) -> Route:
-    """The ranks between which a message travels; a gradient for its own stage goes to the other replica.
+    """Return the ranks between which a message travels; a gradient for its own stage goes to the other replica.
 
     >>> from schedules import bidirectional
     >>> [channel(bidirectional(ranks=4), carried) for carried in (("F", 0, 1, 1), ("G", 0, 1, 0))]
@@ -84,10 +85,10 @@ def channel(placement: Placement, carried: Message) -> Route:
 
 
 class _Linker:
-    """Numbers messages and channels, and says what each action takes, makes and posts.
+    """Numbers messages and channels, and determines what each action takes, makes and posts.
 
-    - `uneven`: by microbatch, stages and specs where its shapes are not those of most.
-    - `partials`: per stage, gradients of its other replica, for its `G`.
+    - `uneven`: by microbatch, stages and specs if its shapes differ from the usual ones.
+    - `partials`: per stage, gradients from its other replica, for its `G`.
     - `final`: instructions that take what no action waits for.
     """
 
@@ -102,7 +103,7 @@ class _Linker:
         self.final: list[Instruction] = []
 
     def instructions(self, group: Group, following: Group | None) -> list[Instruction]:
-        """Return the instruction of a group; before the first of a fused pair, one that waits for the second's data."""
+        """Return a group's instruction; before the first of a fused pair, also one that waits for the second's data."""
         instruction = self.instruction(group)
         if instruction.action.kind != "OVERLAP_F" or following is None:
             return [instruction]
@@ -121,7 +122,7 @@ class _Linker:
         return [held, instruction._replace(receives=(), waits=())]
 
     def instruction(self, group: Group) -> Instruction:
-        """The instruction of one group of actions."""
+        """Return the instruction of one group of actions."""
         actions = [action for _, action in group]
         at, action = next((pair for pair in group if _phase(pair[1]) == COMPUTE), group[-1])
         receives = [self._posted(other) for other in actions if other.kind.startswith("RECV")]
@@ -153,7 +154,7 @@ class _Linker:
             self.final.append(Instruction(position, action, stage, handler, (), (), (number,), (), ()))
 
     def _carried(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
-        """The messages that a compute action takes, and its part of what it makes for each that it gives."""
+        """Return the messages that a compute action takes, and the slice of its results for each that it gives."""
         kind, s, i, _, _ = action
         if kind == "G":
             return self.partials.pop(s, []), ()
@@ -171,13 +172,13 @@ class _Linker:
 
 
 def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int], tuple[Any, ...]]:
-    """Specs of what crosses edges, by what and the stages at both ends; replicas exchange all gradients of a stage."""
+    """Return the specs of what crosses edges, by kind and both stages; replicas exchange all gradients of a stage."""
     specs = {edge: carried for s, stage in stages.items() for edge, carried in _edges(s, stage)}
     return specs | {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
 
 
 def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
-    """What crosses each edge of a stage: by what, the stage that makes it, and the other stage."""
+    """Yield what crosses each edge of a stage, by kind, source stage and target stage."""
     for what, outgoing, incoming in (
         ("F", stage.gives, stage.gets),
         ("B", stage.pulls, stage.pulled_by),

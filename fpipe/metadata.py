@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What will flow, before anything does: one forward and one backward of all stages on fake tensors.
 
-Shapes and dtypes of values could be read off the captured graph; whether a value requires a gradient, whether a
-cotangent comes back for it, and with which strides, cannot. So the stages' own functions are run, each on leaves of its
-own as in the real run, and their backwards in turn.
+Shapes and dtypes of values could be read from the captured graph. Whether a value requires a gradient, whether a
+cotangent comes back for it, and with which strides, can't. So the stages' own functions are run in order, each on its
+own leaves as in the real run, then their backwards.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Metadata:
     - `differentiable`: the values that require a gradient.
     - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
     - `grads`: per stage, the parameters that it owns and that may get a gradient; `totals`: their specs, per (stage,
-      value). What a microbatch may lack, as data decide, has an `OptionalSpec`, in `cotangents` too.
-    - `undeferred`: per stage, those of them whose gradients cannot be left for the weight half, and why.
-    - `varying`: the stages that read values of tensors, so that these may decide what they do.
+      value). If it depends on data whether a microbatch has one, the spec is an `OptionalSpec`, in `cotangents` too.
+    - `undeferred`: per stage, those whose gradients can't be deferred to the weight half, and why.
+    - `varying`: the stages that read values of tensors, so that what they do may depend on them.
     - `casting`: the stages in which something runs under autocast.
-    - `unrecordable`: the stages that a graph cannot describe, and why.
+    - `unrecordable`: the stages that no graph can represent, and why.
     """
 
     specs: dict[Value, Spec] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class Metadata:
     unrecordable: dict[int, str] = field(default_factory=dict)
 
     def pulls(self, s: int, layout: Layout) -> Routes:
-        """Per earlier stage, the values for which stage `s` sends it a cotangent."""
+        """Return, per earlier stage, the values for which stage `s` sends it a cotangent."""
         return _merge((layout.gets, layout.earlier), lambda peer, value: (s, value) in self.cotangents)
 
     def pulled_by(self, layout: Layout) -> Routes:
-        """Per later stage, the values for which it sends a cotangent."""
+        """Return, per later stage, the values for which it sends a cotangent."""
         return _merge((layout.gives, layout.later), lambda peer, value: (peer, value) in self.cotangents)
 
 
@@ -74,7 +74,7 @@ def _merge(tables: Sequence[Routes], keep: Callable[[int, Value], bool]) -> Rout
 
 @dataclass(frozen=True)
 class _Run:
-    """One stage's fake forward: its function, its arguments as leaves, what was made of them, and what was noticed."""
+    """One stage's fake forward: its function, its arguments as leaves, the values it made, and what was observed."""
 
     function: Function
     leaves: Mapping[Value, Tensor]
@@ -106,12 +106,12 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
 
 
 def is_asking(captured: Captured) -> bool:
-    """Whether the model asks tensors if they were computed; what a stage receives was, then, to whoever asks."""
+    """Return whether the model checks if tensors were computed; values that a stage receives must then look so."""
     return captured.observed is not None and captured.observed.asking
 
 
 def made_by(layout: Layout) -> tuple[Value, ...]:
-    """The values that leave a stage, or a buffer's place in it, and were made there, each once."""
+    """Return the values made in a stage that leave it or are assigned to a buffer, each once."""
     leaving = (*layout.leaving, *layout.reassigned.values())
     return tuple(dict.fromkeys(value for value in leaving if value not in layout.inputs))
 
@@ -146,16 +146,16 @@ def _forward(
 
 
 GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
-"""What torch calls when a tensor is asked for its node."""
+"""What torch calls to get a tensor's `grad_fn`."""
 
 
 class _Watch(TorchFunctionMode):
-    """Notices what makes a backward harder to split.
+    """Records what makes a backward harder to split.
 
-    - `hooked`: nodes of the autograd graph may have hooks, which run in autograd's backward only.
-    - `varying`: values of tensors are read, so the graph may be another one for other values.
+    - `hooked`: nodes of the autograd graph may have hooks, which run only in autograd's backward.
+    - `varying`: values of tensors are read, so other values may give another graph.
     - `casting`: something runs under autocast.
-    - `nesting`: torch nests tensors.
+    - `nesting`: torch makes nested tensors.
     """
 
     def __init__(self) -> None:
@@ -163,13 +163,13 @@ class _Watch(TorchFunctionMode):
         self.hooked = self.varying = self.casting = self.nesting = False
 
     def answered(self, answers: Answers) -> None:
-        """Notice what `answers` stand in for."""
+        """Record what `answers` were given for."""
         self.varying |= answers.given
         self.nesting |= answers.nested
 
     @property
     def unrecordable(self) -> str:
-        """Why no graph describes what was seen; empty if one may."""
+        """Why no graph can represent what was seen; empty if one may."""
         if self.varying:
             return "it reads the values of tensors"
         return "an encoder with a padding mask nests tensors" if self.nesting else ""
@@ -216,13 +216,13 @@ def _backward(
 
 
 def _dense(grad: Tensor, leaf: Tensor) -> Tensor:
-    """Return a gradient that has memory for each element; another branch may give each another value."""
+    """Return a gradient with memory for each element, since another branch may give each a different value."""
     pairs = zip(grad.shape, grad.stride(), strict=True)
     return leaf.detach() if any(size > 1 and not step for size, step in pairs) else grad
 
 
 def _undeferred(run: _Run, roots: Sequence[Tensor], wanted: Sequence[Value], captured: Captured) -> dict[Value, str]:
-    """The parameters whose gradients cannot be deferred, and why."""
+    """Return the parameters whose gradients can't be deferred, and why."""
     if run.watch.hooked:
         return dict.fromkeys(wanted, "tensors have hooks")
     refused = {k: "data decide how it is used" for k, value in enumerate(wanted) if _unsure(captured, value)}
@@ -250,7 +250,7 @@ def _grads(
             "place that its backward needs."
         ) from error
     run.watch.answered(answers)
-    if effects.drawn and run.function.scope is None:  # else a checkpoint may draw again what it has drawn
+    if effects.drawn and run.function.scope is None:  # else a checkpoint may redraw what it drew
         raise CaptureError(
             f"stage {s}: got a backward that draws random numbers, expected only forwards that do: their numbers "
             "follow from the step's seed. Draw them in the forward of the custom autograd function, and save them."
@@ -271,7 +271,7 @@ def _is_hooked(captured: Captured, value: Value) -> bool:
 def _roots(
     layout: Layout, run: _Run, loss: Value | None, found: Mapping[tuple[int, Value], Tensor], metadata: Metadata
 ) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-    """Where cotangents enter: at the loss, and at what later users sent a cotangent for; and where they surely do."""
+    """Return where cotangents enter, at the loss and values used later, and what enters; and where one always does."""
     roots: list[Tensor] = []
     incoming: list[Tensor | None] = []
     sure: list[Tensor] = []

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One device: the plain microbatch loop that a pipeline must equal bit for bit.
 
-The loop runs the captured model uncut. It adds gradients in the order that the schedule states, which is ascending for
-most, so that equality is a fact about the pipeline and not about the order of a sum. Where a stage has replicas, each
-adds the gradients of its microbatches, and those sums are added in the order of routes. Where several stages compute a
-gradient of the same parameter (`fpipe.ties`), so does the loop, and adds these last, in stage order.
+The loop runs the captured model uncut. It adds gradients in the order that the schedule states, ascending for most, so
+that equality doesn't hinge on the order of a sum. If a stage has replicas, each sums the gradients of its microbatches,
+and those sums are added in route order. If several stages compute a gradient of the same parameter (`fpipe.ties`), so
+does the loop, and it adds these last, in stage order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def one_device(
     batch: Mapping[int, Sequence[Tensor]],
     keys: Sequence[int],
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
-    """Run all microbatches one after the other: results of each, the final buffers, and gradients by name.
+    """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
     `batch` has the microbatches of each leaf.
     """
@@ -56,7 +56,7 @@ def one_device(
 
 
 class OrderedSum:
-    """A sum whose terms are added in a stated order, whatever the order in which they come.
+    """A sum whose terms are added in a given order, whatever the order in which they arrive.
 
     >>> terms = OrderedSum([1, 0])
     >>> terms.add(0, "a"); terms.add(1, "b")
@@ -70,14 +70,14 @@ class OrderedSum:
         self.sum: Tensor | None = None
 
     def add(self, i: int, term: Tensor | None) -> None:
-        """Term number `i`, or `None` where there is none; it waits until those before it in the order are there."""
+        """Add term number `i`, or `None` for no term, once all terms before it in the order are there."""
         self.early[i] = term
         while self.next < len(self.order) and self.order[self.next] in self.early:
             self.sum = _plus(self.sum, self.early.pop(self.order[self.next]))
             self.next += 1
 
     def total(self) -> Tensor | None:
-        """The sum of all terms."""
+        """Return the sum of all terms."""
         assert not self.early, "every term of the order was added"
         if len(self.order) > 1 or self.sum is None:
             return self.sum
@@ -89,7 +89,7 @@ def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:
 
 
 class ReplicaSum:
-    """A sum over replicas, in their order, of what each adds in an order of its own.
+    """A sum over replicas, in their order, of sums that each have their own order.
 
     >>> terms = ReplicaSum([[0, 2], [3, 1]])
     >>> for i, term in enumerate("abcd"):
@@ -102,18 +102,21 @@ class ReplicaSum:
         self.parts = [OrderedSum(order) for order in orders]
 
     def add(self, i: int, term: Tensor | None) -> None:
-        """Term number `i`, or `None`."""
+        """Add term number `i`, or `None` for no term."""
         (part,) = (part for part in self.parts if i in part.order)
         part.add(i, term)
 
     def total(self) -> Tensor | None:
-        """The sum of all terms, if there are any."""
+        """Return the sum of all terms, if there are any."""
         return reduce(_plus, [part.total() for part in self.parts])
 
 
 def orders(plan: Plan) -> dict[str, list[Orders]]:
-    """Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches in
-    the order in which gradients are computed."""
+    """Return the order in which microbatches add to each gradient.
+
+    Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches in
+    order.
+    """
     schedule = plan.program.schedule
     rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
     found = defaultdict[str, list[Orders]](list)

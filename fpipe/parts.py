@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules and functions as a graph: a model of parts, each of which says by name what it is called with.
+"""Modules and functions as a graph: a model of parts, each of which names what it is called with.
 
-A part may be any module or function, return any tree, and be called with any leaf of what the inputs and other parts
-are. So it is cut where its author says, whatever a tracer sees of it. A graph is an ordinary module: it runs its parts
-one after the other, in an order in which each has what it needs, and otherwise as they are listed.
+A part may be any module or function, return any tree, and be called with any leaf of the inputs and of other parts'
+results. So the model is cut where its author says, whatever a tracer sees of it. A graph is an ordinary module: it runs
+its parts one by one, each after those it needs, otherwise in the order listed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fpipe.tree import NAMESPACE
 
 
 class FromFunction(nn.Module):
-    """A function as a module without state."""
+    """A function as a stateless module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -33,20 +33,21 @@ class FromFunction(nn.Module):
         return self.function(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """The function's name."""
+        """Return the function's name."""
         return getattr(self.function, "__name__", repr(self.function))
 
 
 def as_part(part: Callable[..., Any]) -> nn.Module:
-    """A module as it is, a function as a module."""
+    """Return a module unchanged, a function wrapped in a module."""
     return part if isinstance(part, nn.Module) else FromFunction(part)
 
 
 class Part:
-    """A call of a module or function, written with names in the place of values.
+    """A call of a module or function, written with names in place of values.
 
-    Strings among the arguments, at any depth, name an input of the graph or another part, and if need be what of it:
-    `"vision"`, `"vision[0]"`, `"vision['features']"`, `"vision.last_hidden_state"`. Whatever else is passed as it is.
+    Strings among the arguments, at any depth, name an input of the graph or another part, optionally with an item or
+    attribute of it: `"vision"`, `"vision[0]"`, `"vision['features']"`, `"vision.last_hidden_state"`. Anything else is
+    passed as it is.
 
     >>> import torch
     >>> Part(torch.add, "text", "vision['features']", alpha=2)
@@ -66,12 +67,12 @@ class Part:
 class ModuleGraph(nn.Module):
     """Parts that are called with each other's results, as one module.
 
-    - `parts`: by name, which is the name of the submodule too.
+    - `parts`: by name, which is also the name of the submodule.
     - `inputs`: the names of the graph's own arguments, in order.
     - `outputs`: what the graph returns: a name, as in `Part`, or any tree of names.
 
     With `capture="modules"` no part is ever cut; with the other front ends parts may be cut inside. Raises `GraphError`
-    for names that are unknown, taken or never used, and for a cycle.
+    for a name that is unknown, already used, or never used, and for a cycle.
 
     >>> import torch
     >>> towers = ModuleGraph(
@@ -104,7 +105,7 @@ class ModuleGraph(nn.Module):
             self.add_module(name, as_part(parts[name].called))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call one part after the other."""
+        """Call the parts one by one."""
         signature = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in self.inputs])
         values = dict(signature.bind(*args, **kwargs).arguments)
         for name, tree in self.arguments.items():
@@ -113,17 +114,17 @@ class ModuleGraph(nn.Module):
         return _resolved(self.outputs, values)
 
     def extra_repr(self) -> str:
-        """The wiring, a line for each part."""
+        """Return the wiring, one line per part."""
         lines = [f"{name} = {name}({_said(*tree)})" for name, tree in self.arguments.items()]
         return "\n".join([*lines, f"return {optree.tree_map(repr, self.outputs, namespace=NAMESPACE)}"])
 
 
 class _Reference:
-    """A name, and the way from its value to what is meant: `vision['features'][0]`."""
+    """A name, and the path from its value to what is meant: `vision['features'][0]`."""
 
     def __init__(self, text: str, where: str) -> None:
         self.text = text
-        self.way: list[tuple[bool, Any]] = []  # whether an attribute, and which one or which key
+        self.way: list[tuple[bool, Any]] = []  # whether it is an attribute, and its name or the key
         try:
             node = ast.parse(text, mode="eval").body
             while not isinstance(node, ast.Name):
@@ -137,7 +138,7 @@ class _Reference:
         self.name = node.id
 
     def of(self, values: Mapping[str, Any]) -> Any:
-        """What it means."""
+        """Return the value it refers to."""
         value = values[self.name]
         for attribute, key in self.way:
             value = getattr(value, key) if attribute else value[key]
@@ -148,7 +149,7 @@ class _Reference:
 
 
 def _step(node: ast.expr) -> tuple[tuple[bool, Any], ast.expr]:
-    """The last step of a way, and what comes before it; raises `ValueError` for anything else."""
+    """Return the last step of a path and the expression before it; raise `ValueError` for anything else."""
     if isinstance(node, ast.Attribute):
         return (True, node.attr), node.value
     if isinstance(node, ast.Subscript):
@@ -157,7 +158,7 @@ def _step(node: ast.expr) -> tuple[tuple[bool, Any], ast.expr]:
 
 
 def _referring(tree: Any, where: str, known: Sequence[str]) -> Any:
-    """The tree with references in the place of strings."""
+    """Return the tree with strings replaced by references."""
 
     def referring(leaf: Any) -> Any:
         if not isinstance(leaf, str):
@@ -178,7 +179,7 @@ def _references(tree: Any) -> Iterator[_Reference]:
 
 
 def _resolved(tree: Any, values: Mapping[str, Any]) -> Any:
-    """The tree with values in the place of references."""
+    """Return the tree with references replaced by their values."""
     return optree.tree_map(
         lambda leaf: leaf.of(values) if isinstance(leaf, _Reference) else leaf, tree, namespace=NAMESPACE
     )
@@ -216,7 +217,7 @@ def _require_used(known: Sequence[str], read: set[str], outputs: Any) -> None:
 
 
 def _ordered(reads: Mapping[str, Mapping[str, None]]) -> list[str]:
-    """The parts, each after those that it reads, otherwise as listed; raises `GraphError` for a cycle."""
+    """Return the parts, each after those that it reads, otherwise as listed; raise `GraphError` for a cycle."""
     order: list[str] = []
     while len(order) < len(reads):
         ready = [name for name in reads if name not in order and not (reads[name].keys() & reads) - {*order}]
@@ -230,7 +231,7 @@ def _ordered(reads: Mapping[str, Mapping[str, None]]) -> list[str]:
 
 
 def _cycle(reads: Mapping[str, Mapping[str, None]], done: Sequence[str]) -> list[str]:
-    """A cycle among the parts that are not done, in the direction in which values would go."""
+    """Return a cycle among the parts that are not done, in the direction in which values would flow."""
     name = next(name for name in reads if name not in done)
     way = [name]
     while way.count(name) < 2:

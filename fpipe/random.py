@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keyed randomness: what a random operation draws depends on its key alone.
+"""Keyed randomness: what a random operation draws depends on its key only.
 
-Problem. Dropout draws from a generator whose state depends on everything that drew before it, so a pipeline, which
-runs in another order and in several processes, draws other numbers than one device.
+Problem. Dropout draws from a generator whose state depends on everything drawn before, so a pipeline, which runs in
+another order and in several processes, draws different numbers than one device.
 
 Idea. As in JAX, randomness is a function of a key. Here the key is (seed, microbatch, call path of the operation in
 the uncut model and its ordinal there): nothing in it depends on cuts, schedule or ranks. Before each random operation
 the device's default generator is seeded with the key, and after the step the user's generator state is restored.
 
-Inside a module that branches on data, which operations run is not known beforehand. There the key is that of the call
-of the module: the generator is seeded as the call begins, and all operations in it draw from it in turn.
+Inside a module that branches on data, it isn't known beforehand which operations run. There the key is that of the
+module's call: the generator is seeded when the call begins, and all operations in it draw from it in turn.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ from fpipe.errors import InputError
 
 
 def key(seed: int, microbatch: int) -> int:
-    """The key of one microbatch of one step: 63 bits, of which the CPU's generator takes the lower 32."""
+    """Return the key of one microbatch of one step: 63 bits, of which the CPU's generator uses the lower 32."""
     return _digest(f"{seed}/{microbatch}")
 
 
 def label(path: str, ordinal: int) -> int:
-    """The name of a random operation, as 63 bits: call path of its module in the uncut model, and ordinal there."""
+    """Return the label of a random operation: 63 bits.
+
+    It depends on the call path of the operation's module in the uncut model, and the operation's ordinal there.
+    """
     return _digest(f"{path}#{ordinal}")
 
 
 def stream_label(path: str, call: int) -> int:
-    """Return the name of all that one call of a module draws, by the module's path and which of its calls it is.
+    """Return the label of everything that one call of a module draws, from the module's path and the call's number.
 
-    No random operation has it as its `label`.
+    It differs from the `label` of every random operation.
     """
     return _digest(f"{path}#call {call}")
 
 
 class Unseeded(int):
-    """The key of a step without a seed, which must not draw."""
+    """The key of a step without a seed, which must not draw random numbers."""
 
 
 def reseed(key: int, label: int, device: torch.device) -> None:
@@ -51,7 +54,7 @@ def reseed(key: int, label: int, device: torch.device) -> None:
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """The default generator of `device`, from which operations without a generator of their own draw."""
+    """Return the default generator of `device`, from which operations draw unless given another."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
@@ -77,7 +80,7 @@ def states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
 
 @contextmanager
 def repeated(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Draw, inside, what was drawn from these states on; afterwards, go on from where the generators are now."""
+    """Draw, inside, what was drawn starting from these states; afterwards, restore the current generator states."""
     with preserved(devices):
         for device, state in zip(devices, states, strict=True):
             generator(device).set_state(state)

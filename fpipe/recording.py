@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured timelines, in the form of the simulated ones.
+"""Measured timelines, in the same form as simulated ones.
 
-Problem. What is measured inside the executor's loop costs every step, also where nobody asks; and on an accelerator the
+Problem. Measuring inside the executor's loop slows down every step, even if nobody looks; and on an accelerator the
 host's clock sees launches, not computations.
 
-Idea. The loop knows nothing of clocks. A recorded execution runs the same loop over a program whose handlers are
-wrapped, and stands between it and the driver, where every wait passes. Times are read from a `Stopwatch`: the host's
-clock, or events on the device's current stream, which are read when the step is over. Nothing is synchronised within
-the step.
+Idea. The loop knows nothing of clocks. A recorded execution runs the same loop over a program with wrapped handlers,
+and sits between it and the driver, where every wait passes through. Times are read from a `Stopwatch`: the host's
+clock, or events on the device's current stream, which are read after the step. Nothing is synchronized within the
+step.
 
 A span of a compute action is the time in which it ran. A span of a transfer is the time for which the rank waited for
-it: `RECV_F`, `RECV_B`, `RECV_G` for what it needed, `WAIT_F`, `WAIT_B`, `WAIT_G` for a send to be done. Transfers that
-were done when they were asked for have none. What is between spans went into posting.
+it: `RECV_F`, `RECV_B`, `RECV_G` for what it needed, `WAIT_F`, `WAIT_B`, `WAIT_G` for a send to finish. Transfers that
+were already done have none. The time between spans went into posting.
 
 Not yet run on an accelerator.
 """
@@ -30,26 +30,26 @@ from fpipe.transport.contract import Handle, Payload, Ranks, Transport, awaited
 from schedules import Action, Span
 
 Record: TypeAlias = Callable[[Span], None]
-"""What users pass: it is called with each span, in seconds of `time.perf_counter`."""
+"""The user's function: it is called with each span, in seconds of `time.perf_counter`."""
 Mark: TypeAlias = Any
-"""A point in time that a `Stopwatch` knows how to read."""
+"""A point in time that a `Stopwatch` can read."""
 
 
 class Stopwatch(Protocol):
     """Marks points in time, and makes spans of them."""
 
     def mark(self) -> Mark:
-        """Now."""
+        """Return a mark of the current time."""
 
     def lap(self, rank: int, action: Action, start: Mark, end: Mark) -> None:
-        """`rank` was in `action` between two marks; its span is recorded now, or by `read`."""
+        """Record, now or in `read`, that `rank` ran or waited for `action` between two marks."""
 
     def read(self) -> None:
         """Record what is left, after the step."""
 
 
 class HostStopwatch:
-    """The host's clock; spans are recorded at once."""
+    """The host's clock; spans are recorded immediately."""
 
     def __init__(self, record: Record) -> None:
         self.record, self.mark = record, perf_counter
@@ -59,27 +59,27 @@ class HostStopwatch:
         self.record(Span(rank, action, start, end))
 
     def read(self) -> None:
-        """Nothing is left."""
+        """Do nothing: no span is left."""
 
 
 class Event(Protocol):
-    """What an accelerator's stream passes after all that it was given before: `torch.Event`, with timing."""
+    """An event on an accelerator's stream, reached after all earlier work: `torch.Event`, with timing."""
 
     def synchronize(self) -> None:
-        """Block until it has been passed."""
+        """Block until it is reached."""
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds until `other` is passed."""
+        """Return the milliseconds from it to `other`."""
 
 
 class DeviceStopwatch:
-    """Events on the current stream of a device; spans are recorded when the step is over.
+    """Events on the current stream of a device; spans are recorded after the step.
 
-    They know the time between each other only. So a last event is waited for after the step, and the host's clock read
-    right then; all others are counted back from it. That is as late as the host is told, some microseconds.
+    Events only measure the time between each other. So after the step a last event is waited for, and the host's clock
+    is read right then; all others are counted back from it. The host learns of it late by some microseconds.
 
-    - `mark()` makes an event and gives it to the stream; `clock()` is the host's.
-    - `laps`: rank, action, and the events at its two ends.
+    - `mark()` records an event on the stream; `clock()` is the host's.
+    - `laps`: rank, action, start event and end event.
     """
 
     def __init__(self, record: Record, mark: Callable[[], Event], clock: Callable[[], float] = perf_counter) -> None:
@@ -101,7 +101,7 @@ class DeviceStopwatch:
 
 
 def stopwatch(device: torch.device, record: Record) -> Stopwatch:
-    """The one for what is computed on `device`."""
+    """Return the stopwatch for computations on `device`."""
     if device.type == "cpu":
         return HostStopwatch(record)
 
@@ -114,14 +114,14 @@ def stopwatch(device: torch.device, record: Record) -> Stopwatch:
 
 
 class RecordedExecution(Execution):
-    """An execution whose waits are timed, and, if its program comes from `timed`, its compute actions."""
+    """An execution whose waits are timed, and, if its program comes from `timed`, its compute actions too."""
 
     def __init__(self, rank: int, watch: Stopwatch, program: Linked, transport: Transport, inputs: Inputs) -> None:
         super().__init__(program, transport, inputs)
         self.rank, self.watch = rank, watch
 
     def run(self) -> Generator[Handle, None, Outcome]:
-        """Interpret the program; from handing over a handle to being called again is a wait."""
+        """Interpret the program; a wait lasts from yielding a handle to being resumed."""
         running = super().run()
         mark, lap, rank = self.watch.mark, self.watch.lap, self.rank
         while True:
@@ -138,7 +138,7 @@ class RecordedExecution(Execution):
 def recorded(
     ranks: Ranks, programs: Mapping[int, Linked], inputs: Inputs, device: torch.device, record: Record
 ) -> dict[int, Outcome]:
-    """Run each rank's program, from `timed`, as `Ranks.run` does; `record` gets spans of actions and of waits."""
+    """Run each rank's program, from `timed`, as `Ranks.run` does; `record` gets the spans of actions and waits."""
     watch = stopwatch(device, record)
     outcomes = ranks.run(lambda rank, transport: RecordedExecution(rank, watch, programs[rank], transport, inputs))
     watch.read()
@@ -146,9 +146,9 @@ def recorded(
 
 
 def timed(program: Linked) -> Linked:
-    """The program for a `RecordedExecution`, the same in every step: handlers of compute actions are wrapped.
+    """Return the program for a `RecordedExecution`, with wrapped handlers of compute actions; reuse it in every step.
 
-    Transfers only post, and take no time to speak of.
+    Transfers aren't wrapped: they only post, which takes negligible time.
     """
     wrapped = cache(_wrapped)
     instructions = (
@@ -158,7 +158,7 @@ def timed(program: Linked) -> Linked:
 
 
 def _wrapped(handler: Handler) -> Handler:
-    """The handler, timed by the stopwatch of the execution that it is called for."""
+    """Return the handler, timed by the stopwatch of the execution that calls it."""
 
     def timed(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
         recorded = cast(RecordedExecution, run)

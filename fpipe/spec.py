@@ -2,12 +2,12 @@
 """What is known of a tensor before it exists: shape, stride, dtype, device.
 
 Problem. A receiver must have a buffer before the value arrives, and the value must come out of it as it went in.
-Strides belong to that: a transposed value that arrives contiguous is summed in another order by a bias gradient, and
-the bits differ.
+That includes strides: if a transposed value arrives contiguous, a bias gradient sums it in another order, and the bits
+differ.
 
 Idea. Metadata are a frozen value, found once with fake tensors. `Spec.pack` lays out exactly the elements that exist
-(a broadcast dimension once, in the order of memory) as contiguous bytes, without a copy where memory is dense;
-`Spec.unpack` is its inverse on the other side.
+(a broadcast dimension once, in memory order) as contiguous bytes, without a copy if memory is dense; `Spec.unpack` is
+its inverse on the other side.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        """The metadata of `tensor`."""
+        """Return the metadata of `tensor`."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     def sized(self, shape: tuple[int, ...]) -> Spec:
-        """Another shape, with the dimensions in the same order of memory, and without gaps.
+        """Return this spec with another shape: dimensions in the same memory order, without gaps.
 
         >>> Spec.of(torch.zeros(2, 3).t()).sized((5, 4)).stride
         (1, 5)
@@ -61,9 +61,9 @@ class Spec:
         return replace(self, shape=shape, stride=tuple(stride))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """`tensor`, copied into this layout if it has another.
+        """Return `tensor`, copied into this layout if it has another.
 
-        Raises `InputError` if it has another shape or dtype: metadata were inferred for other circumstances.
+        Raises `InputError` if it has another shape or dtype: the metadata were inferred under other circumstances.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise InputError(
@@ -76,20 +76,20 @@ class Spec:
         return self.strided().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
-        """An uninitialised tensor in this layout; without gaps and repetitions, so that it can be written."""
+        """Return an uninitialized tensor in this layout, without gaps and broadcast dimensions, so it is writable."""
         layout = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         return torch.empty_like(layout, device=self.device if device is None else device)
 
     def buffer(self) -> Tensor:
-        """Uninitialised bytes for what `pack` returns."""
+        """Return uninitialized bytes for what `pack` returns."""
         return torch.empty(self._bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The elements of `tensor` as contiguous bytes, in the order of memory; a view where memory is dense."""
+        """Return the elements of `tensor` as contiguous bytes, in memory order; a view if memory is dense."""
         return as_bytes(tensor if self._rows else self._once(tensor).permute(self._order))
 
     def unpack(self, data: Tensor) -> Tensor:
-        """A tensor of this shape and stride around (or, where memory has gaps, copied from) packed bytes."""
+        """Return a tensor of this shape and stride: a view of the packed bytes, or a copy if memory has gaps."""
         flat = data.view(self.dtype)
         if self._dense:
             return flat.as_strided(self.shape, self.stride)
@@ -100,14 +100,14 @@ class Spec:
         return tensor
 
     def _once(self, tensor: Tensor) -> Tensor:
-        """`tensor` without repetitions along broadcast dimensions."""
+        """Return `tensor` without repetition along broadcast dimensions."""
         for dim, stride in enumerate(self.stride):
             if not stride:
                 tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))
         return tensor
 
     def strided(self) -> Tensor:
-        """An uninitialised tensor of this shape and stride."""
+        """Return an uninitialized tensor of this shape and stride."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     @cached_property
@@ -125,12 +125,12 @@ class Spec:
 
     @cached_property
     def _rows(self) -> bool:
-        """Whether memory is in row-major order, without repetitions."""
+        """True if memory is in row-major order, without repetition."""
         return self._packed == self.shape and self._order == tuple(range(len(self.shape)))
 
     @cached_property
     def _dense(self) -> bool:
-        """Whether memory order has no gaps: each dimension's stride is the product of all faster ones."""
+        """True if memory has no gaps: each dimension's stride is the product of all faster ones' sizes."""
         expected = 1
         for dim, size in zip(reversed(self._order), reversed(self._packed), strict=True):
             if size > 1 and self.stride[dim] != expected:
@@ -144,7 +144,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class OptionalSpec(Spec):
-    """Metadata of a tensor that may be absent, as data decide; a last byte says on the wire whether it is there.
+    """Metadata of a tensor that may be absent, depending on data; when packed, a last byte says whether it is there.
 
     >>> spec = OptionalSpec.of(torch.zeros(2))
     >>> spec.unpack(spec.pack(torch.tensor([1.0, 2.0]))), spec.unpack(spec.pack(None))
@@ -153,15 +153,15 @@ class OptionalSpec(Spec):
 
     @property
     def present(self) -> Spec:
-        """The metadata of the tensor when it is there."""
+        """The metadata of the tensor if it is there."""
         return Spec(self.shape, self.stride, self.dtype, self.device)
 
     def buffer(self) -> Tensor:
-        """Uninitialised bytes for what `pack` returns."""
+        """Return uninitialized bytes for what `pack` returns."""
         return torch.empty(self._bytes + 1, dtype=torch.uint8, device=self.device)
 
     def pack(self, tensor: Tensor | None) -> Tensor:
-        """The elements of `tensor`, or zeros if it is absent, and the byte that says which."""
+        """Return the elements of `tensor`, or zeros if it is absent, and the byte that says which."""
         data = torch.zeros(self._bytes + 1, dtype=torch.uint8, device=self.device)
         if tensor is not None:
             data[:-1] = self.present.pack(tensor)
@@ -169,7 +169,7 @@ class OptionalSpec(Spec):
         return data
 
     def unpack(self, data: Tensor) -> Any:
-        """The tensor, or `None` if it is absent; waits for the device that holds the bytes."""
+        """Return the tensor, or `None` if it is absent; waits for the device that holds the bytes."""
         return self.present.unpack(data[:-1]) if data[-1] else None
 
     def __str__(self) -> str:
@@ -177,8 +177,8 @@ class OptionalSpec(Spec):
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` in row-major order, as one-dimensional bytes; a view where it is contiguous."""
+    """Return the elements of `tensor` in row-major order, as one-dimensional bytes; a view if it is contiguous."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.stride() != (1,):  # a lone element may have any
+    if flat.stride() != (1,):  # a single element may have any
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and buffers as dicts keyed by the model's own names: are they those that were asked for?"""
+"""Checks of parameters and buffers that are passed as dicts keyed by the model's own names."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
 
 
 def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], made: Mapping[int, Tensor]) -> None:
-    """Raise `InputError`, naming the leaf, for flags and hooks that a step would pass over.
+    """Raise `InputError`, naming the leaf, for flags and hooks that a step would ignore.
 
-    A tensor without `requires_grad` is a value like any other, as those that a function of parameters returns; unless
-    it is a parameter of a module, or was `made` to be trained: then somebody has frozen it.
+    A tensor without `requires_grad` is a value like any other, such as the result of a function of parameters. But if
+    it is a parameter of a module, or was `made` to be trained, then someone has frozen it.
     """
     for name, p in params.items():
         flag = p.requires_grad
@@ -70,7 +70,7 @@ def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], made
 
 
 def require_leaf(what: str, name: str, leaf: object, spec: Spec) -> None:
-    """Raise `InputError` unless `leaf` is a tensor with values, of the spec's shape and dtype, on whatever device."""
+    """Raise `InputError` unless `leaf` is a tensor with values and with the spec's shape and dtype, on any device."""
     if isinstance(leaf, Tensor) and (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype) and not leaf.is_meta:
         return
     where = f"{what}[{name!r}]: got"

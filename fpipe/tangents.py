@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that carry more than values: tangents of forward-mode differentiation, and levels of torch.func.
 
-A step detaches what it is given, so these would be lost without a word.
+A step detaches its arguments, which would silently lose these.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fpipe.errors import InputError
 
 
 def require_primal(what: str, tensors: Mapping[str, Tensor] | Mapping[int, Tensor]) -> None:
-    """Raise `InputError`, naming the leaf, for a dual tensor, and for one inside a transform of torch.func.
+    """Raise `InputError`, naming the leaf, for a dual tensor or one inside a transform of torch.func.
 
-    Where neither is going on, none is looked at.
+    If neither is active, no tensor is inspected.
     """
     dual, transformed = forward_ad._current_level >= 0, _functorch.maybe_current_level() is not None
     if not (dual or transformed):

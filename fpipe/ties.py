@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tied parameters: how the gradient of a parameter that several stages use is put together.
+"""Tied parameters: how the gradient of a parameter that several stages use is combined.
 
-- `exact`: its cotangent goes back from user to user in every microbatch, as on one device, and the bits are the same.
-  At the end the first user, who owns it, sends the gradient to all who hold a copy.
-- `sum`: each stage adds up a gradient of its own over the microbatches, as of any parameter. At the end the stages
-  exchange these, and each adds all of them in stage order. Nothing travels within the step; the bits are those of a
-  model with a copy of the parameter in every stage, the gradients of which are added. A rank then holds a gradient for
-  every stage that uses the parameter, so of one that very many use, `exact` takes less memory.
+- `exact`: in every microbatch its cotangent goes back from user to user, as on one device, and the bits are the same.
+  At the end the first user, its owner, sends the gradient to all who hold a copy.
+- `sum`: each stage sums its own gradient over the microbatches, as for any parameter. At the end the stages exchange
+  these, and each adds all of them in stage order. Nothing is sent within the step; the bits are those of a model with
+  a copy of the parameter in every stage, whose gradients are added. A rank then holds one gradient for every stage that
+  uses the parameter, so if very many do, `exact` takes less memory.
 
 Between stages on one rank nothing is sent, in either mode.
 """
@@ -28,10 +28,10 @@ MODES = ("exact", "sum")
 
 
 def summed(tied: Tied, model: nn.Module) -> frozenset[str]:
-    """The parameters with mode `sum`, by their first names.
+    """Return the parameters with mode `sum`, by their first names.
 
-    `tied` is a mode for all, or a dict of modes by any name of a parameter, where the others are `exact`. Raises
-    `InputError` for an unknown mode or name, and for two modes of one parameter.
+    `tied` is a mode for all, or a dict from any name of a parameter to its mode; parameters not in it are `exact`.
+    Raises `InputError` for an unknown mode or name, and for two modes of one parameter.
 
     >>> pair = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     >>> pair[1].weight = pair[0].weight
@@ -65,9 +65,9 @@ def _require_mode(where: str, mode: object) -> None:
 
 
 def sends(placement: Placement, source: int, target: int, holders: Sequence[int]) -> bool:
-    """Whether the stage `target`, one of `holders`, must be sent a gradient of the stage `source`.
+    """Return whether stage `target`, one of `holders`, must be sent a gradient of stage `source`.
 
-    A rank needs it once, for all holders there are on it, and not at all if `source` is there too.
+    A rank needs it only once, for all holders on it, and not at all if `source` is on it too.
 
     >>> from schedules import looped
     >>> [sends(looped(ranks=2, chunks=2), 0, target, range(4)) for target in (1, 2, 3)]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One timeline of what all ranks recorded, and the costs that it shows.
+"""One timeline of what all ranks recorded, and the costs measured in it.
 
-Problem. Every process has the spans of its own ranks, on a clock of its own.
+Problem. Every process has the spans of its own ranks, by its own clock.
 
-Idea. A span is a row of numbers, so rows travel as tensors. Each process puts its times on the first one's clock
-(`fpipe.transport.clocks`) before it sends them. What comes out has the form of `schedules.spans`, and can be summed up,
-drawn and simulated like it.
+Idea. A span is a row of numbers, so rows travel as tensors. Each process converts its times to the first one's clock
+(`fpipe.transport.clocks`) before it sends them. The result has the form of `schedules.spans`, so it can be summarized,
+drawn and simulated in the same way.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fpipe.pipe import Pipeline
 from schedules import KINDS, Action, Costs, Span, estimate
 
 WORDS: Final = tuple(KINDS)
-NONE: Final = -1  # in the row of an action without peer or slice
+NONE: Final = -1  # the entry for an absent peer or slice
 
 
 def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The spans of all ranks, in seconds from the start of the first action, rank by rank in the order of time.
+    """Return the spans of all ranks, in seconds from the start of the first action, rank by rank in order of time.
 
-    `spans` are those that this process recorded, of a step say (`value_and_grad(pipe, record=spans.append)`); under
-    torch.distributed every rank must call this. A wait that began before the first action begins at 0, so what ranks
-    waited for the step before is left out. Hosts have clocks of their own, which are told apart to within the shortest
-    round trip of a message; processes of one host have one clock.
+    `spans` are those that this process recorded, of one step for example (`value_and_grad(pipe, record=spans.append)`).
+    Under torch.distributed every rank must call this. A wait that began before the first action begins at 0, so waits
+    for the previous step are left out. Clocks of different hosts are aligned to within the shortest round trip of a
+    message; processes of one host share a clock.
 
     Raises `InputError` for spans of ranks that are not in this process.
 
@@ -60,10 +60,10 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
-    """The costs that these timelines of training steps show, in seconds, for simulating the pipeline's schedule.
+    """Return the costs measured in timelines of training steps, in seconds, for simulating the pipeline's schedule.
 
-    As `schedules.estimate` finds them. Where all ranks are in this process transfers cost nothing: a rank that waits
-    waits for its turn. Raises `TimelineError` for a stage without spans.
+    They are computed by `schedules.estimate`. If all ranks are in this process, transfers cost nothing: a rank that
+    waits is waiting for its turn. Raises `TimelineError` for a stage without spans.
     """
     alone = len(pipe.ranks.ranks) == pipe.schedule.ranks
     return estimate(pipe.schedule, *([span for span in one if not (alone and span.waits)] for one in timelines))
@@ -80,7 +80,7 @@ def _require_own(spans: Sequence[Span], ranks: tuple[int, ...]) -> None:
 
 
 def _rows(spans: Sequence[Span], ahead: float) -> Tensor:
-    """A row of numbers for each span, its times by the clock of the first process."""
+    """Return a row of numbers for each span, with times by the first process's clock."""
     rows = [
         (rank, WORDS.index(kind), stage, i, *(NONE if one is None else one for one in more), start - ahead, end - ahead)
         for rank, (kind, stage, i, *more), start, end in spans
@@ -89,7 +89,7 @@ def _rows(spans: Sequence[Span], ahead: float) -> Tensor:
 
 
 def _span(row: Sequence[float]) -> Span:
-    """The span of a row."""
+    """Return the span of a row."""
     *numbers, start, end = row
     rank, word, stage, i, peer, part = map(int, numbers)
     action = Action(WORDS[word], stage, i, None if peer == NONE else peer, None if part == NONE else part)
@@ -97,5 +97,5 @@ def _span(row: Sequence[float]) -> Span:
 
 
 def _moved(span: Span, begin: float) -> Span:
-    """The span counted from `begin`; what was waited before is left out."""
+    """Return the span with times counted from `begin`; any part before it is cut off."""
     return span._replace(start=max(0.0, span.start - begin), end=span.end - begin)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees, on optree: which leaves are tensors, what they are called, and how two trees differ.
+"""Pytrees, on optree: which leaves are tensors, their names, and how two trees differ.
 
-Dataclasses, and whatever is registered as a pytree with torch (the outputs of Hugging Face's models are), are trees
-too: their types are registered with optree, in a namespace of fpipe's own, when one is first met.
+Dataclasses, and any type that is registered as a pytree with torch (such as the outputs of Hugging Face models), are
+trees too: their types are registered with optree when first seen, in fpipe's own namespace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMESPACE = "fpipe"
 
 @dataclass(frozen=True)
 class Structure:
-    """A tree without its tensors: the treespec, and the leaves that are no tensors.
+    """A tree without its tensors: the treespec, and the non-tensor leaves.
 
     >>> tensors, structure = flatten({"x": torch.ones(2), "flag": True, "none": None})
     >>> len(tensors), structure.names
@@ -54,11 +54,11 @@ class Structure:
 
     @property
     def opaque(self) -> tuple[tuple[str, str], ...]:
-        """Path and type of the leaves in which tensors may hide."""
+        """Path and type of the leaves that may contain tensors."""
         return tuple((self.paths[leaf], type(x).__name__) for leaf, x in self.constants if not isinstance(x, PLAIN))
 
     def unflatten(self, tensors: list[Any] | tuple[Any, ...]) -> Tree:
-        """The tree with these in place of its tensors."""
+        """Return the tree with `tensors` in place of its own."""
         leaves = list(tensors)
         for leaf, value in self.constants:
             leaves.insert(leaf, value)
@@ -66,13 +66,13 @@ class Structure:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
-USUAL = frozenset({Tensor, nn.Parameter, FakeTensor, *PLAIN})  # what most leaves are
+USUAL = frozenset({Tensor, nn.Parameter, FakeTensor, *PLAIN})  # the types of most leaves
 
 
 def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
-    """The tensors of `tree`, and the rest of it.
+    """Return the tensors of `tree`, and the rest of it.
 
-    Raises `InputError` for a leaf in which tensors may hide, unless `opaque` leaves are welcome.
+    Raises `InputError` for a leaf that may contain tensors, unless `opaque` leaves are allowed.
     """
     leaves, spec = taken_apart(tree)
     constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)])
@@ -83,7 +83,7 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
 
 
 def require_transparent(what: str, structure: Structure) -> None:
-    """Raise `InputError`, naming the leaf, if there is one in which tensors may hide."""
+    """Raise `InputError`, naming the leaf, if there is one that may contain tensors."""
     for path, kind in structure.opaque[:1]:
         raise InputError(
             f"{what}, at {path or 'the root'}: got {kind}, expected tensors, numbers, strings, flags or None in "
@@ -93,7 +93,7 @@ def require_transparent(what: str, structure: Structure) -> None:
 
 
 def taken_apart(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
-    """All leaves of `tree`, and its treespec."""
+    """Return all leaves of `tree`, and its treespec."""
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     if _registered(set(map(type, leaves)) - USUAL):
         return taken_apart(tree)
@@ -101,7 +101,7 @@ def taken_apart(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def _registered(types: set[Any]) -> bool:
-    """Register those of `types` that are known to be trees; whether there were any."""
+    """Register the `types` that are known to be trees; return whether there were any."""
     other = [t for t in types if not issubclass(t, (Tensor, *PLAIN))]
     known: list[Any] = [t for t in other if t in torch_pytree.SUPPORTED_NODES or is_dataclass(t)]
     register: Any = optree.register_pytree_node
@@ -120,7 +120,7 @@ def _registered(types: set[Any]) -> bool:
 
 
 def _fields(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
-    """The fields as they are stored, whatever the class makes of reading one."""
+    """Return the fields as stored, bypassing any attribute access that the class defines."""
     held = {}
     for one in fields(value):
         with suppress(AttributeError):
@@ -129,7 +129,7 @@ def _fields(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ..
 
 
 def _made(kind: type, names: tuple[str, ...], values: Any) -> Any:
-    """A dataclass with these fields, whatever its `__init__` takes."""
+    """Return a dataclass with these fields, bypassing its `__init__`."""
     made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
@@ -137,7 +137,7 @@ def _made(kind: type, names: tuple[str, ...], values: Any) -> Any:
 
 
 def _torchs(flat: Any) -> Any:
-    """torch's way to flatten a type as optree's, which names the children of mappings by their keys."""
+    """Adapt torch's flatten function of a type to optree, naming the children of mappings by their keys."""
 
     def flattened(value: Any) -> tuple[Any, Any, Any]:
         children, context = flat(value)
@@ -148,9 +148,9 @@ def _torchs(flat: Any) -> Any:
 
 
 def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
-    """What `prefix` says of each tensor of a tree; in it, `None` is a leaf.
+    """Return the value that `prefix` has for each tensor of a tree; in the prefix, `None` is a leaf.
 
-    Raises `InputError` if it is no prefix of the tree. `what` says whose leaves they are.
+    Raises `InputError` if it is not a prefix of the tree. `what` names the argument in errors.
 
     >>> _, structure = flatten(({"x": torch.ones(1), "y": [torch.ones(2), None]}, torch.ones(3), 4))
     >>> broadcast("dims", ({"x": 1, "y": None}, 0, 0), structure)
@@ -170,7 +170,7 @@ def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
 
 
 def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
-    """Raise `InputError` unless two trees differ in nothing but their leaves, with tensors at the same places."""
+    """Raise `InputError` unless two trees differ only in their leaves, with tensors at the same places."""
     if got.spec != expected.spec or [i for i, _ in got.constants] != [i for i, _ in expected.constants]:
         missing = [path for path in expected.names if path not in got.names]
         surplus = [path for path in got.names if path not in expected.names]
@@ -182,7 +182,7 @@ def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
 
 
 def require_same(what: str, got: Structure, expected: Structure) -> None:
-    """Raise `InputError`, naming the leaf, unless two trees differ in nothing but their tensors."""
+    """Raise `InputError`, naming the leaf, unless two trees differ only in their tensors."""
     require_same_tree(what, got, expected)
     for (leaf, value), (_, wanted) in zip(got.constants, expected.constants, strict=True):
         if type(value) is not type(wanted) or (value != wanted and repr(value) != repr(wanted)):  # nan equals nan
@@ -193,7 +193,7 @@ def require_same(what: str, got: Structure, expected: Structure) -> None:
 
 
 def names(module: nn.Module, kind: str) -> dict[str, str]:
-    """Every name of every parameter or buffer (`kind`), mapped to the first name of the same tensor.
+    """Map every name of every parameter or buffer (`kind`) to the first name of the same tensor.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     >>> tied[1].weight = tied[0].weight
@@ -209,7 +209,7 @@ def names(module: nn.Module, kind: str) -> dict[str, str]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits; unlike `torch.equal`, nan equals itself, 0 not -0."""
+    """Return whether shape, dtype and bits are the same; unlike for `torch.equal`, nan equals nan, and 0 is not -0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(as_bytes(a.detach()), as_bytes(b.detach()))

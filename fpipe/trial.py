@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that a verification begins from and goes on with: of one process, and of the whole model."""
+"""The state that a verification starts from and continues with: of one process, and of the whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fpipe.pipe import Pipeline
 from fpipe.state import require_state
 from fpipe.step import State
 
-RATE = 2**-10  # of the descent between steps; a power of two loses no bits
+RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
 
 
 def held(module: nn.Module) -> tuple[State, State]:
@@ -22,7 +22,7 @@ def held(module: nn.Module) -> tuple[State, State]:
 
 
 def gathered(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
-    """Return the whole state, of which each process passes its share; every rank must call this at the same time."""
+    """Return the whole state from each process's share; every rank must call this at the same time."""
     with pipe.ranks.guarded("verify"):
         require_state("params", params, pipe.training.params)
         require_state("buffers", buffers, pipe.training.buffers)
@@ -55,7 +55,7 @@ def descended(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Stat
 
 @contextmanager
 def placed(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the module holds these values; afterwards, its own."""
+    """Put these values into the module; afterwards, restore its own."""
     values = {**params, **buffers}
     seats = [*module.named_parameters(), *module.named_buffers()]
     before = [(tensor, tensor.data) for _, tensor in seats]

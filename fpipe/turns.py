@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads take turns.
 
-torch keeps one default generator per device and one of each of its functions for all threads of a process. A step seeds
-the former, a capture replaces some of the latter for a while, and both put tensors into the places of the one skeleton
-that a pipeline has. So while one thread is inside, all others wait. What communicates with other processes must not
-wait: there another thread might be inside, which waits for this one; it is refused.
+torch has one default generator per device, and one copy of each of its functions, for all threads of a process. A step
+seeds the former, a capture temporarily replaces some of the latter, and both put tensors into the pipeline's only
+skeleton. So while one thread is inside, all others wait. A call that communicates with other processes must not wait,
+since the thread inside might be waiting for it through another process; it is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from fpipe.errors import TransportError
 
-TURN: Final = RLock()  # of the process, as what it guards is
+TURN: Final = RLock()  # per process, like what it guards
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def turn() -> Iterator[None]:
 
 @contextmanager
 def only_turn(what: str) -> Iterator[None]:
-    """Raise `TransportError` if another thread is inside; `what` is what this one wants to do."""
+    """Raise `TransportError` if another thread is inside; `what` names this thread's call in the error."""
     if not TURN.acquire(blocking=False):
         raise TransportError(
             f"{what}, in thread {current_thread().name!r}: got another thread that is inside fpipe, expected one "

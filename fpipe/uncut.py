@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model uncut, as a single stage: what the stages together are compared with.
+"""The uncut model as a single stage, to compare the stages with.
 
-A parameter whose gradients are summed over stages is there once for each of its stages, under the same name: so its
-gradient comes out in parts, as in the pipeline, to be added in stage order. For that the stages' own functions are
-called one after the other, in one autograd graph; where there is no such parameter, nothing of the cut is left.
+A parameter whose gradients are summed over stages has one copy for each of its stages, under the same name: so its
+gradient comes in parts, as in the pipeline, to be added in stage order. To do this, the stages' own functions are
+called in sequence, in one autograd graph. If there is no such parameter, the cut has no effect here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fpipe.graph import Layout, layouts
 from fpipe.metadata import made_by
 
 Copies: TypeAlias = Mapping[tuple[int, Value], Value]
-"""Per stage and parameter, what stands for it there, if not itself."""
+"""The copy of a parameter that a stage uses in place of it, by stage and parameter."""
 
 
 def uncut(
@@ -30,7 +30,7 @@ def uncut(
     functions: Sequence[Function],
     summed: frozenset[str],
 ) -> tuple[Captured, Layout, Function]:
-    """The whole model: with copies among its sources, its layout, and its function."""
+    """Return the whole model, with copies among its sources; its layout; and its function."""
     (layout,) = layouts(captured, observed, (), results)
     copies = _copies(captured, stages, summed)
     if not copies:
@@ -43,7 +43,7 @@ def uncut(
 
 
 def _copies(captured: Captured, stages: Sequence[Layout], summed: frozenset[str]) -> Copies:
-    """A value for every stage but the first that reads a summed parameter; in stage order, parameter by parameter."""
+    """Return a value for each later stage that reads a summed parameter; parameter by parameter, in stage order."""
     fresh = count(1 + max((*captured.sources, *(value for unit in captured.units for value in unit.makes))))
     shared = [v for v, source in captured.sources.items() if isinstance(source, Parameter) and source.name in summed]
     readers = {value: [s for s, layout in enumerate(stages) if value in layout.parameters] for value in shared}
@@ -51,7 +51,7 @@ def _copies(captured: Captured, stages: Sequence[Layout], summed: frozenset[str]
 
 
 def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Function], copies: Copies) -> Function:
-    """The stages' functions, one after the other, each with its own copies."""
+    """Return the stages' functions called in sequence, each with its own copies."""
     reads = [tuple(copies.get((s, value), value) for value in layout.inputs) for s, layout in enumerate(stages)]
     steps = [
         Step(read, made_by(layout), function) for read, layout, function in zip(reads, stages, functions, strict=True)

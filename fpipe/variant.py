@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is captured and driven for."""
+"""What a model is captured and run for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeAlias
 import torch
 
 Casts: TypeAlias = tuple[tuple[str, torch.dtype], ...]
-"""By kind of device, the dtype that autocast casts to."""
+"""Pairs of a device type and the dtype that autocast casts to."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a plan is for: training or evaluation, with the loss or not, with the outputs or not.
+    """The purpose of a plan: training or evaluation, with or without the loss, with or without the outputs.
 
     `casts`: the autocast that model and loss run under.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the pipeline what it claims to be? Compare it, bit for bit, with one device.
+"""Does the pipeline compute what it claims to? Compare it, bit for bit, with one device.
 
-Two comparisons, because a reference that shares the capture cannot see what the capture lost: with `fpipe.reference`,
-and with the user's own module run eagerly, forward and `.backward()`, in a plain loop that uses nothing of fpipe's.
+There are two comparisons, since a reference that shares the capture can't see what the capture lost: with
+`fpipe.reference`, and with the user's own module run eagerly, forward and `.backward()`, in a plain loop without fpipe.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fpipe.one_device import Orders, ReplicaSum
 from fpipe.spec import Spec
 from fpipe.tree import flatten, same_bits
 
-ALIGNMENT = 64  # bytes; where a matrix begins decides how it is summed
+ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
 
 class Verification(NamedTuple):
-    """What `verify` has found equal: leaves compared with the reference, and with the user's module run eagerly.
+    """The number of leaves that `verify` found equal to the reference's, and to those of the user's module run eagerly.
 
-    `eager` is 0 where the model draws random numbers: eager dropout draws others. Gradients that are summed over stages
-    (`tied="sum"`) are compared with the reference only: the eager model adds in another order. Leaves of several steps
-    are added up.
+    `eager` is 0 if the model draws random numbers: eager dropout draws different ones. Gradients that are summed over
+    stages (`tied="sum"`) are compared with the reference only, since the eager model adds in another order. Several
+    steps add up.
     """
 
     reference: int
@@ -37,7 +37,7 @@ class Verification(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What two computations are compared by; what a side does not have is `None`."""
+    """The results by which two computations are compared; `None` for what a side doesn't have."""
 
     loss: Tensor | None
     outputs: Any
@@ -45,7 +45,7 @@ class Computed(NamedTuple):
     buffers: Mapping[str, Tensor]
 
     def held(self, params: Collection[str]) -> Computed:
-        """The same with the gradients of these parameters only: those of this process."""
+        """Return the same with the gradients of these parameters only: this process's."""
         return self._replace(grads={name: grad for name, grad in self.grads.items() if name in params})
 
 
@@ -56,10 +56,10 @@ def eagerly(
     orders: Mapping[str, Orders],
     joining: Joining | None,
 ) -> Computed:
-    """The user's module itself in a plain microbatch loop on one device; its gradients and buffers are put back.
+    """Run the user's module in a plain microbatch loop on one device; its gradients and buffers are restored.
 
-    `batch` has the microbatches of each leaf. Gradients are added in these orders, by parameter; of others as they
-    come.
+    `batch` has the microbatches of each leaf. `orders` says, by parameter, in which order gradients are added; those of
+    other parameters are added as they come.
     """
     losses, columns = [], []
     sums = {name: ReplicaSum(order) for name, order in orders.items()}
@@ -85,7 +85,7 @@ def eagerly(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The same in memory of its own, since the model may modify it; kernels see the same layout and alignment."""
+    """Return a copy, since the model may modify it, with the same layout and alignment, which kernels may depend on."""
     spec = Spec.of(tensor)
     packed = spec.pack(tensor)
     memory = packed.new_empty(packed.numel() + ALIGNMENT)
@@ -95,7 +95,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Begin without gradients; afterwards, gradients and buffers are as they were."""
+    """Clear the gradients; afterwards, restore gradients and buffers."""
     grads = [(p, p.grad) for p in model.parameters()]
     places = [(one._buffers, name, buffer) for one in model.modules() for name, buffer in one._buffers.items()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -113,7 +113,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 
 def _carried(buffer: Tensor, before: Tensor | None) -> Tensor:
-    """A copy of a buffer after a run; of a cache that has grown, as it was, since steps do not carry it on."""
+    """Return a copy of a buffer after a run; of a cache that has grown, as it was, since steps don't carry it over."""
     has_grown = before is not None and (before.shape, before.dtype) != (buffer.shape, buffer.dtype)
     return before.clone() if has_grown and before is not None else buffer.clone()
 
@@ -121,7 +121,8 @@ def _carried(buffer: Tensor, before: Tensor | None) -> Tensor:
 def require_equal(got: Computed, expected: Computed, against: str, tolerance: float = 0) -> int:
     """Raise `MismatchError` at the first leaf that differs; return how many were compared.
 
-    In any bit, or, where there is a `tolerance`, by more than that share of the leaf's largest magnitude.
+    A leaf differs if any bit does; with a `tolerance`, if it differs by more than that fraction of its largest
+    magnitude.
     """
     count = 0
     for name, mine, theirs in _pairs(got, expected):
@@ -143,7 +144,7 @@ def require_equal(got: Computed, expected: Computed, against: str, tolerance: fl
 
 
 def require_numbers(computed: Computed) -> None:
-    """Raise `MismatchError` where equality means nothing: for a loss or a gradient that is all nan."""
+    """Raise `MismatchError` if equality means nothing: for a loss or a gradient that is all nan."""
     grads = {f"gradient {name}": grad for name, grad in computed.grads.items()}
     for name, tensor in {"loss": computed.loss, **grads}.items():
         if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
@@ -164,7 +165,7 @@ def _difference(mine: Tensor, theirs: Tensor) -> float:
 
 
 def _pairs(got: Computed, expected: Computed) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """Leaves by name; gradients both ways."""
+    """Yield the leaves by name; of gradients, those of either side."""
     yield "loss", got.loss, expected.loss
     if got.outputs is not None and expected.outputs is not None:
         mine, structure = flatten(got.outputs)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: how one is cut into microbatches, and what may differ from step to step.
+"""Batches: how one is split into microbatches, and what may differ from step to step.
 
-Problem. Arguments are cut on different dimensions or not at all, the last microbatch may be smaller, and later batches
-may have other sizes. A program, though, is captured for shapes that are known before anything is sent.
+Problem. Arguments are split along different dimensions or not at all, the last microbatch may be smaller, and later
+batches may have other sizes. A program, though, is captured for shapes that are known before anything is sent.
 
-Idea. A batch is (inputs, targets). Its `Signature` is everything about it but the values of its tensors. A signature
-that is new makes a new plan, on every rank by itself, so no shape ever travels. `Batching` says how batches are cut;
-a `Batch` is one that was.
+Idea. A batch is (inputs, targets). Its `Signature` is everything about it except the values of its tensors. A new
+signature makes a new plan, on every rank independently, so shapes are never sent. A `Batching` says how batches are
+split; a `Batch` is one that was.
 
-Invariants. Batches differ from the example in sizes and in leaves that are no tensors, in nothing else. A leaf that a
-rank is not given is as in the example; one on the meta device tells its shape. Memory is laid out as in the example.
+Invariants. Batches differ from the example only in sizes and in non-tensor leaves. A leaf that a rank is not given is
+as in the example; one on the meta device gives its shape. Memory is laid out as in the example.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Signature:
-    """Everything about a batch but the values of its tensors, and what the model asks about these.
+    """Everything about a batch except the values of its tensors, and the answers to what the model asks about these.
 
-    - `leaves`: of each tensor leaf, the spec, or those of its microbatches where a function of the user's cuts it.
-    - `program`: what in the batch is no tensor, and so is part of the program; `halves`: the trees of inputs and of
-      targets, with it.
-    - `answers`: by microbatch, the answers to what the model asks about its values; empty where it asks nothing.
+    - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
+    - `program`: the non-tensor leaves, which are part of the program; `halves`: the trees of inputs and of targets,
+      which include them.
+    - `answers`: by microbatch, the answers to what the model asks about its values; empty if it asks nothing.
     """
 
     leaves: tuple[tuple[Spec, ...], ...]
@@ -60,10 +60,10 @@ class Signature:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Everything about a microbatch but values: the specs of its leaves, its scale the last, and the rest.
+    """Everything about a microbatch except values: the specs of its leaves, the last for its scale, and the rest.
 
-    `program` tells the tree's leaves that are no tensors; `structure` is the tree (inputs, targets, scale), where the
-    scale is `None` if losses are not weighted. `answers` are those to what the model asks about its values.
+    `program` has the tree's non-tensor leaves; `structure` is the tree (inputs, targets, scale), where the scale is
+    `None` if losses are not weighted. `answers` are those to what the model asks about its values.
     """
 
     leaves: tuple[Spec, ...]
@@ -82,11 +82,11 @@ class Microbatch:
 
 @dataclass(frozen=True, eq=False)
 class Batching:
-    """How batches are cut.
+    """How batches are split.
 
     - `leaves`: the tensor leaves of (inputs, targets).
     - `example`: the signature of the example.
-    - `weight`: how much a microbatch counts, if not all count the same.
+    - `weight`: the weight of a microbatch, if not all weigh the same.
     """
 
     leaves: tuple[Leaf, ...]
@@ -96,9 +96,9 @@ class Batching:
 
     @classmethod
     def of(cls, inputs: Any, targets: Any, dims: Any, microbatches: int, weight: Weight | None = None) -> Batching:
-        """How batches like an example are cut; `dims` is a prefix of the tree (inputs, targets).
+        """Return how batches like an example are split; `dims` is a prefix of the tree (inputs, targets).
 
-        Raises `InputError` if the example cannot be cut.
+        Raises `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
         home = next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
@@ -117,25 +117,25 @@ class Batching:
 
     @property
     def home(self) -> torch.device:
-        """Where the first tensor is, and what was given on meta."""
+        """The device of the first tensor, also used for those that are on meta."""
         return self.leaves[0].spec.device if self.leaves else torch.device("cpu")
 
     def leaf_name(self, number: int) -> str:
-        """Return what to call a leaf, the scale among them, in messages."""
+        """Return the name of a leaf, or of the scale, in messages."""
         return self.leaves[number].name if number < len(self.leaves) else "the scale of the loss"
 
     @property
     def scale(self) -> Spec | None:
-        """The spec of a microbatch's scale, if losses are weighted: one more leaf, after all others."""
+        """The spec of a microbatch's scale, if losses are weighted: an additional last leaf."""
         return None if self.weight is None else Spec((), (), torch.float64, self.home)
 
     @property
     def without_targets(self) -> bool:
-        """Whether there are no targets, not even an empty tree of them."""
+        """True if there are no targets, not even an empty tree of them."""
         return self.example.halves[1].spec == flatten(None)[1].spec
 
     def split(self, signature: Signature) -> list[Microbatch]:
-        """The microbatches of such batches."""
+        """Return the microbatches of batches with this signature."""
         structure = self._structure(signature)
         columns = [
             leaf.part_specs(specs, self.microbatches) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)
@@ -150,11 +150,11 @@ class Batching:
         return flatten((*trees, None if self.weight is None else torch.empty(0, device=META)))[1]
 
     def cut(self, inputs: Any, targets: Any) -> Batch:
-        """A batch, cut.
+        """Return the batch, split.
 
-        Pass `None` for inputs or targets that are as in the example and of which this rank needs nothing; tensors on
-        meta for those that are not, and of which it needs nothing either. A leaf in another layout is copied. Raises
-        `InputError`, naming the leaf, for what cannot be cut or is not like the example.
+        Pass `None` for inputs or targets that are as in the example and that this rank doesn't need; tensors on meta
+        for those that differ from it and that it doesn't need either. A leaf in another layout is copied. Raises
+        `InputError`, naming the leaf, if it can't be split or does not match the example.
         """
         halves, given = [], list[Tensor | None]()
         for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
@@ -182,7 +182,7 @@ class Batching:
         return Batch(self, signature, tuple(cut), tuple(memories))
 
     def difference(self, signature: Signature) -> str:
-        """What is not as in the example."""
+        """Return what differs from the example."""
         for leaf, specs, example in zip(self.leaves, signature.leaves, self.example.leaves, strict=True):
             if specs != example:
                 got, had = (", ".join(map(str, some)) for some in (specs, example))
@@ -209,7 +209,7 @@ class Batching:
         self._require_same_pieces(signature)
 
     def _require_same_pieces(self, signature: Signature) -> None:
-        """Raise `InputError` if a function cuts as many rows as another leaf has, but elsewhere."""
+        """Raise `InputError` if a function splits as many rows as another leaf has, but at other places."""
         pairs = zip(self.leaves, signature.leaves, strict=True)
         cut = [(leaf, sizes) for leaf, specs in pairs if (sizes := leaf.piece_sizes(specs, self.microbatches))]
         for leaf, sizes in cut:
@@ -223,7 +223,7 @@ class Batching:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch that was cut: its signature, what this process was given of each leaf, and where that lies."""
+    """A batch that was split: its signature, and what this process was given of each leaf, with its memory."""
 
     batching: Batching
     signature: Signature
@@ -231,13 +231,13 @@ class Batch:
     memories: tuple[Memory, ...]
 
     def without_values(self) -> Batch:
-        """Return the batch as a process has it that was given nothing of it."""
+        """Return the batch as a process sees it that was given none of it."""
         return replace(self, known=(None,) * len(self.known))
 
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
-        """The microbatches of the `needed` leaves, of all by default, the scale among them.
+        """Return the microbatches of the `needed` leaves, including the scale; by default, of all.
 
-        Raises `InputError` for what this process was not given.
+        Raises `InputError` for a leaf that this process was not given.
         """
         count = len(self.known) + (self.batching.weight is not None)
         wanted = sorted(set(range(count) if needed is None else needed))
@@ -257,14 +257,14 @@ class Batch:
         return leaf.parts(known, self.batching.microbatches)
 
     def _scales(self) -> list[Tensor]:
-        """A tensor for each microbatch, by which its loss is multiplied."""
+        """Return a tensor for each microbatch, by which its loss is multiplied."""
         weight, spec = self.batching.weight, self.batching.scale
         assert weight is not None
         assert spec is not None
         return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in scales(weight, self._given())]
 
     def _given(self) -> Iterable[tuple[Any, Any]]:
-        """Inputs and targets of each microbatch, as far as they were given."""
+        """Yield the inputs and targets of each microbatch, `None` for those not given."""
         batching = self.batching
         columns = [
             None if known is None else leaf.parts(known, batching.microbatches)
@@ -278,7 +278,7 @@ class Batch:
 
 
 def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:
-    """Inputs or targets of a microbatch, or `None` if they were not given."""
+    """Return the inputs or targets of a microbatch, or `None` if they were not given."""
     return None if leaves and leaves[0] is None else half.unflatten(leaves)
 
 
@@ -287,5 +287,5 @@ def _program(halves: tuple[Structure, Structure]) -> str:
 
 
 def _named(path: str) -> str:
-    """`[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
+    """Return a leaf's name: `[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
     return ("inputs" if path.startswith("[0]") else "targets") + path[3:]

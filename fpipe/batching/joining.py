@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of microbatches, put together again: the other end of `fpipe.batching.batch`."""
+"""Outputs of microbatches, joined again: the inverse of `fpipe.batching.batch`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fpipe.spec import Spec
 from fpipe.tree import Structure, broadcast
 
 Dim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
-"""A dimension, `None` for what is the same in every microbatch, or a function of all of them."""
+"""A dimension, `None` if every microbatch has the same, or a function of all of them."""
 
 
 @dataclass(frozen=True)
 class Joining:
-    """How the tensors of a tree of outputs are joined, one `dims` for each."""
+    """How the tensors of a tree of outputs are joined; `dims` has one entry for each."""
 
     structure: Structure
     dims: tuple[Dim, ...]
 
     @classmethod
     def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]]) -> Joining:
-        """How outputs are joined whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
+        """Return how to join outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
 
-        Raises `InputError` for a dimension along which they cannot be.
+        Raises `InputError` for a dimension along which they can't be joined.
         """
         found = broadcast("output_dims", dims, structure)
         for path, dim, specs in zip(structure.names, found, parts, strict=True):
@@ -37,12 +37,12 @@ class Joining:
         return cls(structure, tuple(found))
 
     def join(self, columns: Sequence[Sequence[Tensor]]) -> Any:
-        """The tree, from the microbatches of each tensor."""
+        """Return the tree, given the microbatches of each tensor."""
         return self.structure.unflatten([join(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
 
 
 def join(parts: Sequence[Tensor], dim: Dim = 0) -> Any:
-    """A leaf of all microbatches: joined along a dimension, or stacked if it has none; the first; or what `dim` makes.
+    """Return a leaf of all microbatches: joined along a dimension (stacked if it has none), the first, or `dim(parts)`.
 
     >>> join([torch.zeros(2, 1), torch.ones(1, 1)]).tolist(), join([torch.tensor(1), torch.tensor(2)]).tolist()
     ([[0.0], [0.0], [1.0]], [1, 2])

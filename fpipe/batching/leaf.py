@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor leaf of the batch, and how it is cut into microbatches.
+"""A tensor leaf of the batch, and how it is split into microbatches.
 
-On a dimension: pieces of one size, the last one smaller where the number of microbatches does not divide the size, as
-`torch.chunk` cuts. Not at all: every microbatch gets the whole leaf. Or by a function of the user's.
+Along a dimension: into pieces of one size, the last one smaller if the number of microbatches does not divide the size,
+as by `torch.chunk`. Not at all: every microbatch gets the whole leaf. Or by the user's function.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf as it is in the example: its name, its spec, and how it is cut.
+    """A leaf as it is in the example: its name, its spec, and how it is split.
 
-    What is known of a leaf in a batch is one tensor, or its microbatches where a function cuts it.
+    A batch's value of a leaf (`known`) is one tensor, or its microbatches if a function splits it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Leaf:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dim: object, home: torch.device) -> Leaf:
-        """The leaf of which `tensor` is an example; one on meta will be on `home`."""
+        """Return the leaf that `tensor` is an example of; if it is on meta, the leaf will be on `home`."""
         spec = replace(Spec.of(tensor), device=home if tensor.device == META else tensor.device)
         if dim is not None and not callable(dim):
             rank = len(spec.shape)
@@ -51,7 +51,7 @@ class Leaf:
         return cls(name, spec, dim)
 
     def cut(self, tensor: Tensor, microbatches: int) -> tuple[Tensor, ...]:
-        """What is known of `tensor`, laid out as the example is; raises `InputError` if it is another kind of leaf."""
+        """Return the value of `tensor` (`known`) in the example's layout; raise `InputError` if it doesn't match."""
         spec = self.spec
         if tensor.dtype != spec.dtype or tensor.device not in (spec.device, META) or tensor.dim() != len(spec.shape):
             raise InputError(
@@ -74,21 +74,21 @@ class Leaf:
         return found
 
     def memory(self, tensor: Tensor, known: tuple[Tensor, ...], microbatches: int) -> tuple[Tensor, ...]:
-        """Where the microbatches of `tensor` lie on one device, given what is known of it.
+        """Return the tensors whose memory the microbatches of `tensor` would use on one device.
 
-        One that is given whole to every microbatch is a value to each: what one changes, others do not see.
+        A leaf that every microbatch gets whole is a separate value for each: none sees what another modifies.
         """
         if callable(self.dim):
             return known if tensor.stride() == self.spec.sized(tuple(tensor.shape)).stride else (*known, tensor)
         return (tensor,)
 
     def specs(self, known: Sequence[Tensor]) -> tuple[Spec, ...]:
-        """The specs of what is known of a leaf."""
+        """Return the specs of `known`."""
         device = self.spec.device
         return tuple([Spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, device) for tensor in known])
 
     def parts(self, known: Sequence[Tensor], microbatches: int) -> Sequence[Tensor]:
-        """One tensor for each microbatch."""
+        """Return one tensor for each microbatch."""
         if callable(self.dim):
             return known
         (whole,) = known
@@ -97,7 +97,7 @@ class Leaf:
         return torch.split(whole, -(-whole.shape[self.dim] // microbatches), self.dim)
 
     def part_specs(self, known: Sequence[Spec], microbatches: int) -> Sequence[Spec]:
-        """The same for specs."""
+        """Return one spec for each microbatch."""
         if callable(self.dim):
             return known
         (whole,) = known
@@ -108,7 +108,7 @@ class Leaf:
         return tuple([replace(whole, shape=(*before, size, *after)) for size in sizes])
 
     def piece_sizes(self, known: Sequence[Spec], microbatches: int) -> list[int]:
-        """The sizes of the pieces where the leaf is cut, by functions in the first dimension; none if it is whole."""
+        """Return the sizes of the pieces in the split dimension (for functions, the first); none for a whole leaf."""
         shapes = [spec.shape for spec in self.part_specs(known, microbatches)]
         dim = self.dim if isinstance(self.dim, int) else 0
         return [] if self.dim is None or not all(shapes) else [shape[dim] for shape in shapes]
@@ -130,7 +130,7 @@ class Leaf:
 
 
 def pieces(size: int, microbatches: int) -> list[int]:
-    """The sizes of the pieces: all the same but for the last, none empty, so there may be too few.
+    """Return the sizes of the pieces: all equal except the last, none empty, so there may be too few.
 
     >>> pieces(7, 3), pieces(6, 4)
     ([3, 3, 1], [2, 2, 2])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that leaves of a batch share, where the model changes it in place.
+"""Memory that leaves of a batch share, if the model modifies it in place.
 
-Problem. A stage copies what it is to change, so that nothing that is passed in is modified. On one device, whoever
-shares the memory would see the change: a target that is the input itself, the next of two overlapping windows.
+Problem. A stage copies what it modifies, so that no argument is modified. On one device, everything that shares the
+memory would see the change: a target that is the input itself, the next of two overlapping windows.
 
-Idea. Sharing memory is fine as long as nobody writes to it. So leaves are only looked at if the model does, and then
-byte by byte: columns of one matrix lie between each other, and share nothing.
+Idea. Sharing memory is fine as long as nothing writes to it. So leaves are only compared if the model does, and then
+byte by byte: columns of one matrix are interleaved, but share nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from fpipe.errors import InputError
 
 
 class Memory(NamedTuple):
-    """Where the microbatches of a leaf lie on one device; empty if this process was not given the leaf."""
+    """The tensors whose memory a leaf's microbatches use on one device; empty if the process lacks the leaf."""
 
     name: str
     tensors: tuple[Tensor, ...]
 
 
 def require_apart(memories: Sequence[Memory], written: Collection[int]) -> None:
-    """Raise `InputError` if a leaf that the model changes in place, by number, shares memory with what others see."""
+    """Raise `InputError` if a leaf that the model modifies in place shares memory that others see.
+
+    `written` has the numbers of these leaves.
+    """
     for name, tensors in (memories[k] for k in sorted(written) if k < len(memories)):
         if any(map(_overlaps_itself, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2)):
             raise InputError(
@@ -45,7 +48,7 @@ def require_apart(memories: Sequence[Memory], written: Collection[int]) -> None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have a byte in common.
+    """Return whether two tensors have a byte in common.
 
     >>> rows = torch.zeros(4, 6)
     >>> overlap(rows[:, :3], rows[:, 3:]), overlap(rows[:, :4], rows[:, 3:])
@@ -59,14 +62,14 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements lie in the same place."""
+    """Return whether two elements share memory."""
     if tensor.is_contiguous():
         return False
     return int(_bytes(tensor, *_range(tensor)).sum()) < tensor.numel() * tensor.element_size()
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """The address of the first byte, and that behind the last."""
+    """Return the address of the first byte, and the address after the last."""
     if tensor.device.type == "meta" or not tensor.numel():
         return 0, 0
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -74,7 +77,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes(tensor: Tensor, low: int, high: int) -> Tensor:
-    """Which of the bytes from one address to another are the tensor's."""
+    """Return which of the bytes between two addresses are the tensor's."""
     width, found = tensor.element_size(), torch.zeros(high - low, dtype=torch.bool)
     shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     steps = [stride * width for stride in tensor.stride()]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much each microbatch counts.
+"""The weight of each microbatch.
 
-The mean of means is not the mean where microbatches hold different numbers of rows or tokens. With a weight, the loss
-of a step is the sum of `loss_i * (weight_i / total)`, total being the sum over all microbatches.
+The mean of means is not the mean if microbatches hold different numbers of rows or tokens. With a weight, the loss of a
+step is the sum of `loss_i * (weight_i / total)`, where total is the sum over all microbatches.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Weight: TypeAlias = Callable[[Any, Any], float | Tensor]
 
 
 def scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> list[float]:
-    """`weight_i / total` for each microbatch; inputs or targets are `None` where this rank is not given them.
+    """Return `weight_i / total` for each microbatch; inputs or targets that this rank is not given are `None`.
 
-    Raises `InputError` for what is no count, and if all are 0.
+    Raises `InputError` for an invalid weight, and if all are 0.
 
     >>> scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
     [0.75, 0.25]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files as one mapping from names to tensors, of which nothing is read but what is asked for.
+"""Safetensors files as one mapping from names to tensors, each read only on access.
 
 Problem. A checkpoint is many files, and together they are larger than a process may become.
 
-Idea. A mapping knows the names, from the index or from the headers of the files. A value is read when it is asked for,
-from a file that is opened for that one read: its pages leave the process with the tensor, where those of a file that
-stays open would count as the process's own.
+Idea. A mapping knows the names, from the index or from the headers of the files. A value is read on access, from a file
+that is opened for that one read: its pages are freed with the tensor, whereas pages of a file that stays open would
+count as the process's own memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, eq=False)
 class Safetensors(Mapping[str, Tensor]):
-    """Tensors by name, read when they are asked for; `files` are, for each name, those that it is in."""
+    """Tensors by name, read on access; `files` has, for each name, the files that contain it."""
 
     files: Mapping[str, Sequence[Path]]
 
@@ -54,12 +54,12 @@ class Safetensors(Mapping[str, Tensor]):
 
 
 def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
-    """The tensors in safetensors files by name, each read when it is asked for: what `pipe.init` takes.
+    """Return the tensors in safetensors files by name, each read on access; `pipe.init` takes the result.
 
-    `paths` are one or several, each of them a file, an index (`*.safetensors.index.json`), or a directory: of that the
-    file model.safetensors.index.json if it is there, or else all *.safetensors. A name may be in several files, with
+    `paths` is one or several of: a file, an index (`*.safetensors.index.json`), or a directory, which stands for its
+    model.safetensors.index.json if there is one, else for all *.safetensors in it. A name may be in several files, with
     the same value (a parameter that several ranks hold and save). Needs the library safetensors. Raises `InputError`
-    for files that cannot be read, here or when a value is asked for.
+    for files that can't be read, here or on access.
 
     >>> import fpipe, tempfile, torch
     >>> from safetensors.torch import save_file
@@ -77,7 +77,7 @@ def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
 
 
 def _listed(path: Path) -> Iterator[tuple[str, Path]]:
-    """Every name at `path`, and the file that it is in."""
+    """Yield every name at `path`, and the file that contains it."""
     if path.is_dir():
         inside = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
         if not inside:
@@ -100,7 +100,7 @@ def _read(path: Path, name: str) -> Tensor:
 
 
 def _opened(path: Path) -> Any:
-    """The open file, as a context."""
+    """Return the open file, as a context manager."""
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -113,7 +113,7 @@ def _opened(path: Path) -> Any:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while `path` is read into an `InputError` that names it."""
+    """Turn errors while reading `path` into an `InputError` that names it."""
     try:
         yield
     except InputError:

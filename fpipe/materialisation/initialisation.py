@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first values of the leaves that a process holds, made by a function; all others stay on the meta device.
+"""The initial values of the leaves that a process holds, made by a function; all others stay on the meta device.
 
-Problem. A model that no machine can hold is built on meta, where tensors have shapes but no values. Each process must
-make its own share of the values and no more, and together they must be one model, whatever ranks and cuts.
+Problem. A model too big for any machine is built on meta, where tensors have shapes but no values. Each process must
+make its own share of the values and no more, and together they must be one model, whatever the ranks and cuts.
 
-Idea. Leaves are made in groups that are a fact of the model: those of one module, and of the modules that share a leaf
-with it. On a copy of the model that is on meta otherwise, blanks are put in the place of one group, and the function is
-called for the modules from which they can be reached, children first, as `nn.Module.apply` does. Every call starts with
-generators seeded from seed, module and group. So a value cannot depend on what else is held.
+Idea. Leaves are made in groups that depend on the model only: those of one module, and of the modules that share a leaf
+with it. In a copy of the model whose other tensors are on meta, blanks are put in place of one group, and the function
+is called for the modules from which they can be reached, children first, as by `nn.Module.apply`. Every call starts
+with generators seeded from seed, module and group. So a value can't depend on what else is held.
 
-Invariant. Nobody sees memory that was never written. Blanks are nan, or zero in a dtype without nan; a leaf that is not
-written at all, or keeps a nan, is refused.
+Invariant. Uninitialized memory is never exposed. Blanks are nan, or zero in a dtype without nan; a leaf that is never
+written, or that still has a nan, is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Initialiser: TypeAlias = Callable[[nn.Module], object]
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Initialise one of torch's modules as its constructor does; others, unless they have such a method, stay."""
+    """Initialize one of torch's modules as its constructor does; do nothing if it has no `reset_parameters`."""
     for name in ("reset_parameters", "_reset_parameters"):
         reset = getattr(module, name, None)
         if callable(reset):
@@ -44,9 +44,9 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def initialised(model: nn.Module, held: Collection[str], initialiser: Initialiser, seed: int) -> dict[str, Tensor]:
-    """The leaves `held` of a model, which may be fake, as `initialiser` fills them.
+    """Return the leaves `held` of a model, which may be fake, as `initialiser` fills them.
 
-    Raises `InputError` for leaves that it does not fill, and for random numbers from a generator of its own.
+    Raises `InputError` for leaves that it does not fill, and for random numbers from any but the default generator.
     """
     run = _Run(model, initialiser, seed)
     groups = [group for group in _groups(run.aliases) if set(held).intersection(group)]
@@ -59,12 +59,12 @@ def initialised(model: nn.Module, held: Collection[str], initialiser: Initialise
 
 
 def leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each by its first name."""
+    """Return parameters and buffers, each by its first name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """All names of every leaf, by its first."""
+    """Return all names of every leaf, by its first."""
     found: dict[str, list[str]] = {}
     for alias, first in (names(model, "parameters") | names(model, "buffers")).items():
         found.setdefault(first, []).append(alias)
@@ -72,7 +72,7 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _groups(known: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Leaves that are made together: those of one module, and of all that own one of the same leaves."""
+    """Return groups of leaves that are made together: those of one module, and of all modules that share a leaf."""
     groups: dict[str, list[str]] = {}
     for name in known:
         owners = [_split(alias)[0] for alias in known[name]]
@@ -83,7 +83,7 @@ def _groups(known: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 class _Run:
-    """One function, applied to a copy of a model for one group after the other."""
+    """One function, applied to a copy of a model for each group in turn."""
 
     def __init__(self, model: nn.Module, initialiser: Initialiser, seed: int) -> None:
         self.initialiser, self.key = initialiser, random.key(seed, 0)
@@ -95,7 +95,7 @@ class _Run:
         self.order = {path: place for place, path in enumerate(_children_first(self.copy))}
 
     def fill(self, group: Sequence[str]) -> dict[str, Tensor]:
-        """The leaves of a group that the function fills."""
+        """Return the leaves of a group that the function fills."""
         blanks = {name: _blank(self.specs[name]) for name in group}
         with self._placed(blanks), _Watch() as watch:
             for path in self._around(group):
@@ -110,7 +110,7 @@ class _Run:
         }
 
     def _around(self, group: Sequence[str]) -> list[str]:
-        """The modules from which the group's leaves can be reached, in the order of `nn.Module.apply`."""
+        """Return the modules from which the group's leaves can be reached, in the order of `nn.Module.apply`."""
         owners = [_split(alias)[0].split(".") for name in group for alias in self.aliases[name]]
         paths = {".".join(owner[:depth]) for owner in owners for depth in range(len(owner) + 1)}
         return sorted(paths & self.order.keys(), key=lambda path: self.order[path])
@@ -128,10 +128,10 @@ class _Run:
 
     @contextmanager
     def _placed(self, blanks: Mapping[str, Tensor]) -> Iterator[None]:
-        """The blanks in their places in the copy; what was there before, afterwards."""
+        """Put the blanks into the copy; afterwards, restore what was there."""
         before = {name: self._find(name) for name in blanks}
         for name, blank in blanks.items():
-            new = blank.detach()  # a tensor by itself: setting its .data must not change the blank
+            new = blank.detach()  # another tensor object: setting its .data must not change the blank
             self._put(name, nn.Parameter(new) if isinstance(before[name], nn.Parameter) else new)
         yield
         for name, leaf in before.items():
@@ -152,7 +152,7 @@ class _Run:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A leaf's name as its owner's path and its own name there."""
+    """Split a leaf's name into its owner's path and its own name there."""
     owner, _, own = name.rpartition(".")
     return owner, own
 
@@ -162,7 +162,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _children_first(module: nn.Module, path: str = "") -> Iterator[str]:
-    """The paths of all modules, in the order of `nn.Module.apply`."""
+    """Yield the paths of all modules, in the order of `nn.Module.apply`."""
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}.{name}" if path else name)
     yield path
@@ -174,7 +174,7 @@ def _blank(spec: Spec) -> Tensor:
 
 
 def _filled(leaf: Tensor, blank: Tensor, written: Collection[int]) -> bool:
-    """Whether a leaf, which may have been replaced, has got a value."""
+    """Return whether a leaf, which may have been replaced, got a value."""
     touched = memory(leaf) != memory(blank) or memory(blank) in written
     return touched and not leaf.is_meta and not _has_nan(leaf)
 
@@ -183,11 +183,11 @@ def _has_nan(tensor: Tensor) -> bool:
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not tensor.numel() or tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return False
-    return bool(tensor.amax().isnan())  # unlike isnan(), without another tensor of the same size
+    return bool(tensor.amax().isnan())  # unlike isnan().any(), allocates no tensor of the same size
 
 
 def _taken(name: str, leaf: Tensor, spec: Spec) -> Tensor:
-    """The leaf by itself, where and as the pipeline expects it."""
+    """Return the leaf, detached, on the device and in the layout that the pipeline expects."""
     require_leaf("initialised", name, leaf, spec)
     same = leaf.device == spec.device and leaf.stride() == spec.empty(device="meta").stride()
     return leaf.detach() if same else spec.empty().copy_(leaf)

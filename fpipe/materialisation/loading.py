@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values by name, from a model or a state dict: this process's leaves are read and copied, one by one, and no others.
+"""Values by name, from a model or a state dict: only this process's leaves are read and copied, one by one.
 
-A mapping may be lazy, like `fpipe.safetensors`, or larger than memory, like `torch.load(..., mmap=True)`: of its values
-only those of the share are looked at. Values are copied to the device and into the layout that the pipeline was built
+A mapping may be lazy, like `fpipe.safetensors`, or larger than memory, like `torch.load(..., mmap=True)`: only values
+of this process's share are accessed. Values are copied to the device and into the layout that the pipeline was built
 for; they are never cast.
 """
 
@@ -28,9 +28,9 @@ Source: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
 def loaded(
     model: nn.Module, held: Collection[str], source: Source, fill: Initialiser | None = None, strict: bool = True
 ) -> dict[str, Tensor]:
-    """Copies of the values of the leaves `held` of a model; buffers that no state dict has are made by `fill`.
+    """Return copies of the values of the leaves `held` of a model; `fill` makes buffers that no state dict has.
 
-    Raises `InputError` for a leaf without a value, or of another shape or dtype, for two values of one leaf, and, if
+    Raises `InputError` for a leaf without a value, or of another shape or dtype; for a leaf with two values; and, if
     `strict`, for names that the model does not have.
     """
     values, known = _by_name(source), aliases(model)
@@ -47,7 +47,7 @@ def loaded(
 
 
 def _by_name(source: Source) -> Mapping[str, Any]:
-    """Every name that `source` has a value for."""
+    """Return the values of `source` by name; of a model, under all names."""
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, nn.Module | list | tuple):
@@ -60,7 +60,7 @@ def _by_name(source: Source) -> Mapping[str, Any]:
 
 
 def _not_persistent(model: nn.Module) -> set[str]:
-    """Names of the buffers that a state dict leaves out."""
+    """Return the names of the buffers that state dicts omit."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)
@@ -69,7 +69,7 @@ def _not_persistent(model: nn.Module) -> set[str]:
 
 
 def _copied(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
-    """The one value that `source` has under these names, as a tensor of our own."""
+    """Return a copy of the one value that `source` has under these names."""
     value, *others = [_read(source, alias, spec) for alias in places]
     for alias, other in zip(places[1:], others, strict=True):
         if not same_bits(value, other):
@@ -99,7 +99,7 @@ def _require_known(source: Mapping[str, Any], known: Mapping[str, Sequence[str]]
 
 
 def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> None:
-    """Raise `InputError` for leaves without a value."""
+    """Raise `InputError` if there are leaves without a value."""
     lost = [name for name in missing if name not in not_persistent]
     if lost:
         raise InputError(
@@ -115,6 +115,6 @@ def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> No
 
 
 def _some(listed: Collection[str]) -> str:
-    """The first few of many names."""
+    """Return the first few of many names, as text."""
     more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
     return f"{list(islice(listed, 5))}{more}"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a value crosses ranks. `contract` says what the executor asks for; `local` and `distributed` provide it."""
+"""How values are sent between ranks. `contract` is what the executor requires; `local` and `distributed` provide it."""

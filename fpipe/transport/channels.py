@@ -71,7 +71,7 @@ class DistributedChannel:
     def between(
         cls, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
     ) -> DistributedChannel:
-        """Return the channel from process `source` of the job to `target`; groups number processes in ascending order."""
+        """Return the channel from the job's process `source` to `target`; groups number processes in order."""
         return cls(group, int(source > target), int(target > source), device, unread)
 
     def send(self, message: Message, payload: Tensors, specs: Specs) -> Posted:
@@ -142,7 +142,5 @@ class DistributedTransport:
             return
         envelopes, headers = zip(*self.unread, strict=True)
         self.unread.clear()
-        for envelope, header in zip(
-            envelopes, torch.stack(headers).cpu(), strict=True
-        ):  # synchronizes once
+        for envelope, header in zip(envelopes, torch.stack(headers).cpu(), strict=True):  # synchronizes once
             envelope.require(header)

@@ -24,7 +24,7 @@ Trip: TypeAlias = tuple[float, float, float]
 
 
 def ahead(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return by how many seconds our clock is ahead of that of the group's first process; all its processes call this."""
+    """Return by how many seconds our clock is ahead of the group's first process; every process must call this."""
     world, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if rank:
         return difference(_ask(world[0], group, device))

@@ -30,8 +30,8 @@ from fpipe.spec import Spec
 PLAIN = (bool, Number, str, bytes, Enum, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 MAPPINGS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, torch.Size, deque)
-DEPTH, SIZE = 4, 256  # of the containers and objects that are inspected, at most
-OPEN = frozenset({"argparse", "types", "dataclasses", "collections"})  # users put values into instances of their classes
+DEPTH, SIZE = 4, 256  # limits of inspected containers and objects
+OPEN = frozenset({"argparse", "types", "dataclasses", "collections"})  # users put values into their instances
 CLOSED = (sys.stdlib_module_names - OPEN) | {"torch", "numpy", "optree", "packaging", "fpipe", "schedules"}
 
 Ref: TypeAlias = Callable[[], Any]

@@ -138,7 +138,7 @@ class _Found:
         return keep(self.every, name, attribute)
 
     def outside(self, kinds: set[type] | None, loss: bool) -> tuple[Outside, ...]:
-        """Return what code reads outside the model: of modules of these kinds (of all, if `None`), and of the `loss`."""
+        """Return what code reads outside the model: of modules of these kinds (all, if `None`), and of the `loss`."""
         losses = [self.watching.loss] if loss and self.watching.loss is not None else []
         roots = [*self._roots(kinds), *losses]
         return surroundings(losses, self.reads, Reached(roots, self._names)) if roots else ()
