@@ -120,11 +120,11 @@ def pipeline(
       process of the job must then build its pipeline at the same time, and all groups must have the same size. If
       torch.distributed is not initialised, all ranks run in this process.
 
-    What is passed to a step is read anew: parameters, buffers, and the batch with its numbers and flags. Of everything
-    else the pipeline has a copy, taken now. A later change of the model that matters (an attribute, a mode, what is
-    frozen) is an error at the next step; `pipe.rebuilt(model)` returns the pipeline of the changed model. So is a
-    change of a global, a closed-over variable or an attribute of the loss, unless the code that reads it runs as Python
-    in every step and so sees the change: `fpipe.watching.watch` says when.
+    Every step uses the parameters, the buffers, and the batch, with its numbers and flags, that it is passed. Of
+    everything else the pipeline takes a snapshot now. If the model changes later in a way that matters (an attribute, a
+    mode, what is frozen), the next step raises; `pipe.rebuilt(model)` returns the pipeline of the changed model. The
+    same goes for a global, a closed-over variable or an attribute of the loss, unless the code that reads it runs as
+    Python in every step and so sees the change: `fpipe.watching.watch` says when.
 
     Raises `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, always before anything is
     sent.

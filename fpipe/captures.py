@@ -111,7 +111,7 @@ class Captures:
         return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
-        """Return what is computed for such a microbatch."""
+        """Return the computation to capture for such a microbatch."""
         loss = self.loss if variant.loss else None
         return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches, casts=variant.casts)
 

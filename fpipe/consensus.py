@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks must agree on: the pipeline when it is built, each kind of batch at its first step, and every step.
+"""Agreement of ranks on the pipeline when it is built, each kind of batch at its first step, and every step.
 
 A pipeline is described by fields, each of several lines, so that ranks that differ learn which line of which field does
 (`fpipe.transport.agreement`). A step is described by a few numbers. Parameters that several ranks hold, tied ones and

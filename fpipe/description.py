@@ -135,7 +135,7 @@ def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[
 
 
 def _tied(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
-    """Yield the parameters with several names or in several stages: where they are, and who computes their gradient."""
+    """Yield the parameters with several names or in several stages, their stages, and the owner of their gradient."""
     known: dict[str, list[str]] = {}
     for name, first in names(model, "parameters").items():
         known.setdefault(first, []).append(name)

@@ -31,7 +31,7 @@ class Port(NamedTuple):
 
 
 class StageLike(Protocol):
-    """What the executor needs from a stage; `fpipe.stage.Stage` describes each member."""
+    """The part of a stage that the executor uses; `fpipe.stage.Stage` describes each member."""
 
     @property
     def results(self) -> Sequence[Any]:
@@ -105,7 +105,7 @@ class Inputs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one rank computed.
+    """The results of one rank.
 
     - `buffers`, `grads`: per stage of the rank, after all microbatches; the sum of a stage without gradients is empty.
     - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.

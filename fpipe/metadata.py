@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What will flow, before anything does: one forward and one backward of all stages on fake tensors.
+"""The values, gradients and cotangents that will flow, from one forward and one backward of all stages on fake tensors.
 
 Shapes and dtypes of values could be read from the captured graph. Whether a value requires a gradient, whether a
 cotangent comes back for it, and with which strides, can't. So the stages' own functions are run in order, each on its
@@ -34,7 +34,7 @@ from fpipe.spec import OptionalSpec, Spec
 
 @dataclass(frozen=True)
 class Metadata:
-    """What flows between stages.
+    """The metadata of all that flows between stages.
 
     - `specs`: of every source and of every value that a stage makes for another.
     - `differentiable`: the values that require a gradient.
@@ -146,7 +146,7 @@ def _forward(
 
 
 GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
-"""What torch calls to get a tensor's `grad_fn`."""
+"""The function that torch calls to get a tensor's `grad_fn`."""
 
 
 class _Watch(TorchFunctionMode):

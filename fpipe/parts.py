@@ -120,7 +120,7 @@ class ModuleGraph(nn.Module):
 
 
 class _Reference:
-    """A name, and the path from its value to what is meant: `vision['features'][0]`."""
+    """A name, and the path from its value to the referenced part: `vision['features'][0]`."""
 
     def __init__(self, text: str, where: str) -> None:
         self.text = text

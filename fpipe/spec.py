@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a tensor before it exists: shape, stride, dtype, device.
+"""Metadata of a tensor, known before it exists: shape, stride, dtype, device.
 
 Problem. A receiver must have a buffer before the value arrives, and the value must come out of it as it went in.
 That includes strides: if a transposed value arrives contiguous, a bias gradient sums it in another order, and the bits

@@ -122,5 +122,5 @@ class Stage:
 
     def finished(self, total: Gradients) -> Gradients:
         """Return the sum over all microbatches; `None` for a parameter that got no gradient from any of them."""
-        own = tuple(grad for grad in total)  # another tuple, so that `owned` sees that the gradients have two holders
+        own = tuple(grad for grad in total)  # a new tuple, so that `owned` sees two references to each gradient
         return own or (None,) * len(self.grads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is captured and run for."""
+"""The variants of a model that are captured and run."""
 
 from __future__ import annotations
 

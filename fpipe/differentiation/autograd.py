@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage differentiated by autograd, for every microbatch anew.
+"""A stage differentiated by autograd, microbatch by microbatch.
 
 Invariant: a tensor that a later stage also uses is both a root and a leaf of the backward, so autograd adds the stage's
 own contribution to the incoming cotangent in the same order as on one device.
@@ -29,7 +29,7 @@ from fpipe.spec import OptionalSpec, Spec
 
 
 class Residuals(NamedTuple):
-    """What the forward keeps for the backward: where cotangents enter the graph, and whose gradients are returned.
+    """The forward's state for the backward: where cotangents enter, and the leaves whose gradients are returned.
 
     A root is `None` if no gradient can enter there: the branch taken on data produced a value without one. `start` is
     the number of the graph's first node; `foreign` is true if the graph may reach leaves of the user's.
@@ -43,7 +43,7 @@ class Residuals(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """What the input half keeps for the weight half: `half`, and the gradients it `found` for it."""
+    """The input half's state for the weight half: `half`, and the gradients it `found` for it."""
 
     weights: Tensors
     half: Half
@@ -77,7 +77,7 @@ class Autograd:
 
     @cached_property
     def splitter(self) -> Splitter:
-        """What splits the backward; it caches the graph of the last microbatch."""
+        """The splitter of the backward; it caches the graph of the last microbatch."""
         return Splitter(self.undeferred, not self.varying)
 
     def leaves(self, params: Tensors) -> Tensors:
@@ -220,7 +220,7 @@ class Autograd:
     def _grad(
         self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Gradients
     ) -> tuple[Tensor | None, ...]:
-        """The gradients at `leaves`, if there are any; the graph is freed."""
+        """Return the gradients at `leaves`, `None` if no cotangent enters; free the graph."""
         if not leaves or not residuals.roots:
             return (None,) * len(leaves)
         return self._walk(residuals, leaves, cotangents, into_leaves=False)
@@ -228,7 +228,10 @@ class Autograd:
     def _walk(
         self, residuals: Residuals, ends: tuple[Tensor | GradientEdge, ...], cotangents: Gradients, into_leaves: bool
     ) -> tuple[Any, ...]:
-        """What `torch.autograd.grad` or, into leaves, `backward` do; what they check first costs as much as a layer."""
+        """Call the engine as `torch.autograd.grad` or, into leaves, `backward` do, but without their checks.
+
+        The checks cost as much as a layer.
+        """
         roots: tuple[Any, ...] = residuals.roots
         with self._placed(residuals.arguments):
             return graph._engine_run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a phase of a stage to a function: a line of Python for each node.
 
-What was kept for the function is a list, which it empties, and every value is deleted after its last use; so nothing
+The function empties the lists of tensors that were kept for it, and deletes every value after its last use; so nothing
 lives longer than needed. Operators are called as directly as Python allows: by torch's own binding if one maps to
 exactly this operator (`DIRECT`), else bypassing the dispatcher's Python frame.
 
@@ -114,7 +114,7 @@ def _tuple(entries: Iterable[str]) -> str:
 def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
     """Return, for each node, the values last used there that are not returned; under `None`, those never used.
 
-    If anything is written in place, what is added to sums is used until the end.
+    If anything is written in place, gradients that are added to sums are used until the end.
     """
     last: dict[Node, Node | None] = dict.fromkeys(phase.taken, None)
     for node in phase.nodes:

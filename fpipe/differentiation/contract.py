@@ -17,7 +17,7 @@ from fpipe.spec import Spec
 
 @dataclass(frozen=True)
 class Wiring:
-    """Which tensor goes where inside a stage.
+    """The role of every tensor inside a stage.
 
     Arguments are numbered in the order parameters, buffers, constants, batch, received values; values are the
     function's outputs, then the arguments listed in `passed`.
@@ -66,7 +66,7 @@ class Functions(Protocol):
 
     @property
     def remark(self) -> str:
-        """What users may want to know about how this stage is differentiated; empty if nothing."""
+        """A note for users on how this stage is differentiated; may be empty."""
 
     @property
     def below_autograd(self) -> bool:

@@ -39,9 +39,9 @@ from fpipe.errors import CaptureError
 from fpipe.spec import Spec
 
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
-"""What torch calls to assign to a tensor's `.data`."""
+"""The function that torch calls to assign to a tensor's `.data`."""
 CONSTANT = "constant"
-"""The key in `meta` under which a node that stands for one of the model's own tensors holds that tensor."""
+"""The key in a node's `meta` for the tensor that it represents, if that is one of the model's own."""
 
 
 class Examples(NamedTuple):

@@ -3,7 +3,7 @@
 
 The forward is what was recorded before the backward began. The weight half is found backwards from each gradient: a
 node belongs to it as long as all its results go to the weight half and it is a product, a view before one, or something
-cheap after one (views, casts, sums, scaling). So what is kept between the halves are operands of products: for linear
+cheap after one (views, casts, sums, scaling). So only operands of products are kept between the halves: for linear
 layers, their inputs and the gradients of their outputs. Everything else is computed in the input half.
 
 Invariants. Every phase runs its nodes in the order of the recording. The weight half neither reads nor views memory
@@ -90,9 +90,9 @@ class Phases:
 
     - `views` takes parameters; gives them and views of them, once per step. `forward` takes all of these as its
       parameters.
-    - `forward` takes parameters, buffers, inputs and the key; gives outputs, buffers, and what is kept.
+    - `forward` takes parameters, buffers, inputs and the key; gives outputs, buffers, and residuals.
     - `evaluation` takes the same; gives outputs and buffers.
-    - `backward` takes what is kept and cotangents; gives outgoing cotangents and gradients.
+    - `backward` takes residuals and cotangents; gives outgoing cotangents and gradients.
     - `input` takes the same as `backward`; gives outgoing cotangents and what `weight` takes, which gives gradients.
     - `early`: the gradients that `input` computes, by number, and why.
     """

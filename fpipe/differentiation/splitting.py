@@ -6,8 +6,8 @@ graph twice.
 
 Idea. It is called once, for everything except the gradients of the *deferred* weights, and in addition for the
 gradients that enter the nodes that would compute those. Since these nodes aren't asked for the weights' gradients, they
-skip them. What they saved for them is kept, and `formulas` does their work later. So all that is held between the
-halves is the inputs of linear layers and the gradients of their outputs.
+skip them. Their saved tensors are kept, and `formulas` does their work later. So only the inputs of linear layers and
+the gradients of their outputs are held between the halves.
 
 A weight is deferred if only one node uses it, and that node has a formula. Views and casts in between don't count;
 autograd does them, later. All other weights get their gradients in the first half, which is always correct.
@@ -57,7 +57,7 @@ class Task(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """What autograd recorded: from node number `start` up to those of `roots`."""
+    """An autograd graph: the nodes from number `start` up to those of `roots`."""
 
     roots: Sequence[Root]
     start: int
@@ -69,14 +69,14 @@ class Graph(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """What is deferred in the backward of a stage, and how to find it.
+    """The deferred part of a stage's backward, and how to find it.
 
     - `hops`: from the roots to the nodes that compute deferred gradients, and on to the weights: the place of a node
       reached so far, and the inputs to follow from it. `kinds`: the classes of all reached nodes, by place.
     - `sites`: the places of the nodes that compute deferred gradients; `ends`: those of the weights; `ages`: how many
       nodes were made before each site and each root.
-    - `tasks`: what to compute from what the nodes saved; `behind`: for operands computed from a weight, that weight,
-      the place and the input.
+    - `tasks`: what to compute from the nodes' saved tensors; `behind`: for operands computed from a weight, that
+      weight, the place and the input.
     - `now`: the weights that are not deferred; `reasons`: why.
     """
 
@@ -114,7 +114,7 @@ class Split:
 
 
 class Half(NamedTuple):
-    """What is kept for the second half.
+    """The state kept for the second half.
 
     - `tasks`: what to compute, each with what it needs.
     - `behind`: where autograd continues, for weights that operands are computed from.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline assumed about its surroundings when it was built, and whether that still holds."""
+"""The assumptions a pipeline makes about its surroundings when it is built, and checks that they still hold."""

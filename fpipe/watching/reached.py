@@ -2,7 +2,7 @@
 """The user's code that can be reached from some functions, and the objects in its globals, closures and attributes.
 
 Functions are followed through the globals and variables that their bytecode names, and through the classes of the
-objects found there; code of torch and of the standard library is not. What code looks up by a computed name is missed.
+objects found there; code of torch and of the standard library is not. A value looked up by a computed name is missed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIMIT = 2000  # functions and objects; nothing beyond is followed
 
 
 class Reached:
-    """What can be reached from the values in `roots`, functions among them.
+    """The code and objects that can be reached from the values in `roots`, functions among them.
 
     - `functions`, `classes`, `modules` (Python's), `objects`: each once. `names`: those in the code of all functions.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code reads besides its arguments and the model: globals, closed-over variables, class attributes.
+"""The globals, closed-over variables and class attributes that code reads, besides its arguments and the model.
 
 Code that runs as Python in every step sees their current values. Code that was recorded, in a graph or because a cut
 goes through it, doesn't look again; so for that code they are noted here and compared before each step.
@@ -45,7 +45,7 @@ def surroundings(roots: Iterable[Any], reads: Reads, reached: Reached) -> tuple[
 
 
 class _Making:
-    """Makes tables of what was reached."""
+    """Makes tables of the namespaces that were reached."""
 
     def __init__(self, reads: Reads, reached: Reached) -> None:
         self.reads, self.reached, self.handles, self.met = reads, reached, Handles(), set[int]()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan assumed when it was captured, and must still hold when it runs.
+"""The assumptions of a plan, made when it was captured, that must still hold when it runs.
 
 Live in every step: the parameters and buffers that are passed, and the batch with its numbers and flags. With the front
 ends "trace" and "modules" and `backward="autograd"`, modules that lie wholly within one stage run as Python, and so
-does the loss. What these read outside the model (globals, variables that they close over, class attributes, attributes
-of the loss) is then live, too.
+does the loss. Everything these read outside the model (globals, variables that they close over, class attributes,
+attributes of the loss) is then live, too.
 
 Everything else is a snapshot, taken when the pipeline was built: the model (its modules, their attributes and flags,
-which parameters are trained) and, where code doesn't run as Python, everything that it read outside the model. A
-change of anything that a capture has read is an error at the next step.
+which parameters are trained) and, if code doesn't run as Python, everything that it read outside the model. A change of
+anything that a capture has read is an error at the next step.
 
 Not detected: values that code looks up by a computed name, state in iterators, generators and C extensions, the
 elements of large containers, tensors that share memory with a constant, and a model that no longer exists.
@@ -38,7 +38,7 @@ SHOWN = 5  # differences in one error
 
 @dataclass(frozen=True)
 class Watch:
-    """What must still hold about the model's modules, its number of parameters, and everything outside it."""
+    """Snapshots of the model's modules, of its number of parameters, and of what code reads outside it."""
 
     rows: tuple[Row, ...] = ()
     parameters: int = 0
@@ -101,7 +101,7 @@ def _refuse(found: Sequence[Difference], when: str) -> None:
 
 @dataclass(frozen=True)
 class Watching:
-    """What a pipeline watches: the model that it was built from and its loss; and whether its stages are `recorded`.
+    """The inputs of a watch: the model that a pipeline was built from, its loss, and whether stages are `recorded`.
 
     - `codes`: a cache of the names in code objects.
     """
@@ -123,14 +123,14 @@ class Watching:
 
 
 class _Found:
-    """What the code of a capture reaches."""
+    """The names and values that the code of a capture reaches."""
 
     def __init__(self, watching: Watching, reads: Reads) -> None:
         self.watching, self.reads = watching, reads
 
     @cached_property
     def every(self) -> Reached:
-        """What all code reaches."""
+        """All that any of the code reaches."""
         return Reached([*self._roots(None), self.watching.loss], self._names)
 
     def keep(self, name: str, attribute: bool) -> bool:
