@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules as plain values: write, check, lower, simulate and draw them. Standard library only."""
+"""Pipeline schedules as plain values: write, check, lower, simulate and draw them. Uses only the standard library."""
 
 from schedules.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
 from schedules.authoring import Factory, Limits, Schedule, schedule

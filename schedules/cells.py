@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of a table, read and written: in our words, and in those of `torch.distributed.pipelining`.
+"""Read and write the cells of a table, in our notation and in that of `torch.distributed.pipelining`.
 
-Problem. That package's tables say less than a program does, and some of it in words of their own.
+Problem. That package's tables say less than a program does, and partly in a different notation.
 
-Idea. A cell holds the text of an action; what is said otherwise is put into our words as it is read.
+Idea. A cell holds the text of an action; other notation is translated into ours when it is read.
 
-- `2SEND_F1` names no peer. There stages form a chain, so it is `2SEND_F1>3`.
-- `(5F3;2B1)OVERLAP_F_B` is a fused pair: `5OVERLAP_F3`, with `2B1` directly behind it.
-- `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD` say when data-parallel replicas gather the weights of a stage, let go of them,
-  and add up and scale their gradients. A schedule leaves that to them: the words are dropped.
+- `2SEND_F1` names no peer. In that package stages form a chain, so it means `2SEND_F1>3`.
+- `(5F3;2B1)OVERLAP_F_B` is a fused pair: `5OVERLAP_F3` directly followed by `2B1`.
+- `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD` say when data-parallel replicas gather a stage's weights, free them, and sum
+  and scale their gradients. A schedule leaves that to the replicas, so these are dropped.
 - There is no `WAIT`: sends are waited for at the end of a step.
 
-Words are a function that writes the line of one rank: `own`, from which reading gives back every action, or
-`pipelining`.
+A notation is a function that writes the line of one rank: `own`, which can be read back without loss, or `pipelining`.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _TRANSFER = re.compile("|".join(kind for kind, word in KINDS.items() if word.mar
 
 
 def has_transfers(row: str) -> bool:
-    """Whether a transfer stands in the line of a rank, which makes a program of its table."""
+    """Return whether a rank's line has a transfer, so that its table is a program."""
     return _TRANSFER.search(row) is not None
 
 
 def read_row(rank: int, row: str, transfers: bool = False) -> Iterator[Action]:
-    """The actions in the line of `rank`: compute actions, and `transfers` too if they are welcome.
+    """Yield the actions in the line of `rank`: compute actions, and transfers too if `transfers` is true.
 
-    An empty cell is an idle slot and means nothing. Raises `TableError` for any other text.
+    Empty cells are idle slots and are skipped. Raise `TableError` for any other text.
 
     >>> row = "0UNSHARD,0F0,0SEND_F0,,(0F1;0B0)OVERLAP_F_B"
     >>> " ".join(map(str, read_row(0, row, transfers=True)))
@@ -83,7 +82,7 @@ Words: TypeAlias = Callable[[Plan, int], str]
 
 
 def own(plan: Plan, rank: int) -> str:
-    """Every action in its text form, fused pairs in one cell."""
+    """Return the line of `rank` in our notation: every action in its text form, a fused pair in one cell."""
     return _fuse(",".join(map(str, plan.actions(rank))))
 
 
@@ -92,14 +91,14 @@ def _fuse(line: str) -> str:
 
 
 def pipelining(plan: Plan, rank: int) -> str:
-    """What `torch.distributed.pipelining` reads: a schedule as "compute_only", a program as "compute_comms".
+    """Return the line of `rank` for `torch.distributed.pipelining`: "compute_only" or, for a program, "compute_comms".
 
-    In a program `WAIT` is left out, and every stage gathers its weights before its first action and adds up and scales
-    its gradients after its last backward. `lower` wants a queue for each direction, and over NCCL that package has one
-    for all that passes between two ranks: there, write the schedule, and let it do the lowering.
+    In a program, `WAIT` is dropped, and every stage gathers its weights before its first action and sums and scales its
+    gradients after its last backward. `lower` assumes a queue per direction, but over NCCL that package has a single
+    queue for each pair of ranks: in that case, write the schedule and let the package lower it.
 
-    Raises `TableError` for what that package cannot read: replicas, slices, recomputation, updates, schedules without
-    backwards, and transfers between stages that are no neighbours.
+    Raise `TableError` for what that package cannot read: replicas, slices, recomputation, updates, schedules without
+    backwards, and transfers between stages that are not neighbors.
 
     >>> from schedules import gpipe, lower
     >>> pipelining(lower(gpipe(ranks=2, microbatches=1)), 1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What actions and transfers cost: time and memory.
+"""The costs of actions and transfers: time and memory.
 
-All numbers are in units of the user's own, one unit for all times and one for all sizes. A number holds for all stages;
-a tuple has one for each. What is negative, infinite or no number at all is refused with `SizeError`; so is a tuple that
-is too short or too long, by whoever gets it together with a schedule.
+Users choose the units: one for all times and one for all sizes. A single number applies to all stages; a tuple has one
+number per stage. Anything negative, infinite or not a number raises `SizeError`. So does a tuple of the wrong length,
+once it is used with a schedule.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Cost: TypeAlias = float | tuple[float, ...]
 
 
 def of_stage(cost: Cost, stage: int) -> float:
-    """The number that holds for `stage`."""
+    """Return the number that applies to `stage`."""
     return cost[stage] if isinstance(cost, tuple) else cost
 
 
 def require_stages(values: Costs | Link | Sizes, stages: int) -> None:
-    """Raise `SizeError` for a tuple that has not one number for each of so many stages."""
+    """Raise `SizeError` for a tuple that does not have one number for each of `stages` stages."""
     for name, cost in vars(values).items():
         if isinstance(cost, Link):
             require_stages(cost, stages)
@@ -54,10 +54,10 @@ def _error(values: Costs | Link | Sizes, name: str, expected: str) -> SizeError:
 
 @dataclass(frozen=True)
 class Link:
-    """How long a transfer takes: `latency + bytes / bandwidth`. Transfers overlap with compute and with each other.
+    """A transfer time of `latency + bytes / bandwidth`. Transfers overlap with compute and with each other.
 
-    - `bytes`: what one stage gives to another for one microbatch: a value or a cotangent, by the stage that makes it.
-    - `slow`: `((source rank, target rank), factor)` pairs, for links that are not like the others.
+    - `bytes`: the size of what one stage sends another for one microbatch, a value or a cotangent, by sending stage.
+    - `slow`: `((source rank, target rank), factor)` pairs, for links that differ from the others.
 
     >>> Link(latency=1, bandwidth=4, bytes=8, slow=(((0, 1), 3),)).time(stage=0, ends=(0, 1))
     9.0
@@ -77,19 +77,19 @@ class Link:
             raise _error(self, "slow", "((source rank, target rank), factor) pairs, with factors of at least 0")
 
     def time(self, stage: int, ends: tuple[int, int]) -> float:
-        """From the end of the action that makes a value to its arrival."""
+        """Return the time from the end of the action that makes a value to its arrival."""
         return (self.latency + of_stage(self.bytes, stage) / self.bandwidth) * dict(self.slow).get(ends, 1)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each kind of action for one microbatch.
+    """The time of each kind of action for one microbatch.
 
-    - `C`, `R`: a checkpointed forward and a recomputation; `None` stands for the time of `F`.
-    - `OVERLAP_F`: what a forward adds to the backward that it is overlapped with; `None` for the time of `F`, no gain.
-    - `comm`: of a transfer between ranks, from the end of the action that makes a value, or of its fused pair, to its
-      arrival: a number, or a `Link`. Transfers overlap with compute.
-    - `jitter`: every action's time is multiplied by a number drawn evenly from `1 - jitter` to `1 + jitter`, by `seed`.
+    - `C`, `R`: a checkpointed forward and a recomputation; `None` means the time of `F`.
+    - `OVERLAP_F`: the time a forward adds to the backward it overlaps with; `None` means the time of `F`, so no gain.
+    - `comm`: the time of a transfer between ranks, from the end of the action that makes a value, or of its fused pair,
+      to its arrival: a number, or a `Link`. Transfers overlap with compute.
+    - `jitter`: multiplies every action's time by a number drawn uniformly from `1 - jitter` to `1 + jitter`, by `seed`.
 
     >>> Costs(F=(1, 5)).time("F", 1), Costs(F=2).time("R", 0)
     (5, 2)
@@ -117,12 +117,12 @@ class Costs:
             raise _error(self, "jitter", "a share from 0 to less than 1")
 
     def time(self, kind: str, stage: int) -> float:
-        """The time of one compute action on one microbatch, jitter apart."""
+        """Return the time of one compute action on one microbatch, without jitter."""
         cost: Cost | None = getattr(self, kind)
         return of_stage(self.F if cost is None else cost, stage)
 
     def transfer(self, what: str, stage: int, source: int, target: int) -> float:
-        """The time of what `stage` on rank `source` gives to rank `target`; nothing within a rank."""
+        """Return the time to transfer an output of `stage` from rank `source` to rank `target`; 0 within a rank."""
         if source == target:
             return 0
         return self.comm.time(stage, (source, target)) if isinstance(self.comm, Link) else self.comm
@@ -130,13 +130,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Memory of one microbatch on one stage.
+    """The memory of one microbatch on one stage.
 
-    - `activation`: what a forward keeps for the backward, its inputs among it.
-    - `inputs`: what a checkpointed forward keeps.
-    - `residual`: what the input half of the backward leaves for the weight half; `None` for all of `activation`.
-    - `weight`: one version of a stage's weights, kept all the time; every further version of an asynchronous schedule
-      takes as much again.
+    - `activation`: what a forward saves for the backward, including its inputs.
+    - `inputs`: what a checkpointed forward saves.
+    - `residual`: what the input half of the backward leaves for the weight half; `None` means all of `activation`.
+    - `weight`: one version of a stage's weights, always held; each further version of an asynchronous schedule takes as
+      much again.
 
     >>> Sizes(activation=4, residual=1).growth("I", 0)
     -3
@@ -151,7 +151,7 @@ class Sizes:
         _require_costs(self, "activation", "inputs", "weight", *() if self.residual is None else ("residual",))
 
     def growth(self, kind: str, stage: int) -> float:
-        """By how much an action changes what its rank holds: upwards at its start, downwards at its end."""
+        """Return the change in its rank's memory due to an action: increases at its start, decreases at its end."""
         activation, inputs = of_stage(self.activation, stage), of_stage(self.inputs, stage)
         residual = activation if self.residual is None else of_stage(self.residual, stage)
         changes = {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critical path: which actions and transfers decide how long a step takes, and what to shorten first.
+"""The critical path: the actions and transfers that determine how long a step takes, and what to shorten first.
 
-Idea. Every action starts when its rank became free or when the last thing it needed arrived. Followed backwards from
-the action that ends last, that gives one unbroken chain of actions and transfers as long as the makespan. A little less
-time for a kind of action saves as many times that as it stands on the chain, as long as no other chain is longer.
+Idea. Every action starts when its rank becomes free or when its last input arrives. Followed backward from the action
+that ends last, that gives one unbroken chain of actions and transfers, as long as the makespan. Shortening a kind of
+action by a little saves that much for each time it is on the chain, as long as no other chain is longer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from schedules.replay import Span, needs
 from schedules.simulation import spans
 from schedules.wiring import graph_of
 
-Maker: TypeAlias = tuple[str, int, int, int | None]  # what a stage has made, for which microbatch and slice
+Maker: TypeAlias = tuple[str, int, int, int | None]  # payload kind and the stage, microbatch and slice that made it
 
 
 class Stretch(NamedTuple):
-    """One action on the path, and the time for which what it waited for was on its way to it."""
+    """One action on the path, and the transfer time of the input it waited for."""
 
     span: Span
     transfer: float
 
 
 class Share(NamedTuple):
-    """How much of the makespan goes to one thing, such as `F of stage 3`, in how many passes on the path."""
+    """The part of the makespan spent on one item, such as `F of stage 3`, and its number of passes on the path."""
 
     what: str
     time: float
@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """`stretches`, from first to last; `shares`, by what takes most time on it: what to shorten first.
+    """The critical path: its `stretches` from first to last, and its `shares`, largest first.
 
     >>> from schedules import gpipe
     >>> path = critical_path(gpipe(ranks=2, microbatches=1), Costs(F=1, B=2, comm=0.5))
@@ -54,7 +54,7 @@ class CriticalPath:
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """What the time of the path goes to, most first."""
+        """The time on the path by kind of action and stage, and by transfer; largest first: what to shorten."""
         found: dict[str, list[float]] = {}
         before = None
         for span, transfer in self.stretches:
@@ -67,9 +67,10 @@ class CriticalPath:
 
 
 def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> CriticalPath:
-    """The path that decides the makespan of `schedule` under `costs`. All spans are kept.
+    """Return the path that determines the makespan of `schedule` under `costs`. All spans are kept in memory.
 
-    Of several equally long ones, the one that stays on its rank where it can. Raises as `schedules.spans` does.
+    Of several equally long paths, return the one that stays on its rank where it can. Raise what `schedules.spans`
+    raises.
     """
     graph = graph_of(schedule, graph)
     played = _Played(schedule, graph, spans(schedule, costs, graph))
@@ -83,7 +84,7 @@ def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | Non
 
 
 class _Played:
-    """All spans of a timeline, by what they made, and by their place on their rank."""
+    """All spans of a timeline, indexed by what they made and by their position on their rank."""
 
     def __init__(self, schedule: Schedule, graph: Graph, played: Iterable[Span]) -> None:
         self.schedule, self.graph = schedule, graph
@@ -102,7 +103,7 @@ class _Played:
             opener = self.previous.get(span.action)
             for action in (span.action, *([opener.action] if opener and opener.action.kind == "OVERLAP_F" else ())):
                 word = KINDS[action.kind]
-                if word.crosses:  # what a pair makes leaves when it ends: the second of it replaces the first
+                if word.crosses:  # a pair's outputs leave at its end, so its second span replaces the first
                     self.made[word.crosses, action.stage, action.microbatch, action.slice] = span
                 if word.after == "done":
                     self.gradients[action.stage, span.rank] = span
@@ -110,7 +111,7 @@ class _Played:
                     self.sums[action.stage, span.rank] = span
 
     def before(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
-        """The span whose end, or whose transfer's arrival, let this one start; and how long the transfer took."""
+        """Return the span whose end, or whose transfer's arrival, let this one start, and the transfer time."""
         previous = self.previous.get(span.action)
         if previous is not None and previous.end >= span.start:
             return previous, 0.0
@@ -121,7 +122,7 @@ class _Played:
         return None, 0.0
 
     def _makers(self, action: Action) -> Iterator[tuple[Span, str, int]]:
-        """What the action takes: the span at whose end it left, whether `F`, `B` or `G`, and the stage it is from."""
+        """Yield the action's inputs: the span at whose end each left, its kind (`F`, `B` or `G`) and its stage."""
         _, s, i, _, part = action
         for what, peer, _ in needs(action, self.graph):
             if peer != s:
@@ -133,5 +134,5 @@ class _Played:
             for owner in self.graph.shared_by[s]:
                 for rank in self.schedule.placement.replicas(owner):
                     yield self.sums.get((owner, rank)) or self.gradients[owner, rank], "G", owner
-        if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for what its second action needs
+        if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for inputs of its second action
             yield from self._makers(self.following[action])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs from measured timelines, so that what was measured can be simulated, and compared.
+"""Estimate costs from measured timelines, so that what was measured can be simulated and compared.
 
-Problem. A simulation is as good as its costs, and what an action costs is known best from having run it.
+Problem. A simulation is only as good as its costs, and the best way to know an action's cost is to run it.
 
-Idea. The time of an action is the median over microbatches and steps: a few that were disturbed do not count. The time
-of a transfer shows only where somebody was already waiting when its value was made; then it lasted from there to the
-end of the wait. Elsewhere it was hidden behind compute, and lasted any time up to that.
+Idea. The time of an action is the median over microbatches and steps, so a few disturbed ones do not count. The time of
+a transfer is visible only if its receiver was already waiting when the value was made: it lasted from then to the end
+of the wait. Otherwise it was hidden by compute, which gives only an upper bound.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from schedules.errors import TimelineError
 from schedules.replay import Span
 
 Times: TypeAlias = Mapping[str, float]
-"""Of one stage, by kind."""
+"""The times of one stage, by kind."""
 
 
 def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
-    """The costs that one or more measured timelines of `schedule` show, each of all ranks on one clock.
+    """Return the costs seen in one or more measured timelines of `schedule`, each of all ranks on one clock.
 
-    Of each kind and stage the median, for a whole microbatch; of transfers between ranks the median too, and 0 where no
-    rank waited for one from before it was sent. `B`, if only the halves were measured, is their sum; if only `B` was,
-    each half is half of it. A kind that was not measured costs what `Costs` says of it.
+    For each kind and stage, that is the median for a whole microbatch; for transfers between ranks, the median too, or
+    0 if no rank was waiting for one before it was sent. If only the halves were measured, `B` is their sum; if only `B`
+    was, each half is half of it. A kind that was not measured costs the default in `Costs`.
 
-    Raises `TimelineError` for a stage without a forward, or a backward if there is one in the schedule.
+    Raise `TimelineError` for a stage without a forward, or without a backward if the schedule has backwards.
 
     >>> from schedules import B, F, gpipe, parse
     >>> times = {F(0, 0): (0, 1), F(1, 0): (3, 5), B(1, 0): (5, 9), B(0, 0): (10, 12)}
@@ -59,7 +59,7 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
 
 
 def _completed(stage: int, times: Times, backward: bool) -> Times:
-    """The times of one stage, and those of `F`, `B`, `I` and `W` that follow from others."""
+    """Return the times of one stage, with those of `F`, `B`, `I` and `W` derived from others if missing."""
     forward = next((times[kind] for kind in ("F", "C", "OVERLAP_F", "R") if kind in times), None)
     halves = times["I"] + times["W"] if {"I", "W"} <= times.keys() else None
     whole = times.get("B", halves)
@@ -75,7 +75,7 @@ def _completed(stage: int, times: Times, backward: bool) -> Times:
 
 
 def _transfers(timeline: Iterable[Span]) -> Iterator[float]:
-    """How long transfers took that somebody waited for before they were sent; a fused pair sends at its end only."""
+    """Yield the times of transfers whose receiver was waiting before they were sent; a fused pair sends at its end."""
     made, waits = defaultdict[tuple[str, int, int, int | None], list[float]](list), list[Span]()
     for span in timeline:
         kind, stage, i, _, part = span.action

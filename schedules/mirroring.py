@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two copies of a schedule, in opposite directions.
+"""Run two copies of a schedule in opposite directions.
 
-Problem. While a pipeline fills, the last ranks idle; while it drains, the first ones do.
+Problem. While a pipeline fills, the last ranks idle; while it drains, the first ranks do.
 
-Idea. Send a second copy in from the other end, so that the work of each fills the idle time of the other (Chimera,
+Idea. Start a second copy from the other end, so that the work of each fills the idle time of the other (Chimera,
 arXiv 2107.06925, section 3.1). Every stage then lives on two ranks, whose gradients are summed at the end.
 
 Invariant: each copy keeps its order on each rank.
@@ -30,7 +30,7 @@ Step: TypeAlias = tuple[Action, ...]
 
 
 def sums(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
-    """What ends a step: `G` for every stage of `rank` that another rank holds too, in the same order everywhere.
+    """Yield the `G`s that end a step, one for every stage `rank` shares with another rank, in stage order.
 
     >>> from schedules import bidirectional
     >>> list(sums(0, bidirectional(ranks=3), microbatches=4)), list(sums(1, bidirectional(ranks=3), microbatches=4))
@@ -43,7 +43,7 @@ def sums(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]
 
 
 def _both_ways(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
-    """The transform with twice the microbatches, every second one on a mirrored route."""
+    """Return the transform with twice the microbatches, every second one on a mirrored route."""
 
     def shape(arguments: dict[str, Any]) -> Shape:
         given, schedule = once.shape(arguments), arguments["schedule"]
@@ -79,17 +79,17 @@ def _mirrored(placement: Placement) -> Placement:
 @_both_ways
 @transform
 def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
-    """The schedule down the ranks and up the ranks at once: its microbatch `k` is `2k` on the way down, `2k + 1` up.
+    """Run the schedule down and up the ranks at once: its microbatch `k` becomes `2k` going down, `2k + 1` going up.
 
-    Where a rank can go on with either, it takes the pass with fewer stages to go, then the older microbatch; weight
-    gradients last. Finding that order means playing all ranks along the schedule's stage graph (`connect`): the first
-    rank whose actions are asked for pays for all of them.
+    If a rank can run a pass of either copy, it picks the one with fewer stages to go, then the older microbatch; weight
+    gradients come last. That requires playing all ranks along the schedule's stage graph (`connect`): the first rank
+    whose actions are generated pays for all of them.
 
-    Peak memory: that of ranks `r` and `P - 1 - r` together. Mirrored 1F1B with at least `P` microbatches in all idles
+    Peak memory: that of ranks `r` and `P - 1 - r` together. Mirrored 1F1B with at least `P` microbatches in total idles
     for `2 floor((P - 1) / 2) max(F, B)`. `chimera` is that in units of `P` microbatches, with less memory; `dualpipe`
     is that with weight gradients deferred.
 
-    Raises `SizeError` for a schedule that is mirrored already, and for an asynchronous one.
+    Raise `SizeError` for a schedule that is already mirrored, or asynchronous.
 
     >>> from schedules import one_f_one_b
     >>> print(mirror(one_f_one_b(ranks=2, microbatches=2)))
@@ -101,9 +101,9 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
         yield from sums(rank, _mirrored(schedule.placement), 2 * schedule.microbatches)
 
 
-@lru_cache(maxsize=1)  # one rank after the other asks for its row
+@lru_cache(maxsize=1)  # every rank asks for its row in turn
 def _merged(schedule: Schedule) -> Sequence[Sequence[Action]]:
-    """Per rank, the actions of both copies; what never finds its data stands at the end, for `check` to name."""
+    """Return each rank's actions of both copies; those whose inputs never come are last, for `check` to report."""
     P, graph = schedule.ranks, graph_of(schedule, None)
     lanes = [[deque(_steps(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
     rows: list[list[Action]] = [[] for _ in range(P)]
@@ -125,7 +125,7 @@ def _merged(schedule: Schedule) -> Sequence[Sequence[Action]]:
 
 
 def _steps(schedule: Schedule, home: int, way: int) -> Iterator[Step]:
-    """The actions of rank `home`, on microbatches that go this way, numbered by slices; a fused pair is one step."""
+    """Yield the actions of rank `home` for the copy `way`, numbered by slice; a fused pair is one step."""
     opener: Step = ()
     for action in schedule.actions(home):
         if action.kind == "U":
@@ -144,7 +144,7 @@ def _needs(step: Step, graph: Graph) -> set[Token]:
 
 
 def _to_go(step: Step, graph: Graph) -> tuple[int, int]:
-    """How many stages the microbatch has yet to enter, for weight gradients more than ever; then its number."""
+    """Return the priority of a step: the stages its microbatch has to go (most for weight gradients), then its age."""
     kind, stage, microbatch, *_ = step[-1]
     ways = {"F": 2 * graph.stages - stage, "B": stage + 1, "": 2 * graph.stages + 1}
     return ways[KINDS[kind].crosses], microbatch

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards overlapped with backwards.
+"""Overlap forwards with backwards.
 
 Problem. While a pass communicates with the ranks that share its stage (expert or tensor parallelism), nothing is
 computed.
 
 Idea. Run a forward and a backward of different microbatches as a fused pair: one computes while the other communicates
-(DualPipe, arXiv 2412.19437, section 3.2.1). A pair is one: its forward now waits for the cotangent of its backward, and
-the forward's value leaves when both are done. Where that cotangent waits for this very forward, through the order of
-other ranks, the two stay apart.
+(DualPipe, arXiv 2412.19437, section 3.2.1). A pair runs as one action: its forward now waits for the cotangent of its
+backward, and the forward's value leaves when both are done. If that cotangent depends on this very forward, through the
+order of other ranks, the two stay separate.
 
 Invariant: each rank keeps its order.
 """
@@ -29,13 +29,13 @@ from schedules.wiring import graph_of
 
 @transform(limits=KEPT)
 def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
-    """Every forward that stands directly before a backward of another microbatch, fused with it where both can run.
+    """Fuse every forward with a backward of another microbatch right after it, unless the pair would deadlock.
 
-    That takes playing all ranks along the schedule's stage graph (`connect`): the first rank whose actions are asked
-    for pays for all of them. Where pairs wait for each other, the lowest rank's is left apart. Peak memory stays. A
-    pair takes less time than its two passes if `Costs.OVERLAP_F` says so, but the next stage gets the forward's value
-    only when the pair ends: the makespan grows where ranks wait for forwards, as in 1F1B, and shrinks where they do
-    not, as in `dualpipe`.
+    That requires playing all ranks along the schedule's stage graph (`connect`): the first rank whose actions are
+    generated pays for all of them. If pairs wait for each other, the lowest rank's stays unfused. Peak memory does not
+    change. A pair takes less time than its two passes if `Costs.OVERLAP_F` says so, but the next stage gets the
+    forward's value only when the pair ends: the makespan grows if ranks wait for forwards, as in 1F1B, and shrinks if
+    they do not, as in `dualpipe`.
 
     >>> from schedules import one_f_one_b
     >>> print(overlap(one_f_one_b(ranks=2, microbatches=3)))
@@ -46,9 +46,9 @@ def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
         yield action._replace(microbatch=action.microbatch // schedule.slices)
 
 
-@lru_cache(maxsize=1)  # one rank after the other asks for its row
+@lru_cache(maxsize=1)  # every rank asks for its row in turn
 def _fused(schedule: Schedule) -> Sequence[Sequence[Action]]:
-    """Per rank, its actions, numbered by slices; what never finds its data stands at the end, for `check` to name."""
+    """Return each rank's actions, numbered by slice; those whose inputs never come are last, for `check` to report."""
     graph, ranks, slices = graph_of(schedule, None), range(schedule.ranks), schedule.slices
     lanes = [deque(a._replace(microbatch=unit_of(a, slices)) for a in schedule.actions(rank)) for rank in ranks]
     rows: list[list[Action]] = [[] for _ in ranks]
@@ -56,7 +56,7 @@ def _fused(schedule: Schedule) -> Sequence[Sequence[Action]]:
     owed = Counter(_gradient(action) for lane in lanes for action in lane)
 
     def plays(rank: int, apart: bool) -> bool:
-        """Whether the rank could do its next action, or its next pair."""
+        """Run the rank's next action or pair if its inputs are there, and return whether it ran."""
         step = _next(lanes[rank], slices, apart)
         ready = made.issuperset(token for action in step for token in needs(action, graph))
         if not step or not ready or any(owed[term] for term in _summed(step[0], graph)):
@@ -77,19 +77,19 @@ Term: TypeAlias = tuple[str, int]
 
 
 def _gradient(action: Action) -> Term:
-    """What the action adds to a gradient: a term or the sum over replicas, of which stage."""
+    """Return what the action contributes to a gradient, a term or the sum over replicas, and the stage."""
     return KINDS[action.kind].after or action.kind, action.stage
 
 
 def _summed(action: Action, graph: Graph) -> list[Term]:
-    """Return the terms that must all be there before the action."""
+    """Return the gradient terms that must be complete before the action."""
     if action.kind == "U":
         return [(what, s) for s in graph.shared_by[action.stage] for what in ("done", "G")]
     return [("done", action.stage)] if action.kind == "G" else []
 
 
 def _next(lane: deque[Action], slices: int, apart: bool) -> list[Action]:
-    """The next action, or the next two as a pair: if they may be one; `apart`, only if they are one already."""
+    """Return the next action, or the next two as a pair if they may be fused; if `apart`, only if they already are."""
     if len(lane) < 2:
         return [*lane]
     first, second = lane[0], lane[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits to be used while a schedule runs on formulas: a value, a cotangent, what a stage keeps for later."""
+"""Parcels: what waits to be used while a schedule runs on formulas (values, cotangents, a stage's saved state)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORWARDS = ("F", "C", "OVERLAP_F")
 
 
 class Parcel(NamedTuple):
-    """Made by stage `source`, to be used once by stage `target`, which is the same for what a stage keeps for later."""
+    """Something stage `source` makes for one use by stage `target`; the two are the same for a stage's saved state."""
 
     kind: str
     source: int
@@ -26,7 +26,7 @@ class Parcel(NamedTuple):
 
 
 def carried(message: Action) -> Parcel:
-    """What a transfer carries.
+    """Return the parcel a transfer carries.
 
     >>> from schedules import parse
     >>> print(carried(parse("2SEND_F1>5")))
@@ -37,7 +37,7 @@ def carried(message: Action) -> Parcel:
 
 
 def needed(action: Action, graph: Graph, slices: int) -> list[Parcel]:
-    """What a forward, or a full or half backward, takes."""
+    """Return the parcels that a forward, a full backward or an input half takes."""
     kind, s, i, _, part = action
     before, after = (None, None) if part is None else (part - 1, part + 1)
     if kind in FORWARDS:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where one rank stands: what each microbatch has been through on each of its stages.
+"""The progress of one rank: how far each microbatch has come on each of its stages.
 
-The rules of `check` share this book, so that every action is written down once. It stays small while microbatches
-finish nearly in order: what is in flight, and how many have finished.
+The rules of `check` share this record, so every action is recorded once. It stays small if microbatches finish nearly
+in order: it holds what is in flight, and how many have finished.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Life = Mapping[str, tuple[str, str]]
 
 
 class Finished:
-    """A set of numbers that stays small while they come nearly in order: a full prefix, and what is ahead."""
+    """A set of numbers that stays small if they come nearly in order: a full prefix, and those ahead of it."""
 
     def __init__(self) -> None:
         self.prefix, self.ahead = 0, set[int]()
@@ -31,7 +31,7 @@ class Finished:
         return self.prefix + len(self.ahead)
 
     def add(self, number: int) -> None:
-        """Put a number in."""
+        """Add a number."""
         if number == self.prefix:
             self.prefix += 1
             while self.prefix in self.ahead:
@@ -42,13 +42,12 @@ class Finished:
 
 
 class Work:
-    """One stage on one rank: `lives` of what is in flight, by unit, and which units have `finished`.
+    """One stage on one rank: the state (`lives`) of each unit in flight, and the units that have `finished`.
 
-    A unit is a microbatch, or a slice of one, numbered among those whose route brings them here: `count` of them.
-    `versions` counts the updates of the weights, the last of them with gradients up to microbatch `applied`; `began` is
-    the version with which units in flight began, where it is not the newest; `kept`, the most that were kept at once.
-    `summed` says whether the gradients of the stage's replicas have been added up; `tied`, whether another stage has
-    parameters of this one.
+    A unit is a microbatch or a slice of one, numbered among the `count` units whose route leads to this rank.
+    `versions` counts the weight updates, the last with gradients up to microbatch `applied`; `began` maps units in
+    flight to the version they began with, unless it is the newest; `kept` is the most versions kept at once. `summed`
+    is true once the gradients of the stage's replicas are summed, `tied` if another stage shares parameters.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stage: int, tied: bool) -> None:
@@ -65,20 +64,20 @@ class Work:
         self.summed = False
 
     def unit(self, action: Action) -> int:
-        """The number of the action's unit."""
+        """Return the number of the action's unit."""
         return action.microbatch // self.stride * self.slices + (action.slice or 0)
 
     def microbatch(self, unit: int) -> int:
-        """The microbatch of a unit."""
+        """Return the microbatch of a unit."""
         return self.first + unit // self.slices * self.stride
 
     @property
     def last(self) -> int:
-        """The last microbatch."""
+        """The last microbatch on this rank."""
         return self.microbatch(self.count - 1)
 
     def parted(self) -> int | None:
-        """Return the first microbatch of which some slices have gone forward and others have not, if there is one."""
+        """Return the first microbatch with only some slices forwarded, or `None`."""
         for i in sorted({unit // self.slices for unit in self.lives}):
             units = range(i * self.slices, (i + 1) * self.slices)
             if not all(unit in self.lives or unit in self.finished for unit in units):
@@ -86,12 +85,12 @@ class Work:
         return None
 
     def name(self, kind: str, unit: int) -> str:
-        """The text of the action on a unit, without its stage."""
+        """Return the text of an action on a unit, without its stage."""
         return f"{kind}{self.microbatch(unit)}" + (f".{unit % self.slices}" if self.slices > 1 else "")
 
 
 class Progress:
-    """The book of one rank: the `work` on each of its stages; `graph` says which of them share parameters."""
+    """The record of one rank: the `work` on each of its stages; `graph` says which stages share parameters."""
 
     def __init__(self, schedule: Schedule, rank: int, graph: Graph | None = None) -> None:
         self.schedule, self.rank = schedule, rank
@@ -101,7 +100,7 @@ class Progress:
 
     @cached_property
     def life(self) -> Life:
-        """Per kind, where a unit stands before and after; where nothing comes back, it is done with its forward."""
+        """For each kind, the state of a unit before and after; without backwards, a forward leaves it done."""
         if not self.schedule.backward:
             return {"F": ("", "done")}
         return {kind: (word.before, word.after) for kind, word in KINDS.items() if word.after}
@@ -110,5 +109,5 @@ class Progress:
 def violation(
     rule: str, progress: Progress, position: int, action: Action | None, problem: str, repair: str
 ) -> ScheduleError:
-    """Return the error of a rule that the rank of this book breaks."""
+    """Return the error for a rule that the rank of `progress` breaks."""
     return ScheduleError(rule, progress.rank, position, action, problem, repair)

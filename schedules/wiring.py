@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which action needs what, and who waits for it: the stage graph laid over the ranks.
+"""The data dependencies between actions: the stage graph mapped onto the ranks.
 
-Problem. The order in which things can happen, their times and their transfers all follow from the same facts: what an
-action takes from other stages and what it gives to them.
+Problem. The possible orders of actions, their times and their transfers all follow from the same facts: what an action
+takes from other stages and what it gives to them.
 
-Idea. What crosses one edge on one route is a `Crossing`: made by one action, used by one other, known to both ends by
-the microbatch. `crossings` lists them; `wires` sorts them by the ranks and kinds of action that make and use them, with
-the time and the memory of each kind beside them. Needs among actions of one stage on one rank are left out: a rank
-keeps its own order, and `rules` sees to it.
+Idea. What crosses one edge on one route is a `Crossing`: made by one action, used by one other, and identified at both
+ends by the microbatch. `crossings` lists them; `wires` groups them by the ranks and kinds of action that make and use
+them, together with each kind's time and memory. Dependencies between actions of one stage on one rank are left out: a
+rank runs its actions in order, and `rules` checks that order.
 
 Invariant: what is made is kept until its one use, and no longer.
 """
@@ -25,9 +25,10 @@ from schedules.graph import Edge, Graph, chain
 
 
 class Crossing:
-    """What `source` makes for `target`, on one route: `arrived` says when, by unit, until `consumer` has used it.
+    """What stage `source` makes for stage `target` on one route.
 
-    A unit is a microbatch, or a slice of one. `wanted` is the unit for which `consumer`, a rank, waits.
+    `arrived` maps each unit (a microbatch, or a slice of one) to its arrival time, until rank `consumer` has used it.
+    `wanted` is the unit that `consumer` waits for.
     """
 
     __slots__ = ("arrived", "consumer", "producer", "source", "target", "wanted", "what")
@@ -40,7 +41,7 @@ class Crossing:
 
 
 class Partial(dict[int, float]):
-    """When a replica's gradient is complete: once `count` units have arrived; then the one who waits may go on."""
+    """The arrival time of a replica's gradient: complete once `count` units are in, which unblocks the waiting rank."""
 
     def __init__(self, crossing: Crossing, count: int) -> None:
         self.crossing, self.count, self.seen, self.latest = crossing, count, 0, 0.0
@@ -51,17 +52,17 @@ class Partial(dict[int, float]):
             self.crossing.wanted = unit
 
     def get(self, unit: int, default: float | None = None) -> float | None:  # type: ignore[override]
-        """The time at which the gradient arrived; `unit` does not matter."""
+        """Return when the gradient arrived, or `default` if it has not; `unit` does not matter."""
         return self.latest if self.seen == self.count else default
 
     def __delitem__(self, unit: int) -> None:
-        """It stays: it is one for all units."""
+        """Do nothing: the gradient is one for all units."""
 
 
 class Row(NamedTuple):
-    """One kind of action on one stage of one rank: what it takes, what it gives and how late that arrives, its costs.
+    """One kind of action on one stage of one rank: what it takes, what it gives with the transfer times, its costs.
 
-    `grows` is by how much it changes the memory of the rank, `fused` whether the action behind it belongs to it.
+    `grows` is the change in the rank's memory; `fused` is true if the next action is its partner in a fused pair.
     """
 
     takes: tuple[Crossing, ...]
@@ -72,11 +73,11 @@ class Row(NamedTuple):
 
 
 Wires: TypeAlias = list[dict[str, dict[int, Row]]]
-Key: TypeAlias = tuple[str, int, int]  # a kind, or what crosses, or `done`; stage and route
+Key: TypeAlias = tuple[str, int, int]  # a kind, or a payload kind, or `done`; stage and route
 
 
 def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
-    """`graph`, or the schedule's own, or the chain of its stages; raises `GraphError` if the sizes differ."""
+    """Return `graph`, else the schedule's own graph, else the chain. Raise `GraphError` if the sizes differ."""
     if graph is None:
         return schedule.graph or chain(schedule.stages)
     if graph.stages != schedule.stages:
@@ -88,7 +89,7 @@ def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
 
 
 def crossings(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Crossing]]:
-    """Every value, cotangent and replica's gradient that one action makes for another, with its route."""
+    """Yield every value, cotangent and gradient that one action makes for another, each with its route."""
     for route, homes in enumerate(schedule.placement.routes):
         for s, t in sorted(graph.values):
             yield route, Crossing("F", (s, t), homes[s], homes[t])
@@ -103,7 +104,7 @@ def crossings(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Crossing]
 
 
 def _partial(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Crossing:
-    """The gradient of one replica for another; or of a stage, summed over its replicas, for another stage."""
+    """Return the crossing of one replica's gradient to another, or of a stage's summed gradient to another stage."""
     (s, t), placement = edge, schedule.placement
     producer = placement.routes[route][s]
     crossing = Crossing("G", edge, producer, consumer)
@@ -115,7 +116,7 @@ def _partial(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Cross
 
 
 def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:
-    """Per rank and kind, the rows of the stages that it holds; with several routes, a row per stage and route.
+    """Return, for each rank and kind, a row per stage it holds, or per stage and route if there are several routes.
 
     The key of a row is `stage * routes + route`.
     """
@@ -145,7 +146,7 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
 
 
 def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
-    """Who takes it: values and cotangents on their route; a replica's gradient `G`, a shared parameter's any `U`."""
+    """Yield what takes a crossing: on its route; for a replica's gradient `G`, for a shared parameter's any `U`."""
     t, placement = crossing.target, schedule.placement
     if crossing.what != "G":
         yield crossing.what, t, route
@@ -156,7 +157,7 @@ def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]
 
 
 def _givers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
-    """Who gives it: values and cotangents on their route; gradients what completes them, on any route of the rank."""
+    """Yield what gives a crossing: on its route; for gradients what completes them, on any route of the rank."""
     s, placement = crossing.source, schedule.placement
     if crossing.what != "G":
         yield crossing.what, s, route
