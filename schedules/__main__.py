@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at schedules from a shell: `python -m schedules list | show | check | simulate | compare`.
 
-A schedule is a built-in one's name, `file.py:function` for one of your own (the file is run), or a `.csv` table; behind
-it come its parameters and transforms, as in `interleaved_1f1b chunks=3 split_backward` (`schedules.commands.naming`).
-Exit code 0: fine; 1: `check` found a violation; 2: the question made no sense, and standard error says why.
+A schedule is the name of a built-in, `file.py:function` for one of your own (the file is run), or a `.csv` table. Its
+parameters and transforms follow, as in `interleaved_1f1b chunks=3 split_backward` (`schedules.commands.naming`). Exit
+codes: 0, success; 1, `check` found a violation; 2, the command made no sense, and standard error says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from schedules.errors import PipelineError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answer one question; returns the exit code."""
+    """Run one command and return the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     known = _questions()
     asked = argparse.ArgumentParser(
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         code: int = options.answer(options)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read has seen enough, as in `show gpipe | head`
+    except BrokenPipeError:  # the reader has seen enough, as in `show gpipe | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (PipelineError, OSError) as error:
@@ -62,7 +62,7 @@ names of transforms, with theirs. Where several schedules may stand, chunks=1..4
 
 
 def _questions() -> dict[str, argparse.ArgumentParser]:
-    """A parser for each question; its `answer` is the function that answers it."""
+    """Return a parser for each command; its `answer` default is the function that runs it."""
     parsers = dict[str, argparse.ArgumentParser]()
     for answer in (list_all, show, check, simulate, compare):
         name, what = answer.__name__.partition("_")[0], (getdoc(answer) or "") + _NAME

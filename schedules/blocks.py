@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building blocks: what a rank does with one microbatch, and at what times, repeated at an interval.
+"""Building blocks: a rank's passes for one microbatch, with their times, repeated at an interval.
 
-Problem. When a rank should do what depends on what all other ranks do when; a schedule made by playing them all needs
-all of their actions at once.
+Problem. What a rank should run next depends on the timing of all other ranks, but a schedule found by playing them all
+needs all of their actions at once.
 
-Idea (arXiv 2405.15362, section 3). Give each pass of microbatch 0 a time at which its data have arrived and, counted
-modulo an interval, no other pass of the rank begins. Microbatch `i` can then do the same `i` intervals later, and so
-for ever. The order of these times is a rank's order, and needs no other rank's. Slots that stay free take weight
-gradients, for which nobody waits. Costs need not be those that the times assume: only the order is kept.
+Idea (arXiv 2405.15362, section 3). Give each pass of microbatch 0 a time at which its inputs have arrived and at which,
+modulo an interval, no other pass of the rank begins. Microbatch `i` can then do the same `i` intervals later, for any
+`i`. Sorting these times gives a rank's order without looking at other ranks. Free slots take weight gradients, which
+no rank waits for. The times assume certain costs, but only the order is kept, so actual costs may differ.
 
-Invariant: each rank has its passes in the order of their times. So if no pass has a time before that of the pass
-whose data it needs, no ranks wait for each other in a circle, whatever the costs.
+Invariant: each rank runs its passes in the order of their times. So if no pass has a time before that of the pass whose
+output it needs, the ranks cannot deadlock, whatever the costs.
 
-1F1B, of which a forward takes one slot and a backward two:
+1F1B, where a forward takes one slot and a backward two:
 
 >>> from schedules.actions import B, F
 >>> P, r = 4, 2
@@ -37,7 +37,7 @@ Timed: TypeAlias = tuple[float, Action]
 
 
 def every(interval: int, first: int, early: Sequence[int] = ()) -> Iterator[int]:
-    """Times at an interval, of which `first` is microbatch 0's; but the first microbatches have `early` times instead.
+    """Return times at an interval, starting at `first`, except that the first microbatches get the `early` times.
 
     >>> times = every(6, first=1, early=[0, 2])
     >>> [next(times) for _ in range(4)]
@@ -49,14 +49,14 @@ def every(interval: int, first: int, early: Sequence[int] = ()) -> Iterator[int]
 def passes(
     kind: Callable[[int, int], Action], stage: int, times: Iterable[float], microbatches: int
 ) -> Iterator[Timed]:
-    """A kind of pass on one stage, for each microbatch at its time; times must ascend."""
+    """Return a pass of one kind on one stage for each microbatch, with its time; times must ascend."""
     return zip(times, map(kind, repeat(stage), range(microbatches)), strict=False)
 
 
 def in_order(*several: Iterator[Timed], memory: float = inf) -> Iterator[Action]:
-    """All passes in the order of their times, with the `W` of every `I`: in slots that are free, or at the end.
+    """Yield all passes in the order of their times, and the `W` of every `I` in a free slot, or at the end.
 
-    A `W` also comes where a forward would be activation number `memory + 1` of the rank.
+    A `W` also comes before a forward that would be activation number `memory + 1` on the rank.
 
     >>> from schedules.actions import F, I
     >>> list(in_order(passes(F, 0, [0, 1, 4], 3), passes(I, 0, [2, 5, 6], 3)))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a program correct: the rules on its transfers.
+"""The rules a correct program's transfers obey.
 
-Problem. A lowering may be right on a network that buffers or matches tags, and hang or mix up values on another; and
-programs are written by other people, too.
+Problem. A lowering may be correct on a network that buffers or matches tags, and hang or mix up values on another. And
+other people write programs, too.
 
-Idea. Play all ranks of the program on the least helpful network: a send and a receive are posted without waiting, both
-ends of a channel meet in order, and a message passes when both are posted. What its messages must be follows from the
-compute actions (`schedules.lowering`). Since both ends post in the same order, tags make no difference: a program that
-passes here finishes under tag-matched rendezvous and under one zero-buffer FIFO per channel alike.
+Idea. Play all ranks of the program on the least helpful network: sends and receives are posted without waiting, the two
+ends of a channel match in order, and a message passes once both are posted. The compute actions determine which
+messages there must be (`schedules.lowering`). Since both ends post in the same order, tags make no difference: a
+program that passes here finishes under tag-matched rendezvous and under one zero-buffer FIFO per channel alike.
 
-Invariant: a message is made, sent, received, used, each once, in this order; `WAIT` may be left out.
+Invariant: a message is made, sent, received and used once each, in this order; `WAIT` may be left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from schedules.placement import Placement
 
 
 class Lowered(Protocol):
-    """A program, ours or somebody else's."""
+    """The protocol of a lowered program, ours or someone else's."""
 
     @property
     def schedule(self) -> Schedule:
@@ -36,17 +36,17 @@ class Lowered(Protocol):
 
     @property
     def graph(self) -> Graph:
-        """The stage graph that it is for."""
+        """The stage graph it is lowered for."""
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """One rank's compute actions and transfers."""
+        """Return an iterator over one rank's compute actions and transfers."""
 
 
 class _Rank:
-    """Where one rank stands: what it has made and not sent, sent and not waited for, received and not used.
+    """The state of one rank: messages made but not sent, sent but not waited for, arrived but not used.
 
-    - `step`: the compute action at hand with its messages, until it has run; `rest`: what is left of a fused pair.
-    - `needed`: the message that the rank waits for.
+    - `step`: the current compute action and its messages, until it has run; `rest`: the remaining actions of the step.
+    - `needed`: the message the rank waits for.
     """
 
     def __init__(self, program: Lowered, rank: int) -> None:
@@ -58,21 +58,21 @@ class _Rank:
         self.needed: Message | None = None
 
     def advance(self) -> None:
-        """On to the next action."""
+        """Move on to the next action."""
         self.position, self.action = self.position + 1, next(self.stream, None)
 
     @cached_property
     def ahead(self) -> list[Action]:
-        """The actions that this rank has not come to; read once, when it is stuck."""
+        """The actions this rank has not reached; read once, when a rank is stuck."""
         return [*self.stream]
 
     def error(self, rule: str, problem: str, repair: str) -> ScheduleError:
-        """A violation at the action where the rank stands."""
+        """Return the error for a violation at the rank's current action."""
         return ScheduleError(rule, self.rank, self.position, self.action, problem, repair)
 
 
 class _Channels:
-    """All ranks of a program, played together."""
+    """All ranks of a program, played together on one network."""
 
     def __init__(self, program: Lowered) -> None:
         self.placement = program.schedule.placement
@@ -82,7 +82,7 @@ class _Channels:
         self.ready = deque(self.ranks)
 
     def play(self) -> None:
-        """Raise `ScheduleError` unless all ranks come to their end and nothing is left over."""
+        """Raise `ScheduleError` unless all ranks reach their end with nothing left over."""
         while self.ready:
             rank = self.ready.popleft()
             rank.needed = None
@@ -95,7 +95,7 @@ class _Channels:
             self._require_nothing_left(rank)
 
     def _go(self, rank: _Rank) -> bool:
-        """Do the action where the rank stands; false if it must wait, or is at its end."""
+        """Run the rank's current action. Return false if it must wait, or the rank is at its end."""
         action = rank.action
         if action is None or action.peer is None:
             return self._compute(rank) and action is not None
@@ -110,7 +110,10 @@ class _Channels:
         return self._send(rank, message) if word == "SEND" else self._wait(rank, message)
 
     def _compute(self, rank: _Rank) -> bool:
-        """A compute action uses what has arrived, and makes what is to be sent; the second of a pair does for both."""
+        """Run a compute action on arrived messages; it makes those to send, the second of a fused pair for both.
+
+        Return false if a message it needs has not arrived.
+        """
         step = rank.step
         self._require_expected(rank, step.actions[-rank.rest] if rank.rest else next(iter(step.actions), None))
         if not rank.rest:
@@ -126,7 +129,7 @@ class _Channels:
         return True
 
     def _require_expected(self, rank: _Rank, expected: Action | None) -> None:
-        """The program computes what its schedule says."""
+        """Raise `ScheduleError` if the current action is not the schedule's next one."""
         if rank.action != expected:
             problem = f"stands where the program's schedule has {expected}" if expected else "is not in its schedule"
             raise rank.error("same_actions", problem, "Give a program the schedule of its compute actions.")
@@ -151,7 +154,7 @@ class _Channels:
         return True
 
     def _wait(self, rank: _Rank, message: Message) -> bool:
-        """Wait for a send that has been posted; it is done once it is in no queue."""
+        """Wait for a posted send. Return whether it has completed: it is no longer queued."""
         if message not in rank.sent:
             raise rank.error("waited_once", "has no send before it, or was waited for", "Wait once, behind the send.")
         if message in self.sends[rank.rank, target_of(message, self.placement)]:
@@ -161,7 +164,7 @@ class _Channels:
         return True
 
     def _pass(self, channel: tuple[int, int]) -> None:
-        """Let the messages at the heads of both queues pass; raises `ScheduleError` if they are not the same."""
+        """Let messages at the heads of both queues pass. Raise `ScheduleError` if they are not the same."""
         sends, receives = self.sends[channel], self.receives[channel]
         while sends and receives:
             if sends[0] != receives[0]:
@@ -179,7 +182,7 @@ class _Channels:
         return rank.error("channel_order", problem, "Post both ends of a channel in the same order.")
 
     def _stuck(self, rank: _Rank) -> ScheduleError:
-        """Follow who waits for whom, until somebody waits in vain or the circle closes."""
+        """Return the error for ranks that are stuck: follow the waits to one that never ends, or to a cycle."""
         seen = dict[int, None]()
         while True:
             message = rank.needed
@@ -219,7 +222,7 @@ NOTHING = Step(0, (), [], [])
 
 
 def target_of(message: Message, placement: Placement) -> int:
-    """The rank that a message goes to: of its target stage, or of the stage's other replica."""
+    """Return the rank a message goes to: the target stage's, or that of the stage's other replica."""
     _, s, i, t, _ = message
     if s != t:
         return placement.home(t, i)
@@ -228,8 +231,8 @@ def target_of(message: Message, placement: Placement) -> int:
 
 
 def check_transfers(program: Lowered) -> None:
-    """Raise `ScheduleError` unless the program's transfers bring every value to its users on any network.
+    """Raise `ScheduleError` unless the program's transfers deliver every value to its consumers on any network.
 
-    Its compute actions must pass `check`. One pass over all actions; what is in flight is kept, nothing else.
+    The compute actions must pass `check`. Makes one pass over all actions and keeps only what is in flight.
     """
     _Channels(program).play()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule together with the stage graph that it is for.
+"""Attach a stage graph to a schedule.
 
-Problem. Most schedules are written for a chain of stages, and what is printed, mirrored or overlapped without a graph
-is taken for one. For towers that run side by side that shows violations where there are none.
+Problem. Most schedules are written for a chain of stages, and a schedule that is printed, mirrored or overlapped
+without a graph is treated as one. For towers that run side by side, that reports violations where there are none.
 
-Idea. `connect` is a transform that keeps the actions and remembers the graph. Whatever takes a schedule and no graph
-then uses this one, other transforms among them.
+Idea. `connect` is a transform that keeps the actions and remembers the graph. Anything that takes a schedule without a
+graph then uses this one, including other transforms.
 
-In text, a graph is its edges between commas: `0-2` for a value from stage 0 to stage 2 whose cotangent comes back,
+As text, a graph is its edges separated by commas: `0-2` for a value from stage 0 to stage 2 whose cotangent comes back,
 `F0-2` for the value alone, `B2-0` for the cotangent alone, `G0-2` for the gradient of a parameter that both hold.
 
 Invariant: `edges(text_of(graph), graph.stages) == graph`.
@@ -29,7 +29,7 @@ _EDGE = re.compile(r"([FBG]?)(0|[1-9][0-9]{0,17})-(0|[1-9][0-9]{0,17})", re.ASCI
 
 
 def _for_graph(once: Factory[[Schedule, Graph]]) -> Factory[[Schedule, Graph]]:
-    """The transform whose schedules have the graph that they are given."""
+    """Return the transform whose schedules have the graph they are given."""
 
     def shape(arguments: dict[str, Any]) -> Shape:
         given, graph = once.shape(arguments), arguments["graph"]
@@ -47,10 +47,10 @@ def _for_graph(once: Factory[[Schedule, Graph]]) -> Factory[[Schedule, Graph]]:
 @_for_graph
 @transform(limits=KEPT)
 def connect(rank: int, schedule: Schedule, graph: Graph) -> Iterator[Action]:
-    """The same actions, for stages that are connected by `graph` instead of in a chain.
+    """Keep the actions, for stages connected by `graph` instead of in a chain.
 
-    What takes the result and no graph uses this one: printing, `check`, `lower`, `simulate`, and transforms. Raises
-    `GraphError` for a graph of another number of stages.
+    Anything that takes the result without a graph uses this one: printing, `check`, `lower`, `simulate` and transforms.
+    Raise `GraphError` for a graph with a different number of stages.
 
     >>> from schedules import dag, gpipe
     >>> print(connect(gpipe(ranks=3, microbatches=1), dag(3, {(0, 2), (1, 2)})))
@@ -76,7 +76,7 @@ def text_of(graph: Graph) -> str:
 
 
 def edges(text: str, stages: int) -> Graph:
-    """Return the graph that `text` spells out. Raises `GraphError` for what names no edge of so many stages.
+    """Return the graph that `text` spells. Raise `GraphError` for anything but edges between `stages` stages.
 
     >>> edges("0-1,0-2", stages=3) == Graph(3, frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (0, 2)}))
     True

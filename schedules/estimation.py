@@ -30,7 +30,7 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
 
     For each kind and stage, that is the median for a whole microbatch; for transfers between ranks, the median too, or
     0 if no rank was waiting for one before it was sent. If only the halves were measured, `B` is their sum; if only `B`
-    was, each half is half of it. A kind that was not measured costs the default in `Costs`.
+    was, each half is half of it. A kind measured on no stage costs the default in `Costs`.
 
     Raise `TimelineError` for a stage without a forward, or without a backward if the schedule has backwards.
 

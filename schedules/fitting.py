@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand in a schedule at all: compute actions, on its own stages and microbatches, each on its rank.
+"""The actions a schedule may contain at all: compute actions, on its own stages and microbatches, each on its rank.
 
-These are the first two rules of `check`. Whoever meets something else on the way asks `require_fitting` for the reason.
+These are the first two rules of `check`. Code that comes across anything else calls `require_fitting` for the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KINDS = frozenset(_COMPUTE)
 
 
 def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
-    """A schedule holds compute actions on its own stages and microbatches; transfers are inserted by `lower`."""
+    """Require compute actions on the schedule's own stages and microbatches; `lower` inserts the transfers."""
     S, M, slices = schedule.stages, schedule.microbatches, schedule.slices
     for position, action in enumerate(actions):
         if type(action) is Action:
@@ -26,7 +26,7 @@ def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
             if (
                 kind in _KINDS
                 and peer is None
-                and type(stage) is type(i) is int  # True and 1.0 are equal to 1, but are written otherwise
+                and type(stage) is type(i) is int  # True and 1.0 equal 1, but print differently
                 and 0 <= stage < S
                 and 0 <= i < M
                 and ((part is None and slices == 1) or _sliced(action, slices))
@@ -37,7 +37,7 @@ def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
 
 
 def _sliced(action: Action, slices: int) -> bool:
-    """Whether the action is of one slice of `slices`, if there are several and it is of a microbatch at all."""
+    """Return whether the action has a valid slice: one if microbatches are sliced and it is for one, else none."""
     part = action.slice
     if slices == 1 or not KINDS[action.kind].after:
         return part is None
@@ -45,7 +45,7 @@ def _sliced(action: Action, slices: int) -> bool:
 
 
 def _misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
-    """What is wrong with the action, and the repair."""
+    """Return the problem with the action, and the repair."""
     if type(action) is not Action:
         return f"no compute action, but {action!r}", "Yield F(stage, microbatch) and the like."
     if action.kind not in _COMPUTE or action.peer is not None:
@@ -63,7 +63,7 @@ def _misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
 
 
 def placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
-    """Every action runs on the rank that holds its stage, for its microbatch."""
+    """Require every action to be on the rank that holds its stage for its microbatch."""
     routes = schedule.placement.routes
     R = len(routes)
     for position, action in enumerate(actions):
@@ -76,7 +76,7 @@ def placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
 
 
 def require_fitting(schedule: Schedule) -> None:
-    """Raise the `ScheduleError` of the first action that breaks one of these two rules, if there is one."""
+    """Raise `ScheduleError` if any action breaks one of these two rules."""
     for rank in range(schedule.ranks):
         for _ in placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank))):
             pass

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who feeds whom: the stage graph as schedules see it.
+"""The stage graph: which stages feed which.
 
 Stages are numbered in topological order, so an edge `(s, t)` has `s < t` and every graph is acyclic by construction.
-Gradients of shared parameters travel when all is computed, and may go either way. Nothing is known here of what an edge
-carries, only that something crosses it.
+Gradients of shared parameters travel after they are complete, and may go either way. A graph knows only that something
+crosses an edge, not what.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ Edge: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Graph:
-    """`stages` stages, and three sets of edges `(s, t)`; but for `gradients`, with `s < t`.
+    """`stages` stages and three sets of edges `(s, t)`, all but `gradients` with `s < t`.
 
-    - `values`: the forward of `t` uses a value that the forward of `s` made or passes on.
-    - `cotangents`: the backward of `s` uses a cotangent that the backward of `t` made.
-    - `gradients`: `t` holds a parameter that `s` holds too, and needs its gradient of `s` when the last backward of `s`
-      is done.
+    - `values`: the forward of `t` uses a value that the forward of `s` makes or passes on.
+    - `cotangents`: the backward of `s` uses a cotangent that the backward of `t` makes.
+    - `gradients`: `t` shares a parameter with `s`, and needs its gradient from `s` after the last backward of `s`.
 
-    Raises `GraphError` for an edge that does not run from an earlier to a later stage of the graph, or, of `gradients`,
-    from one stage to another.
+    Raise `GraphError` for an edge that does not run from an earlier to a later stage of the graph, or, in `gradients`,
+    between two different stages.
     """
 
     stages: int
@@ -71,12 +70,12 @@ class Graph:
 
     @cached_property
     def shares(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the other stages that need its gradients of parameters that they hold too."""
+        """Per stage, the other stages that need its gradients of shared parameters."""
         return _sorted(self.stages, self.gradients)
 
     @cached_property
     def shared_by(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the other stages whose gradients it needs of parameters that they hold too."""
+        """Per stage, the other stages whose gradients of shared parameters it needs."""
         return _sorted(self.stages, {(t, s) for s, t in self.gradients})
 
 
@@ -88,12 +87,12 @@ def _sorted(stages: int, edges: set[Edge] | frozenset[Edge]) -> tuple[tuple[int,
 
 
 def dag(stages: int, edges: frozenset[Edge] | set[Edge]) -> Graph:
-    """A graph in which values flow along `edges` and cotangents flow back along all of them."""
+    """Return a graph in which values flow along `edges` and cotangents flow back along all of them."""
     return Graph(stages, frozenset(edges), frozenset(edges))
 
 
 def chain(stages: int) -> Graph:
-    """Stage `s` feeds stage `s + 1`.
+    """Return the chain: stage `s` feeds stage `s + 1`.
 
     >>> sorted(chain(3).values)
     [(0, 1), (1, 2)]

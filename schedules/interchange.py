@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules and programs as files: the CSV of `torch.distributed.pipelining`, in both its formats.
+"""Read and write schedules and programs as files: the CSV of `torch.distributed.pipelining`, in both its formats.
 
-Problem. Other tools write schedules as tables; a table says neither how many stages there are nor where they live, and
+Problem. Other tools write schedules as tables. A table does not say how many stages there are or where they live, and
 nothing in it can be trusted.
 
-Idea. One line per rank, one cell per action, in the words of `schedules.cells` (`0F0,0F1,,0B0`). An empty cell is an
-idle slot and means nothing, for a schedule is an order and not a timetable. What the table leaves unsaid is read off
-it: a stage lives on the rank in whose line it stands. Without transfers ("compute_only") it is a schedule; with them
-("compute_comms") it is a program, whose stage graph is read off them too.
+Idea. One line per rank, one cell per action, in the notation of `schedules.cells` (`0F0,0F1,,0B0`). An empty cell is an
+idle slot and means nothing, because a schedule is an order, not a timetable. The rest is inferred: a stage lives on the
+rank whose line it is in. Without transfers ("compute_only"), a table is a schedule; with them ("compute_comms"), it is
+a program, whose stage graph is inferred from them.
 
-Transfers say nothing of edges inside a rank. So what we write for a stage graph other than a chain has one more line,
-with its edges in the words of `schedules.connecting`: `graph,0-1,0-2`.
+Transfers do not show edges inside a rank. So for a stage graph other than a chain we write one more line, with the
+edges in the notation of `schedules.connecting`: `graph,0-1,0-2`.
 
-Invariants. Reading what was written gives the same actions and the same stage graph. Text is only ever parsed: nothing
-in a file is executed.
+Invariants. Reading what was written gives the same actions and the same stage graph. Text is only parsed: nothing in a
+file is executed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from schedules.wiring import graph_of
 
 File: TypeAlias = str | os.PathLike[str] | TextIO
 Rows = ParamSpec("Rows")
-Homes: TypeAlias = dict[tuple[int, int], int]  # of a stage's even and of its odd microbatches
+Homes: TypeAlias = dict[tuple[int, int], int]  # by stage and the parity of the microbatch
 
 
 def _shape(arguments: dict[str, Any]) -> Shape:
@@ -83,11 +83,11 @@ def _from_rows(generator: Callable[Concatenate[int, Rows], Iterator[Action]]) ->
 
 @_from_rows
 def table(rank: int, rows: tuple[str, ...]) -> Iterator[Action]:
-    """The schedule that `rows` spell out: one text per rank, of compute actions between commas.
+    """Schedule the actions that `rows` spell: one text per rank, with compute actions separated by commas.
 
-    Raises `TableError` for a cell that is no compute action, a stage on two lines or on none, and an idle rank. A stage
-    may stand on two lines if one has its even microbatches and the other its odd ones: a bidirectional schedule. If
-    there are forwards only, it is for inference. Whether the schedule is correct is for `check` to say.
+    Raise `TableError` for a cell that is not a compute action, a stage on two lines or on none, and an idle rank. A
+    stage may be on two lines if one has its even microbatches and the other its odd ones: a bidirectional schedule. A
+    schedule of forwards only is for inference. `check` says whether the schedule is correct.
 
     >>> table(rows=("0F0,0B0", "1F0,,1B0"))
     table(rows=('0F0,0B0', '1F0,,1B0'))
@@ -103,10 +103,10 @@ def table(rank: int, rows: tuple[str, ...]) -> Iterator[Action]:
 
 @dataclass(frozen=True)
 class Listing:
-    """A program that somebody else lowered: its rows, of compute actions and transfers, and its stage graph.
+    """A program lowered by someone else: its rows of compute actions and transfers, and its stage graph.
 
-    It is used as `schedules.lowering.Program` is. Make it with `listing` or `read_csv`; where they cannot know the
-    graph, give them the right one: `dataclasses.replace(program, graph=...)`.
+    Use it like a `schedules.lowering.Program`. Make it with `listing` or `read_csv`; if they cannot infer the graph,
+    replace it by the right one: `dataclasses.replace(program, graph=...)`.
     """
 
     rows: tuple[str, ...]
@@ -114,28 +114,28 @@ class Listing:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The compute actions alone."""
+        """The schedule of its compute actions alone."""
         return _compute_only(self.rows)
 
     @property
     def channels(self) -> tuple[Edge, ...]:
-        """Every directed pair of ranks between which something should travel, in ascending order."""
+        """Every directed pair of ranks between which a message should travel, in ascending order."""
         return Program(self.schedule, self.graph).channels
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of `rank`, in order, read afresh by every call."""
+        """Return an iterator over the actions of `rank`, in order. Each call reads them anew."""
         return read_row(rank, self.rows[rank], transfers=True)
 
 
 def listing(rows: tuple[str, ...]) -> Listing:
-    """The program that `rows` spell out: one text per rank, of compute actions and transfers between commas.
+    """Return the program that `rows` spell: one text per rank, with compute actions and transfers separated by commas.
 
     If no transfer names its peer, the graph is the chain of the stages. If they do, edges inside a rank leave no trace:
-    values flow along the chain if none is named beside it, else along those that are named. So do cotangents, but their
-    chain must be named in full, for they end where stages are frozen.
+    values flow along the chain if no transfer leaves it, otherwise along the edges named. The same goes for cotangents,
+    but they flow along the chain only if all of its transfers are named, since they stop at frozen stages.
 
-    Raises `TableError` as `table` does, and for a transfer to or from a stage that stands on no line or on the wrong
-    side. Whether the program is correct is for `check` to say.
+    Raise `TableError` as `table` does, and for a transfer to or from a stage that is on no line or in the wrong
+    direction. `check` says whether the program is correct.
 
     >>> program = listing(rows=("0F0,0SEND_F0,0RECV_B0,0B0", "1RECV_F0,1F0,1B0,1SEND_B0"))
     >>> program.schedule, program.channels
@@ -150,7 +150,7 @@ def listing(rows: tuple[str, ...]) -> Listing:
     across = {(s, t) for s, t in line for homes in schedule.placement.routes if homes[s] != homes[t]}
     values = line if found["F"] <= across else frozenset(found["F"])
     named = found["B"] == across or not schedule.backward
-    cotangents = line if named else frozenset(found["B"])  # fewer, where early stages are frozen
+    cotangents = line if named else frozenset(found["B"])  # fewer if early stages are frozen
     return Listing(rows, Graph(schedule.stages, values, cotangents, frozenset(found["G"])))
 
 
@@ -161,7 +161,7 @@ def _compute_only(rows: tuple[str, ...]) -> Schedule:
 
 
 def _edges(rows: tuple[str, ...], stages: int) -> dict[str, set[Edge]]:
-    """The edges between different stages that transfers name, by what crosses them."""
+    """Return the edges between different stages that transfers name, by payload."""
     found: dict[str, set[Edge]] = {word: set() for word in "FBG"}
     for rank, row in enumerate(rows):
         for action in read_row(rank, row, transfers=True):
@@ -183,11 +183,11 @@ _WAYS = {"F": "from the earlier to the later", "B": "from the later to the earli
 
 
 def read_csv(file: File) -> Schedule | Listing:
-    """What is in a file of `torch.distributed.pipelining`, or in one of our own: a schedule, or a program.
+    """Return the schedule or program in a file of `torch.distributed.pipelining`, or in one of our own.
 
-    A file without transfers ("compute_only") is `table(rows=...)` of its lines, one with transfers ("compute_comms") is
-    `listing(rows=...)`; a last line `graph,0-1,0-2` names the edges of its stage graph. `file` is a path or an open
-    text file. Raises `TableError` as they do. All of the text is kept.
+    A file without transfers ("compute_only") gives `table(rows=...)` of its lines, one with transfers ("compute_comms")
+    gives `listing(rows=...)`; a last line `graph,0-1,0-2` names the edges of its stage graph. `file` is a path or an
+    open text file. Raise `TableError` as they do. The whole text stays in memory.
 
     >>> import io
     >>> print(read_csv(io.StringIO("0F0,0F1,,,0B0,,0B1\\n1F0,1B0,,1F1,1B1\\n")))
@@ -204,7 +204,7 @@ def read_csv(file: File) -> Schedule | Listing:
 
 
 def _along(plan: Schedule | Listing, text: str, line: int) -> Schedule | Listing:
-    """The plan with the graph that the last line of its file spells out."""
+    """Return the plan with the graph that the last line of its file spells."""
     schedule = plan if isinstance(plan, Schedule) else plan.schedule
     try:
         graph = edges(text, schedule.stages)
@@ -219,10 +219,10 @@ _GRAPH = "graph"
 def write_csv(plan: Plan, file: File, words: Words = own) -> None:
     """Write one line per rank: the actions of a schedule, or of a program with its transfers.
 
-    In our `own` words reading gives back the same actions and the same stage graph; of these files,
-    `torch.distributed.pipelining` reads the schedules of chains, if they hold nothing but F, B, I, W and fused pairs.
-    With `words=cells.pipelining` it reads the programs too; what it has no words for is refused. One rank's text is
-    kept at a time.
+    In our `own` notation, reading the file gives back the same actions and the same stage graph. Of these files,
+    `torch.distributed.pipelining` can read schedules of chains that contain only F, B, I, W and fused pairs. With
+    `words=cells.pipelining` it can read programs too; anything it cannot express raises `TableError`. Only one rank's
+    text is in memory at a time.
 
     >>> import sys
     >>> from schedules import gpipe, lower

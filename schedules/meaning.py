@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule should compute, written down as formulas.
+"""What a schedule should compute, as formulas.
 
-Problem. That a schedule obeys rules, or that its lowering looks right, says nothing about what is computed in the end.
+Problem. A schedule that obeys the rules, with a lowering that looks right, may still compute the wrong thing.
 
-Idea. Make every stage symbolic: its forward makes a formula of its inputs, its backward one of what the forward kept
-and of the cotangents. Here are the formulas of the whole model; `schedules.interpreter` finds those of a schedule.
+Idea. Make every stage symbolic: its forward makes a formula from its inputs, its backward one from the residuals and
+the cotangents. This module has the formulas of the whole model; `schedules.interpreter` finds those of a schedule.
 
-A formula is a digest of what it was made of, so two are equal exactly when they were made alike, and stay small however
-often a graph forks and joins.
+A formula is a digest of its operands, so two are equal exactly if they were computed the same way, and a formula stays
+small however often a graph forks and joins.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Formulas: TypeAlias = tuple[tuple[Formula, ...], ...]
 
 
 def formula(*parts: object) -> Formula:
-    """The name of what is made of `parts`, in this order."""
+    """Return the formula made from `parts`, in this order."""
     return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What comes out of a step.
+    """The results of a step.
 
-    - `outputs`: per stage, what its forwards made, in the order of `F`.
-    - `gradients`: per stage, the terms of its gradient, in the order in which they are added: replica by replica.
+    - `outputs`: per stage, the outputs of its forwards, in the order of `F`.
+    - `gradients`: per stage, the terms of its gradient, in the order they are added: replica by replica.
     - `sums`: per stage, its gradient on each rank that holds it.
     - `copies`: per edge of tied parameters, the gradients that reached the other stage, one for each route.
     """
@@ -45,7 +45,7 @@ class Meaning:
     copies: Mapping[Edge, tuple[Formula, ...]]
 
     def require(self, graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> None:
-        """Raise `ProgramError` unless this is the whole model, each microbatch exactly once, in any order."""
+        """Raise `ProgramError` unless this is the whole model's, with each microbatch exactly once, in any order."""
         model = whole(graph, microbatches, slices, backward)
         _require("outputs", self.outputs, model.outputs)
         _require("gradient terms", self.gradients, model.gradients)
@@ -74,13 +74,13 @@ def _require(what: str, got: Formulas, expected: Formulas) -> None:
 
 
 def total(replicas: Sequence[Sequence[Formula]]) -> Formula:
-    """The gradient that is the sum of these terms: each replica's own, in order, then replica by replica."""
+    """Return the gradient summed from these terms: within each replica in order, then over the replicas."""
     sums = [formula("sum", *terms) for terms in replicas]
     return sums[0] if len(sums) == 1 else formula("total", *sums)
 
 
 def whole(graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> Meaning:
-    """The model itself: one microbatch after the other, slice by slice, through all stages and back.
+    """Return what the model itself computes: one microbatch at a time, slice by slice, through all stages and back.
 
     >>> from schedules import chain
     >>> whole(chain(1), microbatches=1).outputs[0][0] == formula("F", 0, (0, 0))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks to try a program on, as unhelpful as real ones.
+"""Model networks to run programs on, as unhelpful as real ones.
 
-Problem. A lowering may be right on a network that buffers, or that reorders, and hang or mix up values on another.
+Problem. A lowering may be correct on a network that buffers or reorders, and hang or mix up values on another.
 
-Idea. A network is a function: given the sends and the receives posted on one channel, oldest first, it says which
-message passes next. It never buffers: a message passes when both ends have posted it, not before. Both ends name it by
-the action that sends it.
+Idea. A network is a function: given the sends and receives posted on one channel, oldest first, it returns the next
+message to pass. It never buffers: a message passes only once both ends have posted it. Both ends identify it by the
+action that sends it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Network: TypeAlias = Callable[[Sequence[Action], Sequence[Action]], Action | Non
 
 
 def rendezvous(sends: Sequence[Action], receives: Sequence[Action]) -> Action | None:
-    """Tags match (Gloo): any posted send meets the posted receive of the same message, in whatever order."""
+    """Match by tag (Gloo): any posted send meets the posted receive of the same message, in any order."""
     return next((message for message in receives if message in sends), None)
 
 
 def fifo(sends: Sequence[Action], receives: Sequence[Action]) -> Action | None:
-    """No tags (NCCL): only the heads of both queues meet.
+    """Match without tags (NCCL): only the heads of both queues meet.
 
-    Raises `ProgramError` if they are not the same message: a real network would hand over the wrong one in silence.
+    Raise `ProgramError` if they are not the same message: a real network would silently deliver the wrong one.
 
     >>> from schedules import parse
     >>> fifo([parse("0SEND_F1>1")], [parse("0SEND_F0>1")])
@@ -49,7 +49,7 @@ receives in the sender's order.
 
 
 def send_of(action: Action) -> Action:
-    """The send that a receive takes, or that a `WAIT` waits for.
+    """Return the send that a receive matches, or that a `WAIT` waits for.
 
     >>> from schedules import parse
     >>> str(send_of(parse("1RECV_F0<0"))), str(send_of(parse("0WAIT_F0>1")))
@@ -63,23 +63,23 @@ def send_of(action: Action) -> Action:
 
 
 def receive_of(send: Action) -> Action:
-    """The receive that takes what `send` sends."""
+    """Return the receive that matches `send`."""
     kind, stage, i, peer, part = send
     assert peer is not None, "a transfer has a peer stage"
     return Action(kind.replace("SEND", "RECV"), peer, i, stage, part)
 
 
 class Links:
-    """All channels of one run: what has been posted at one end and has not passed yet."""
+    """All channels of one run: what has been posted but has not passed yet."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._sends: dict[Edge, list[Action]] = defaultdict(list)
         self._receives: dict[Edge, list[Action]] = defaultdict(list)
-        self._values: dict[Action, Formula] = {}  # invariant: one for each of the sends
+        self._values: dict[Action, Formula] = {}  # invariant: one for each posted send
 
     def send(self, channel: Edge, message: Action, value: Formula) -> Iterator[tuple[Action, Formula]]:
-        """Post a send; yields every message that passes now, with its value."""
+        """Post a send, and yield every message that passes now, with its value."""
         if message in self._values:
             raise ProgramError(f"{message} is posted again before it has passed. Send each value once.")
         self._sends[channel].append(message)
@@ -87,16 +87,16 @@ class Links:
         yield from self._pass(channel)
 
     def receive(self, channel: Edge, message: Action) -> Iterator[tuple[Action, Formula]]:
-        """Post a receive; yields every message that passes now, with its value."""
+        """Post a receive, and yield every message that passes now, with its value."""
         self._receives[channel].append(message)
         yield from self._pass(channel)
 
     def pending(self, message: Action) -> bool:
-        """Whether this send has been posted and has not passed."""
+        """Return whether this send has been posted but has not passed."""
         return message in self._values
 
     def left(self) -> list[Action]:
-        """The sends and receives that have not met."""
+        """Return the sends and receives that have not been matched."""
         receives = [receive_of(message) for queue in self._receives.values() for message in queue]
         return [*self._values, *receives]
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules on what is done once for many microbatches: sums over replicas and updates of weights.
+"""The rules on actions that run once for many microbatches: sums over replicas and weight updates.
 
-Problem. A gradient is there when the last of its terms is, and copies of weights stay equal only if all of them are
-updated with the same gradient. Nothing in the life of one microbatch shows either.
+Problem. A gradient is complete once its last term is, and copies of weights stay equal only if all of them are updated
+with the same gradient. Neither shows in the life of a single microbatch.
 
-Idea. As in `schedules.rules`: a rule passes one rank's actions on, and raises at the first that breaks it.
+Idea. As in `schedules.rules`, a rule passes on one rank's actions and raises at the first that breaks it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Actions: TypeAlias = Iterator[Action]
 
 
 def updated(progress: Progress, actions: Actions) -> Actions:
-    """An update `U(s, i)` comes after every gradient up to microbatch `i`, and uses those that no update has used.
+    """Require every update `U(s, i)` after all gradients up to microbatch `i`; it applies those not yet applied.
 
-    Where a stage has replicas, that is after the `G` that sums their gradients: with less, the replicas would drift.
-    The sum is there once, and so is the gradient of parameters that stages share: these stages are updated once, with
-    the gradients of all microbatches, and not before those of the stages that they share with have arrived (`ordered`).
-    A microbatch uses the version of the weights that its forward began with, for its backward too, so that version is
-    kept (PipeDream's weight stashing, SOSP 2019, section 3.3); no more are kept than the schedule's limit says. All its
-    slices use one version, so no update comes between them.
+    If a stage has replicas, that is after the `G` that sums their gradients; otherwise the replicas would drift apart.
+    That sum is complete only once, and so is the gradient of parameters that stages share: such stages are updated
+    once, with the gradients of all microbatches, after those of the stages they share with have arrived (`ordered`).
+    A microbatch's backward uses the weight version its forward began with, so that version is kept (PipeDream's weight
+    stashing, SOSP 2019, section 3.3), but no more versions than the schedule's limit. All slices of a microbatch use
+    one version, so no update may come between them.
     """
     position = -1
     for position, action in enumerate(actions):
@@ -42,7 +42,7 @@ def updated(progress: Progress, actions: Actions) -> Actions:
 
 
 def _update(progress: Progress, position: int, action: Action) -> None:
-    """Write an update into the book: what is in flight keeps the version that it began with."""
+    """Record an update: microbatches in flight keep the version they began with. Raise if it breaks a rule."""
     work, i = progress.work[action.stage], action.microbatch
     if not progress.schedule.backward:
         problem = "has no gradient to use: nothing comes back in this schedule"
@@ -71,7 +71,7 @@ def _update(progress: Progress, position: int, action: Action) -> None:
 
 
 def _require_consistent(progress: Progress, position: int, action: Action) -> None:
-    """Raise `ScheduleError` if the update makes copies of weights drift apart, or slices of one microbatch."""
+    """Raise `ScheduleError` if the update lets copies of weights drift apart, or splits the slices of a microbatch."""
     work = progress.work[action.stage]
     if (work.replicated or work.tied) and action.microbatch != work.last:
         shared = "another rank holds the stage too" if work.replicated else "another stage holds some of its parameters"
@@ -85,7 +85,7 @@ def _require_consistent(progress: Progress, position: int, action: Action) -> No
 
 
 def reduced(progress: Progress, actions: Actions) -> Actions:
-    """A stage with replicas sums their gradients once, by `G` after its last weight gradient on each of its ranks."""
+    """Require each rank of a replicated stage to sum the gradients once, by `G` after its last weight gradient."""
     position = -1
     for position, action in enumerate(actions):
         if action.kind == "G":
@@ -102,7 +102,7 @@ def reduced(progress: Progress, actions: Actions) -> Actions:
 
 
 def _unready(progress: Progress, action: Action) -> tuple[str, str]:
-    """Why this `G` cannot be here, and the repair; empty if it can."""
+    """Return why this `G` is wrong here, and the repair; empty if it is fine."""
     work = progress.work[action.stage]
     last = Action("G", action.stage, work.microbatch(work.count - 1))
     if not work.replicated or not progress.schedule.backward:
@@ -117,7 +117,7 @@ def _unready(progress: Progress, action: Action) -> tuple[str, str]:
 
 
 def require_updates_everywhere(books: Sequence[Progress]) -> None:
-    """Raise `ScheduleError` unless all stages update their weights within the step, or none."""
+    """Raise `ScheduleError` unless all stages update their weights within the step, or none does."""
     works = [(book, stage, work) for book in books for stage, work in book.work.items()]
     if any(work.versions for _, _, work in works):
         for book, stage, work in works:

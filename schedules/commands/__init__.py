@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m schedules` is made of: how schedules are named, what is asked about them, and the answers."""
+"""The parts of `python -m schedules`: how schedules are named, the options, and the commands."""

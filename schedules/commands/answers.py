@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers, each a function of the options that prints and returns the exit code."""
+"""The commands: functions of the options that print and return the exit code."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Say whether the schedule is correct; if not, draw what leads to the violation."""
+    """Report whether the schedule is correct; if not, draw what leads to the violation."""
     one = subject_of(options)
     schedule = one.make()
     try:
@@ -79,7 +79,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _around(violation: ScheduleError, schedule: Schedule, one: Subject) -> str:
-    """The picture of the time around the violation."""
+    """Return the picture of the time around the violation."""
     met = _among_compute(one.program, violation) if one.program else violation
     picture = drawing.text(schedule, Costs(), None, columns(PAGE), paint(), met).removesuffix(str(met))
     blocks = picture.split("\n\n")
@@ -88,17 +88,17 @@ def _around(violation: ScheduleError, schedule: Schedule, one: Subject) -> str:
 
 
 def _among_compute(program: Listing, error: ScheduleError) -> ScheduleError:
-    """The error of a program, at the position where it stands among the compute actions."""
+    """Return a program's error with its position among the compute actions alone."""
     before = islice(program.actions(error.rank), error.position)
     position = sum(1 for action in before if action.peer is None)
     return ScheduleError(error.rule, error.rank, position, error.action, error.problem, error.repair)
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Say how long it takes, what each rank does and holds, and what to shorten first."""
+    """Report how long it takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
-    rules.check(schedule)  # figures of what is wrong mean nothing
+    rules.check(schedule)  # figures of an incorrect schedule mean nothing
     costs, sizes = fitted(costs_of(options), schedule), fitted(sizes_of(options), schedule)
     timeline = simulation.simulate(schedule, costs, sizes=sizes)
     print(f"makespan  {timeline.makespan:g}")
@@ -113,7 +113,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _print_path(path: CriticalPath, makespan: float) -> tuple[Span, ...]:
-    """Print what takes most of the critical path, and its actions; returns them."""
+    """Print what takes most of the critical path, and its actions; return their spans."""
     rows = [[one.what, f"{one.time:g}", _percent(one.time, makespan), f"{one.passes}"] for one in path.shares[:SHARES]]
     print("\n" + table([["shorten first", "time", "", "passes"], *rows]))
     print(f"\n{_by_kind(path, makespan)}")

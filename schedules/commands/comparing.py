@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules side by side.
+"""Compare schedules side by side.
 
-At equal ranks and microbatches, every schedule does the same work: a schedule with `S` stages on `P` ranks is given
-`P/S` of the times, which are of a rank's share of the model. At equal memory, only those are compared that keep within
-it, of those that are named; `k=1..4` names four. Columns:
+At equal ranks and microbatches, every schedule does the same work: the times are those of a rank's share of the model,
+so a schedule with `S` stages on `P` ranks gets `P/S` of them per stage. With a memory limit, only the named schedules
+that fit in it are compared; `k=1..4` names four. Columns:
 
-- `makespan`, `bubble`, `idle`: as in `Timeline`, idle time as the mean of the ranks.
+- `makespan`, `bubble`, `idle`: as in `Timeline`, idle time averaged over the ranks.
 - `peak memory`: of the rank that holds most.
-- `weights`: how often a rank holds its share of the model: twice in a bidirectional schedule, and for each
+- `weights`: how many copies of its share of the model a rank holds: two in a bidirectional schedule, and one for each
   version that an asynchronous one keeps.
 """
 
@@ -33,12 +33,12 @@ from schedules.simulation import Timeline, simulate, spans
 
 Given = TypeVar("Given", Costs, Sizes)
 NO_WORK = ("comm", "jitter", "seed")
-ALMOST = 1e-9  # thirds do not add up exactly
+ALMOST = 1e-9  # sums of thirds are not exact
 HEAD = ["", "stages", "makespan", "", "bubble", "idle", "peak memory", "", "weights"]
 
 
 class Entry(NamedTuple):
-    """A schedule that is compared, with the times of its stages, and what became of it."""
+    """A schedule to compare, with the costs of its stages and its simulated totals."""
 
     schedule: Schedule
     costs: Costs
@@ -46,9 +46,9 @@ class Entry(NamedTuple):
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Print a line for each schedule, relative to the first, and why the others are left out.
+    """Print a line for each schedule, relative to the first, and why others are left out.
 
-    All do the same work: times and sizes are those of a rank, whose stages share them.
+    All do the same work: times and sizes are those of a rank, divided among its stages.
     """
     costs, sizes = costs_of(options), sizes_of(options)
     found = {subject.title: _examined(subject, costs, sizes, options.memory) for subject in subjects_of(options)}
@@ -67,7 +67,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def _examined(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float) -> Entry | str:
-    """The schedule and what it takes, or why it is left out."""
+    """Return the schedule with its simulated totals, or the reason to leave it out."""
     try:
         schedule = subject.make()
         check(schedule)
@@ -83,7 +83,7 @@ def _examined(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float
 
 
 def _scaled(costs: Given, share: float) -> Given:
-    """The costs of a stage that is this share of a rank's part of the model."""
+    """Return the costs of a stage that is this share of a rank's part of the model."""
     values = {field.name: getattr(costs, field.name) for field in fields(costs) if field.name not in NO_WORK}
     for name, value in values.items():
         if isinstance(value, tuple):
@@ -92,7 +92,7 @@ def _scaled(costs: Given, share: float) -> Given:
 
 
 def _require_equal(entries: Mapping[str, Entry]) -> None:
-    """All must have as many ranks and microbatches as the first."""
+    """Raise `UsageError` unless all have as many ranks and microbatches as the first."""
     (first, one), *others = entries.items()
     for title, other in others:
         for size in ("ranks", "microbatches"):
@@ -117,7 +117,7 @@ def _cells(entry: Entry, first: Entry) -> Iterator[str]:
 
 
 def _weights(schedule: Schedule, rank: int) -> float:
-    """How often the rank holds its share of the model."""
+    """Return how many copies of its share of the model the rank holds."""
     versions = schedule.versions(rank)
     held = len(schedule.placement.stages_on(rank)) * schedule.ranks / schedule.stages
     return held * versions if isfinite(versions) else held

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines and schedules into the files that the options name."""
+"""Write timelines and schedules to the files that the options name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def written(
     memory: bool = False,
     marked: Mapping[str, Collection[Span]] = NONE,
 ) -> bool:
-    """Write what the options ask for, and say so; whether they asked for anything."""
+    """Write the files the options ask for and report them. Return whether there were any."""
     files: list[tuple[str, str]] = []
     if options.svg:
         files.append((options.svg, drawing.svg(_made(timelines), memory, sizes, marked=marked)))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as they are named on a command line.
+"""The names of schedules on a command line.
 
     one_f_one_b                              a built-in schedule
-    interleaved_1f1b chunks=3                with a parameter of its own
-    one_f_one_b split_backward               with a transform applied to it; transforms take parameters too
-    mine.py:zigzag depth=2                   a factory in a file of one's own, which is run
-    table.csv                                a table, of a schedule or a program
+    interleaved_1f1b chunks=3                with a parameter
+    one_f_one_b split_backward               with a transform; transforms take parameters too
+    mine.py:zigzag depth=2                   a factory in your own file, which is run
+    table.csv                                a table of a schedule or a program
     interleaved_1f1b chunks=1..3             one schedule for each value; chunks=1,2,4 likewise
 
-A word with `=` belongs to the name before it; a name of a transform applies to the schedules before it.
+A word with `=` belongs to the name before it; a transform applies to the schedules before it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Value: TypeAlias = int | float | str | bool | None
 
 
 class Subject(NamedTuple):
-    """A schedule to answer for: its name as a title, how to make it, and the program that it was read with, if so.
+    """A schedule given on the command line: its title, how to make it, and the program it was read with, if any.
 
-    What a transform makes of a program's schedule has no program: the transfers are not those of the result.
+    A transform of a program's schedule has no program, because the transfers would no longer match.
     """
 
     title: str
@@ -49,17 +49,17 @@ class Subject(NamedTuple):
 
 
 class Phrase(NamedTuple):
-    """A name, and the values that each of its parameters shall take."""
+    """A name, and the values for each of its parameters."""
 
     name: str
     pairs: dict[str, list[str]]
 
 
 def subjects(words: Sequence[str], sizes: Mapping[str, int], graph: str | None = None) -> list[Subject]:
-    """All schedules that `words` name, of the given sizes where they do not say others.
+    """Return all schedules that `words` name, with the given sizes unless `words` override them.
 
-    With `graph`, edges as in `schedules.connecting`, for stages that are so connected. Raises `UsageError` for names
-    and parameters that do not exist.
+    `graph` lists the edges that connect the stages, as in `schedules.connecting`. Raise `UsageError` for names and
+    parameters that do not exist.
 
     >>> [one.title for one in subjects(["gpipe", "one_f_one_b", "split_backward"], {"ranks": 2, "microbatches": 3})]
     ['gpipe', 'split_backward(one_f_one_b)']
@@ -80,7 +80,7 @@ def subjects(words: Sequence[str], sizes: Mapping[str, int], graph: str | None =
 
 
 def phrases(words: Sequence[str]) -> Iterator[Phrase]:
-    """Names, each with the pairs behind it.
+    """Yield the names, each with the pairs that follow it.
 
     >>> list(phrases(["kfkb", "k=1..3", "gpipe"]))
     [Phrase(name='kfkb', pairs={'k': ['1', '2', '3']}), Phrase(name='gpipe', pairs={})]
@@ -111,7 +111,7 @@ def _values(text: str) -> list[str]:
 
 
 def find(name: str) -> Factory[...]:
-    """The factory of that name: of a schedule or a transform that is built in, or in `file.py:function`."""
+    """Return the factory of that name: a built-in schedule or transform, or `file.py:function`."""
     file, colon, function = name.rpartition(":")
     found = getattr(_run(Path(file)), function, None) if colon else (built_in() | transforms()).get(name)
     if not isinstance(found, Factory):
@@ -123,29 +123,29 @@ def find(name: str) -> Factory[...]:
 
 
 def built_in() -> dict[str, Factory[...]]:
-    """The built-in schedules by name."""
+    """Return the built-in schedules by name."""
     return {name: one for name in families.__all__ if isinstance(one := getattr(families, name), Factory)}
 
 
 def transforms() -> dict[str, Factory[...]]:
-    """The built-in transforms by name."""
+    """Return the built-in transforms by name."""
     public = {name: getattr(package, name) for name in package.__all__}
     return {name: one for name, one in public.items() if isinstance(one, Factory) and is_transform(one)}
 
 
 def is_transform(factory: Factory[...]) -> bool:
-    """Whether it makes schedules of schedules."""
+    """Return whether a factory makes schedules from schedules."""
     return "schedule" in factory.signature.parameters
 
 
 def parameters(factory: Factory[...]) -> dict[str, inspect.Parameter]:
-    """Its parameters by name, but for the schedule that a transform changes."""
+    """Return a factory's parameters by name, except the schedule that a transform takes."""
     return {name: one for name, one in factory.signature.parameters.items() if name != "schedule"}
 
 
 def _run(path: Path) -> object:
-    """The module in a file of the user's."""
-    name = "schedules_of_the_user"  # not the file's own, which may be that of a module in use
+    """Run a user's file and return its module."""
+    name = "schedules_of_the_user"  # not the file's own name, which may be that of an imported module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"got {str(path)!r}, expected a Python file. Name it as in file.py:function.")
@@ -156,7 +156,7 @@ def _run(path: Path) -> object:
 
 
 def _each(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> Iterator[dict[str, Value]]:
-    """Every combination of the values of the phrase's parameters; `sizes` are given besides."""
+    """Yield every combination of the values of the phrase's parameters, which may omit those in `sizes`."""
     known = parameters(factory)
     for name in phrase.pairs:
         if name not in known:
@@ -171,7 +171,7 @@ def _each(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> It
 
 
 def _value(parameter: inspect.Parameter, text: str) -> Value:
-    """A number, true, false or none; any other text only where the default is one."""
+    """Return a number, true, false or none; or the text itself if the default is text."""
     if isinstance(parameter.default, str):
         return text
     if text in _WORDS:

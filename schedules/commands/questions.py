@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be asked, and what the options mean."""
+"""The command-line options and their meaning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINK = ("latency", "bandwidth", "bytes")
 
 
 def add_subjects(parser: argparse.ArgumentParser) -> None:
-    """What to answer for: names with their parameters, and the sizes of all of them."""
+    """Add the arguments for `subjects_of`: names with their parameters, and the sizes for all of them."""
     parser.add_argument("words", nargs="+", metavar="NAME", help="with its parameters and transforms")
     for size, default in DEFAULTS.items():
         parser.add_argument(f"--{size}", type=int, help=f"default {default}", metavar="N")
@@ -35,7 +35,7 @@ def add_subjects(parser: argparse.ArgumentParser) -> None:
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """The options for `costs_of` and `sizes_of`."""
+    """Add the options for `costs_of` and `sizes_of`."""
     costs = parser.add_argument_group("times, of one microbatch on one stage; of each stage: 1,1,2")
     for field in fields(Costs):
         if field.name not in ("comm", "seed", "jitter"):
@@ -54,7 +54,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser, csv: bool = True) -> None:
-    """Where to write pictures."""
+    """Add the options for files to write."""
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--trace", metavar="FILE", help="write it for ui.perfetto.dev or chrome://tracing")
     if csv:
@@ -62,12 +62,12 @@ def add_files(parser: argparse.ArgumentParser, csv: bool = True) -> None:
 
 
 def subjects_of(options: argparse.Namespace) -> list[Subject]:
-    """The schedules that are asked about."""
+    """Return the schedules named on the command line."""
     return subjects(options.words, DEFAULTS | _sizes(options), options.graph)
 
 
 def subject_of(options: argparse.Namespace) -> Subject:
-    """The one schedule that is asked about."""
+    """Return the one schedule named on the command line. Raise `UsageError` if there are several."""
     found = subjects_of(options)
     if len(found) > 1:
         names = " and ".join(one.title for one in found[:2])
@@ -83,7 +83,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, int]:
 
 
 def costs_of(options: argparse.Namespace) -> Costs:
-    """The times that the options give."""
+    """Return the costs the options give."""
     link = {name: value for name in LINK if (value := getattr(options, name)) is not None}
     if link and options.comm is not None:
         raise UsageError(f"got --comm and --{next(iter(link))}, expected one of them. Drop one.")
@@ -92,14 +92,14 @@ def costs_of(options: argparse.Namespace) -> Costs:
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes | None:
-    """The sizes that the options give, if they give any."""
+    """Return the sizes the options give, or `None` if they give none."""
     given = {field.name: getattr(options, field.name) for field in fields(Sizes)}
     given = {name: size for name, size in given.items() if size is not None}
     return Sizes(**given) if given else None
 
 
 def fitted(costs: Given, schedule: Schedule) -> Given:
-    """`costs`; raises `UsageError` if they are given for each stage, but for more or fewer than `schedule` has."""
+    """Return `costs`. Raise `UsageError` for a tuple with more or fewer numbers than `schedule` has stages."""
     given = {field.name: getattr(costs, field.name) for field in fields(costs)} if costs else {}
     if isinstance(link := given.get("comm"), Link):
         given["bytes"] = link.bytes
@@ -113,7 +113,7 @@ def fitted(costs: Given, schedule: Schedule) -> Given:
 
 
 def number(text: str) -> float:
-    """The finite number of at least 0 that an option gives."""
+    """Return the finite number of at least 0 that an option gives."""
     try:
         found = float(text)
     except ValueError:

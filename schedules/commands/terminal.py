@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed: columns, colours, tables."""
+"""Terminal output: columns, colors, tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedules.drawing.palette import Paint
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns to the right, but for the first.
+    """Return the rows in columns, aligned to the right except the first.
 
     >>> print(table([["rank", "busy"], ["0", "12"]]))
     rank  busy
@@ -26,11 +26,11 @@ def table(rows: list[list[str]]) -> str:
 
 
 def columns(otherwise: int) -> int:
-    """How wide the terminal is, if there is one."""
+    """Return the width of the terminal, or `otherwise` if there is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
 
 
 def paint() -> Paint:
-    """Colours, if there is a terminal that has them and nobody asked for none (no-color.org)."""
+    """Return how to paint: in color on a terminal that supports it, unless `NO_COLOR` is set (no-color.org)."""
     wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return drawing.ansi if wanted else drawing.plain

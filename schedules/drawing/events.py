@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines as a trace file, for Perfetto (ui.perfetto.dev) and `chrome://tracing`.
+"""Write timelines as a trace file for Perfetto (ui.perfetto.dev) and `chrome://tracing`.
 
-The format is the JSON of Chrome's "Trace Event Format": an object with a list of events, times in microseconds.
+The format is Chrome's "Trace Event Format" in JSON: an object with a list of events, times in microseconds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def trace(
     sizes: Sizes | None = None,
     microseconds: float = 1000,
 ) -> str:
-    """The trace of `timelines`, given by name: a process for each, in it a thread for each rank.
+    """Return the trace of `timelines`, keyed by name: a process for each, with a thread for each rank.
 
-    Actions are complete events, whose arguments are kind, stage, microbatch and slice; those of the category `wait` are
-    transfers that a rank waited for. An arrow leads from each action to those on other ranks that use what it makes,
-    along `graph`, by default the chain of the stages. A counter per rank says what it holds, by `sizes`, or in units of
-    one rank's activations of one microbatch. A unit of time is drawn as so many `microseconds`: a million for times in
-    seconds. Raises `TimelineError` for times that are none.
+    Actions are complete events with arguments kind, stage, microbatch and slice; those of category `wait` are transfers
+    that a rank waited for. An arrow leads from each action to those on other ranks that use its output, along `graph`,
+    by default the chain. A counter per rank shows its memory, by `sizes`, or in units of one rank's activations for one
+    microbatch. `microseconds` is the length of one unit of time: a million for times in seconds. Raise `TimelineError`
+    for invalid times.
 
     >>> from schedules import Costs, gpipe, spans
     >>> events = json.loads(trace({"gpipe": spans(gpipe(ranks=2, microbatches=1), Costs())}))["traceEvents"]
@@ -79,7 +79,7 @@ class _Process:
         return self._event("X", str(action), rank, start, dur=duration, cat=tag, args=args)
 
     def arrows(self, graph: Graph) -> Iterator[Event]:
-        """From just before the end of each action that makes something to the start of each that uses it."""
+        """Yield arrows from just before the end of each producing action to the start of each that uses its output."""
         users: dict[Made, Span] = {}
         for span in self.drawn.every:
             users.setdefault(_made(span), span)
@@ -102,6 +102,6 @@ class _Process:
 
 
 def _made(span: Span) -> Made:
-    """What an action makes, and takes of the same kind from other stages: values, cotangents, or nothing."""
+    """Return what an action makes, and takes from other stages: its payload kind, stage, microbatch and slice."""
     kind, stage, microbatch, _, part = span.action
     return KINDS[kind].crosses, stage, microbatch, part

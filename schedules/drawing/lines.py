@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of timelines in lines of text."""
+"""Draw timelines as lines of text."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def text(
     paint: Paint = plain,
     error: ScheduleError | None = None,
 ) -> str:
-    """The simulated timeline, one line per rank; a cell is as wide as the shortest action takes, `.` is idle.
+    """Return the simulated timeline, one line per rank; a cell is the time of the shortest action, `.` is idle.
 
-    With one stage per rank a cell reads `F3`, forward of microbatch 3; otherwise `1F3`, on stage 1; `F3.0` is a slice,
-    and `F3&` a forward that overlaps with what stands behind it. What takes no time is a small letter behind the cell
-    in which it happens, as in `B3 u`. Lines that would be longer than `columns` characters are cut into blocks of time,
-    one under the other. Actions of a rank that overlap in time stand in further lines.
+    With one stage per rank, a cell reads `F3`, forward of microbatch 3; otherwise `1F3`, on stage 1. `F3.0` is a slice,
+    and `F3&` a forward that overlaps with the action after it. An action that takes no time is a lowercase letter at
+    the end of the cell in which it happens, as in `B3 u`. Lines longer than `columns` characters are broken into blocks
+    of time, one below the other. Actions of a rank that overlap in time take extra lines.
 
-    Where the ranks block each other, or at `error` if that is given, the picture ends: with `!` behind the action that
-    is wrong, and the reason under it. Ranks that block each other along a chain may not do so along the stage graph
-    that the schedule is for: pass it, or `connect` it. `paint` is given every label and the colour of its kind.
+    If the ranks deadlock, or at `error` if that is given, the picture ends with `!` after the offending action and the
+    reason below. Ranks that deadlock along a chain may not do so along the schedule's actual stage graph: pass it, or
+    `connect` it. `paint` is called with every label and the color of its kind.
 
     >>> from schedules import gpipe
     >>> print(text(gpipe(ranks=2, microbatches=2)))
@@ -72,11 +72,11 @@ _CHAIN = "\nThis is along a chain of stages. For another stage graph, print conn
 
 
 def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint: Paint = plain) -> str:
-    """The pictures of `timelines`, given by name, one under the other on the same scale of time.
+    """Return the pictures of `timelines`, keyed by name, one below the other on a common time scale.
 
-    As `text` draws them; every timeline begins at 0, a cell is as wide as the shortest action in any of them takes, and
-    `-` is a wait for a transfer. What takes less than half a cell may not be seen. Raises `TimelineError` for times
-    that are none.
+    They look like those of `text`. Every timeline begins at 0, a cell is the time of the shortest action in any of
+    them, and `-` is a wait for a transfer. Anything shorter than half a cell may be invisible. Raise `TimelineError`
+    for invalid times.
 
     >>> from schedules import B, F, parse
     >>> made = [Span(0, F(0, 0), 0, 1), Span(0, parse("0RECV_B0<1"), 1, 3.8), Span(0, B(0, 0), 4, 6)]
@@ -96,21 +96,21 @@ def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint
 def _simulated(
     schedule: Schedule, costs: Costs, graph: Graph | None, error: ScheduleError | None
 ) -> tuple[list[Span], ScheduleError | None]:
-    """The timeline up to `error`, or to the one that the simulation meets."""
+    """Return the timeline up to `error`, or up to the one the simulation raises, and that error."""
     if error is None:
         try:
             return list(spans(schedule, costs, graph)), None
         except ScheduleError as met:
             error = met
     timeline: list[Span] = []
-    with suppress(ScheduleError):  # the other ranks wait for what never comes: that is as far as they get
+    with suppress(ScheduleError):  # the other ranks get as far as a wait for what never comes
         timeline.extend(spans(_before(schedule, error.rank, error.position), costs, graph))
     return timeline, error
 
 
 @transform
 def _before(rank: int, schedule: Schedule, broken: int, position: int) -> Actions:
-    """The schedule up to a position on one rank, and on the others up to where they break a rule themselves."""
+    """Cut the schedule at `position` on rank `broken`, and on the others where they break a rule themselves."""
     book = Progress(schedule, rank)
     actions = placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank)))
     for rule in rules_of(schedule):
@@ -120,7 +120,7 @@ def _before(rank: int, schedule: Schedule, broken: int, position: int) -> Action
 
 
 class _Cell(NamedTuple):
-    """One cell: its text, its colour, and whether the action ends with it, so that a gap follows."""
+    """One cell: its text, its color, and whether it is the action's last, so that a gap follows."""
 
     text: str
     colour: str = ""
@@ -132,17 +132,17 @@ class _Cell(NamedTuple):
         return paint(self.text[:-1], self.colour) + self.text[-1] if self.ends else paint(self.text, self.colour)
 
     def with_small(self, letter: str) -> _Cell:
-        """The cell with a small letter in its last column."""
+        """Return the cell with a lowercase letter in its last column."""
         return _Cell(self.text[:-1] + letter.lower(), self.colour, True)
 
 
 _Row: TypeAlias = tuple[str, list[_Cell]]
-"""A line's name and its cells."""
+"""The name of a line, and its cells."""
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """How much time a cell stands for, and how wide it is."""
+    """The time a cell stands for, and its width in characters."""
 
     unit: float
     width: int
@@ -156,7 +156,7 @@ class _Grid:
         return _Cell("-".ljust(self.width))
 
     def ticks(self, drawn: Strip, span: Span) -> tuple[int, int]:
-        """The cells in which a span begins, and before which it ends."""
+        """Return the first cell of a span, and the one after its last."""
         first, last = (floor((time - drawn.begin) / self.unit + 0.5) for time in (span.start, span.end))
         return first, last
 
@@ -166,7 +166,7 @@ def _labels(drawn: Strip) -> list[str]:
 
 
 def _rows(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> list[_Row]:
-    """The lines of one timeline, not all equally long."""
+    """Return the lines of one timeline, which may differ in length."""
     rows = list[_Row]()
     for rank, row in enumerate(drawn.spans):
         lines = _lines(drawn, row, grid)
@@ -180,7 +180,7 @@ def _rows(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> list[_Row]:
 
 
 def _folded(sections: Mapping[str, Sequence[_Row]], grid: _Grid, columns: int, paint: Paint) -> str:
-    """The lines made equally long, and cut into blocks of time no wider than `columns`, if a cell is not."""
+    """Return the lines padded to equal length and broken into blocks of time at most `columns` wide, if a cell fits."""
     rows = [row for section in sections.values() for row in section]
     gutter, cells = (max(map(len, column), default=0) for column in (zip(*rows, strict=True) if rows else ((), ())))
     count = ceil(cells / max(1, (columns - gutter - 1) // grid.width))
@@ -199,12 +199,12 @@ def _folded(sections: Mapping[str, Sequence[_Row]], grid: _Grid, columns: int, p
 
 
 def _flaw(drawn: Strip, action: object) -> str:
-    """The label of what is wrong, which may be no action, or that there is none."""
+    """Return the label of the offending action, which may be missing or not an action at all."""
     return drawn.label(action) if isinstance(action, Action) else str(action or "")
 
 
 def _lines(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]]:
-    """The cells of one rank's actions, a line for each lane, waits in the first; no longer than they last."""
+    """Return one rank's cells, a line for each lane, with waits in the first, as long as the last span lasts."""
     width, idle, waits = grid.width, grid.idle, grid.waits
     ticks = {span: grid.ticks(drawn, span) for span in row if not span.waits}
     shown = {span: tick for span, tick in ticks.items() if tick[0] < tick[1]}

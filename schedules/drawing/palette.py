@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One look for every kind of action, the same in all pictures.
+"""The look of every kind of action, the same in all pictures.
 
-The colours stay apart for most who see few of them (Okabe and Ito, "Color Universal Design", 2008); a letter says the
-same. Stages of one rank differ in lightness.
+Most color-blind viewers can tell the colors apart (Okabe and Ito, "Color Universal Design", 2008), and a letter repeats
+the information. Stages of one rank differ in lightness.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARKED = "#ff3030"
 
 
 class Look(NamedTuple):
-    """How a kind is drawn: the letter in its label, what stands behind its microbatch there, its colour, its name."""
+    """How a kind is drawn: the letter in its label, its color, its name, and the `joint` after its label."""
 
     letter: str
     colour: str
@@ -47,13 +47,13 @@ WAIT = Look("-", "#ebe3d0", "wait for a transfer")
 
 
 def look(kind: str) -> Look:
-    """How `kind` is drawn; a span of a transfer is a wait, and what is no kind at all is light grey."""
+    """Return how `kind` is drawn: a transfer as a wait, an unknown kind in light gray."""
     return LOOKS.get(kind) or (WAIT if kind in KINDS else Look(kind, "#d0d0d0", kind))
 
 
 @cache
 def shade(kind: str, lightness: float) -> str:
-    """The colour of `kind`; `lightness` from 0 to 1 takes it half of the way to white.
+    """Return the color of `kind`; a `lightness` of 0 to 1 moves it up to halfway to white.
 
     >>> shade("F", 0), shade("F", 1)
     ('#56b4e9', '#aadaf4')
@@ -67,12 +67,12 @@ def _parts(colour: str) -> tuple[int, ...]:
 
 
 def plain(text: str, colour: str) -> str:
-    """`text` as it is."""
+    """Return `text` unchanged."""
     return text
 
 
 def ansi(text: str, colour: str) -> str:
-    r"""`text` in black on the nearest of the 256 colours of a terminal.
+    r"""Return `text` in black on the nearest of a terminal's 256 colors.
 
     >>> ansi("F0", shade("F", 0))
     '\x1b[38;5;16;48;5;74mF0\x1b[0m'
@@ -81,11 +81,11 @@ def ansi(text: str, colour: str) -> str:
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}\x1b[0m"
 
 
-_MIDDLES = (48, 115, 155, 195, 235)  # between the levels that each of the three has: 0, 95, 135, 175, 215, 255
+_MIDDLES = (48, 115, 155, 195, 235)  # midpoints between a channel's levels: 0, 95, 135, 175, 215, 255
 
 
 def legend(kinds: Iterable[str], paint: Paint = plain) -> str:
-    """One line that says what the letters mean.
+    """Return one line that explains the letters.
 
     >>> legend({"B", "F"})
     'F forward   B backward'

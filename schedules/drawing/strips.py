@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all pictures of a timeline have in common: who holds which stages, labels, lanes, and what was held when.
+"""The parts all pictures of a timeline share: stages per rank, labels, lanes, and memory over time.
 
-Spans may come from a simulation or from a measurement, and may overlap on a rank; nothing is assumed but that start and
-end are finite. Spans of transfers are waits: they have no label, and do not count where cells are made wide enough.
+Spans may be simulated or measured, and may overlap on a rank; the only assumption is that start and end are finite.
+Spans of transfers are waits: they have no label, and do not affect the width of cells.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from schedules.simulation import UNITS, levels
 
 @dataclass(frozen=True)
 class Strip:
-    """One timeline, all of it: its spans by rank in the order of time, and the stages that each rank holds."""
+    """One complete timeline: its spans by rank in time order, and the stages each rank holds."""
 
     spans: tuple[tuple[Span, ...], ...]
     stages: tuple[tuple[int, ...], ...]
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.stages)
 
     @cached_property
@@ -39,32 +39,32 @@ class Strip:
 
     @cached_property
     def acts(self) -> tuple[Span, ...]:
-        """The spans that are no waits."""
+        """The spans that are not waits."""
         return tuple(span for span in self.every if not span.waits)
 
     @cached_property
     def begin(self) -> float:
-        """When the first action starts."""
+        """The time the first span starts."""
         return min((span.start for span in self.every), default=0.0)
 
     @cached_property
     def duration(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         return max((span.end for span in self.every), default=0.0) - self.begin
 
     @cached_property
     def unit(self) -> float:
-        """The shortest time that is drawn as such: of the shortest action, if that is no speck beside the others."""
+        """The time one cell stands for: that of the shortest action, but at least a quarter of the median."""
         times = sorted(span.end - span.start for span in self.acts if span.end > span.start)
         return max(times[0], times[len(times) // 2] / 4) if times else 1.0
 
     @cached_property
     def kinds(self) -> set[str]:
-        """The kinds of action that occur, those of waits among them."""
+        """The kinds of action that occur, including those of waits."""
         return {span.action.kind for span in self.every}
 
     def label(self, action: Action) -> str:
-        """`F3`, forward of microbatch 3; `1F3` if a rank holds several stages; `F3.0` for a slice."""
+        """Return `F3` for the forward of microbatch 3; `1F3` if any rank holds several stages; `F3.0` for a slice."""
         stage = str(action.stage) if self._several else ""
         part = "" if action.slice is None else f".{action.slice}"
         return f"{stage}{look(action.kind).letter}{action.microbatch}{part}"
@@ -80,13 +80,13 @@ class Strip:
 
     @cached_property
     def longest_microbatch(self) -> int:
-        """The length of the longest number of a microbatch."""
+        """The number of digits of the longest microbatch number."""
         return max((len(str(span.action.microbatch)) for span in self.acts), default=0)
 
     def held(self, rank: int, sizes: Sizes | None) -> list[tuple[float, float]]:
-        """What `rank` holds from which time on: upwards when an action starts, downwards at its end.
+        """Return the memory of `rank` over time: it rises when an action starts and falls when one ends.
 
-        Without `sizes`, 1 is one rank's activations of one microbatch.
+        Without `sizes`, the unit is one rank's activations for one microbatch.
 
         >>> from schedules import B, F
         >>> strip([Span(0, F(0, 0), 0, 1), Span(0, B(0, 0), 1, 3)]).held(0, None)
@@ -96,10 +96,10 @@ class Strip:
         share = slices if sizes else slices * len(set[int]().union(*self.stages)) / self.ranks
         grown = ((span, (sizes or UNITS).growth(span.action.kind, span.action.stage)) for span in self.spans[rank])
         changes = [(span.start if growth > 0 else span.end, growth / share) for span, growth in grown if growth]
-        return list(levels(sorted(changes, key=lambda change: change[0])))  # at one time, in the order of the spans
+        return list(levels(sorted(changes, key=lambda change: change[0])))  # stable: at equal times, in span order
 
     def colour(self, span: Span) -> str:
-        """That of its kind, lighter for later stages of the rank."""
+        """Return the color of the span's kind, lighter for later stages of the rank."""
         if span.waits:
             return WAIT.colour
         held = self.stages[span.rank]
@@ -107,9 +107,9 @@ class Strip:
 
 
 def strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) -> Strip:
-    """The timeline of `spans`; `stages` gives those of each rank, where not all may occur in it.
+    """Return the timeline of `spans`; `stages` lists the stages of each rank, if some may not occur in `spans`.
 
-    Raises `TimelineError` for a span that ends before it starts, or that starts or ends at no time at all.
+    Raise `TimelineError` for a span that ends before it starts, or whose start or end is not finite.
     """
     given = tuple(spans)
     for span in given:
@@ -129,7 +129,7 @@ def strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) -> Stri
 
 
 def lanes(intervals: Iterable[tuple[float, float]]) -> Iterator[int]:
-    """For each interval, in the order of their starts, the first lane that is free by then.
+    """Yield, for each interval in start order, the first lane that is free by its start.
 
     >>> list(lanes([(0, 2), (1, 3), (2, 4)]))
     [0, 1, 0]

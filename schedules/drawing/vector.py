@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of timelines as SVG."""
+"""Draw timelines as SVG."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from schedules.drawing.strips import Strip, lanes, strip
 from schedules.replay import Span
 
 LEFT, RIGHT, TITLE, ROW, GRAPH, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
-SHORTEST = 1e-300  # a shorter time is none: its inverse is not finite
+SHORTEST = 1e-300  # shorter times count as zero: their inverse is not finite
 CELL, NARROW, WIDE, WIDEST = 26, 640, 2400, 8000
-FONTS, GLYPH = (11, 9, 7.5), 0.62  # sizes of a label, the largest that fits; width of a character in them
+FONTS, GLYPH = (11, 9, 7.5), 0.62  # label sizes (the largest that fits is used); character width relative to them
 IDLE, HELD, INK, FAINT = "#f1f1f1", "#c9c2d8", "#202020", "#808080"
 BORDER = 'stroke="white" stroke-width="0.6"'
 Size: TypeAlias = float
@@ -33,13 +33,13 @@ def svg(
     width: float | None = None,
     marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
 ) -> str:
-    """One picture of `timelines`, given by name, one under the other on the same scale of time; a row for each rank.
+    """Return one picture of `timelines`, keyed by name, stacked on a common time scale; a row for each rank.
 
     Every timeline begins at 0. Waits are light. Labels that do not fit their cells are shortened to the microbatch, or
-    left out; a viewer shows them whole where the mouse points. With `memory`, a graph under each row shows what the
-    rank holds, by `sizes`, or in units of one rank's activations of one microbatch; the number behind it is the most.
-    The spans in `marked` get a frame, and the legend has the name under which they are given. `width` is in pixels;
-    without it, labels fit as far as a screen goes. Raises `TimelineError` for times that are none.
+    left out; viewers show them in full on hover. With `memory`, a graph below each row shows the rank's memory, by
+    `sizes`, or in units of one rank's activations for one microbatch; the number after it is the peak. The spans in
+    `marked` get a frame, and the legend shows their key. `width` is in pixels; by default, it is wide enough for the
+    labels, up to the size of a screen. Raise `TimelineError` for invalid times.
 
     >>> from schedules import Costs, gpipe, spans
     >>> picture = svg({"gpipe": spans(gpipe(ranks=2, microbatches=2), Costs())})
@@ -72,7 +72,7 @@ def svg(
 
 
 def _room(strips: list[Strip], duration: float) -> Size:
-    """Wide enough for all labels, or at least the microbatches, if a screen or a few of them give that much."""
+    """Return a width for all labels, or at least for the microbatches, limited to one screen or a few."""
     full = max((CELL * duration / drawn.unit for drawn in strips), default=0)
     brief = max((drawn.longest_microbatch * GLYPH * FONTS[-1] * duration / drawn.unit for drawn in strips), default=0)
     return min(max(full, NARROW), max(WIDE, 1.15 * brief if brief <= WIDEST else 0))
@@ -80,7 +80,7 @@ def _room(strips: list[Strip], duration: float) -> Size:
 
 @dataclass(frozen=True)
 class _Panel:
-    """One timeline: a title, a row for each rank, and the axis of time."""
+    """One timeline: a title, a row for each rank, and the time axis."""
 
     name: str
     drawn: Strip
@@ -90,7 +90,7 @@ class _Panel:
 
     @property
     def pitch(self) -> Size:
-        """From one row to the next."""
+        """The distance from one row to the next."""
         return ROW + GAP + (GRAPH if self.memory else 0)
 
     @property
@@ -111,7 +111,7 @@ class _Panel:
     def _row(self, row: tuple[Span, ...], y: Size) -> Iterator[str]:
         places = list(lanes((span.start, span.end) for span in row))
         high = ROW / (max(places, default=0) + 1)
-        # What is marked is drawn last, and what takes no time, so that the neighbours do not cover it.
+        # Draw marked spans and those of zero duration last, so that their neighbors do not cover them.
         for span, lane in sorted(zip(row, places, strict=True), key=lambda place: self._rises(place[0])):
             yield self._cell(span, y + lane * high, high)
 
@@ -132,7 +132,7 @@ class _Panel:
         return cell + (_text(x + wide / 2, y + high / 2 + font * 0.36, label, style) if label else "")
 
     def _label(self, span: Span, wide: Size, high: Size) -> tuple[str, float]:
-        """What fits into a cell, and its size; cells of one size have labels of one kind, and waits have none."""
+        """Return the label that fits into a cell and its font size; cells of equal size get the same kind of label."""
         if span.waits:
             return "", 0
         for label, longest in (
@@ -156,7 +156,7 @@ class _Panel:
 
 
 def _axis(duration: float, scale: Size, y: Size) -> Iterator[str]:
-    """Ticks at round numbers, at least 50 pixels apart."""
+    """Yield the time axis, with ticks at round numbers at least 50 pixels apart."""
     least = 50 / scale
     ten = 10.0 ** floor(log10(least))
     step = ten * next(factor for factor in (1, 2, 5, 10) if factor * ten >= least)
@@ -168,7 +168,7 @@ def _axis(duration: float, scale: Size, y: Size) -> Iterator[str]:
 
 
 def _legend(strips: list[Strip], memory: bool, framed: Iterable[str], room: Size) -> tuple[str, Size]:
-    """What the colours mean, in as many lines as it takes; and how high that is."""
+    """Return the legend of the colors, in as many lines as it takes, and its height."""
     used = set[str]().union(*(drawn.kinds for drawn in strips))
     entries = [(look(kind).colour, "", f"{look(kind).letter} {look(kind).name}") for kind in LOOKS if kind in used]
     entries += [(WAIT.colour, "", WAIT.name)] * any(look(kind) is WAIT for kind in used)
@@ -197,5 +197,5 @@ def _text(x: Size, y: Size, words: str, style: str = "") -> str:
 
 
 def _escaped(words: str) -> str:
-    """`words` with what XML cannot hold replaced."""
+    """Return `words` escaped, with characters that XML does not allow replaced."""
     return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words))

@@ -3,8 +3,8 @@
 
 Problem. A schedule that works for 4 ranks and 8 microbatches may fail for 3 and 2, and nobody writes that test.
 
-Idea. `conformance(factory)` is a test: Hypothesis looks for sizes, a stage graph and costs with which something that
-must hold for every schedule does not, shrinks them, and the picture of the smallest such schedule is in the message.
+Idea. `conformance(factory)` is a test: Hypothesis searches for sizes, a stage graph and costs that break a property
+every schedule must have, shrinks them, and draws the smallest failing schedule in the message.
 
     from schedules.testing import conformance
     test_mine = conformance(mine)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy for what is nearly right: schedules and programs with something edited.
+"""Strategies for schedules and programs that are almost correct.
 
-A checker is worth as much as what it refuses. `mutants` drops, duplicates, swaps and moves actions, and changes their
-stage, microbatch, slice, kind or peer; of a lowered program, transfers too.
+A checker is only as good as what it rejects. `mutants` drops, duplicates, swaps and moves actions, and changes their
+stage, microbatch, slice, kind or peer; `mutant_programs` does so with transfers too.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ TRANSFERS = tuple(kind for kind, word in KINDS.items() if word.mark)
 
 @transform
 def edited(rank: int, schedule: Schedule, rows: tuple[tuple[Action, ...], ...]) -> Iterator[Action]:
-    """These rows in place of the schedule's own actions."""
+    """Replace the schedule's actions by these rows."""
     yield from rows[rank]
 
 
 @dataclass(frozen=True)
 class Edited:
-    """A program of which something was edited, and the schedule of its compute actions."""
+    """An edited program, and the schedule of its compute actions."""
 
     schedule: Schedule
     graph: Graph
     rows: tuple[tuple[Action, ...], ...]
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """One rank's compute actions and transfers."""
+        """Return an iterator over one rank's compute actions and transfers."""
         return iter(self.rows[rank])
 
 
 @st.composite
 def mutants(draw: st.DrawFn, plan: Schedule) -> Schedule:
-    """The schedule after one or two edits; it may still be right."""
+    """Draw the schedule after one or two edits; it may still be correct."""
     return _schedule(plan, draw(_edits(_rows(plan), plan)))
 
 
 @st.composite
 def mutant_programs(draw: st.DrawFn, program: Lowered) -> Edited:
-    """The program after one or two edits; it may still be right."""
+    """Draw the program after one or two edits; it may still be correct."""
     rows = draw(_edits(_rows(program), program.schedule))
     computed = [[action for action in row if action.peer is None] for row in rows]
     return Edited(_schedule(program.schedule, computed), program.graph, tuple(map(tuple, rows)))
@@ -96,7 +96,7 @@ def _edit(draw: st.DrawFn, rows: Rows, schedule: Schedule) -> None:
 
 
 def _values(field: str, action: Action, schedule: Schedule) -> st.SearchStrategy[str | int | None]:
-    """What a field may be changed to: one number too far included."""
+    """Return the values a field may be changed to, including one out of range."""
     if field == "kind":
         return st.sampled_from(COMPUTE if action.peer is None else TRANSFERS)
     if field == "slice":

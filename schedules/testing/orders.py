@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy for any correct schedule whatever, with the stage graph that it is correct for.
+"""A strategy for arbitrary correct schedules, each with the stage graph it is correct for.
 
-Families are orderly; a checker, a lowering or an executor must be right for orders that nobody would write.
+Families are orderly; a checker, a lowering or an executor must also handle orders that nobody would write.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from schedules.testing.strategies import graphs
 
 @st.composite
 def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int = 4) -> tuple[Schedule, Graph]:
-    """Any correct schedule of at most these sizes, with the graph that it is correct for.
+    """Draw any correct schedule of at most these sizes, and the graph it is correct for.
 
-    A placement and a graph at random, with one route or two; then, again and again, any action whose data are there:
-    whole backwards and halves of them mixed, forwards with and without recomputation, slices, updates of the weights,
-    of replicas and of stages that share parameters among them; some neighbours fused. Shrinks towards one microbatch
-    after the other.
+    Draw a placement with one route or two and a graph, then repeatedly any action whose inputs are there. Full and
+    split backwards are mixed, and forwards with and without recomputation; there may be slices, fused neighbors, and
+    weight updates, also of replicas and of stages that share parameters. Shrinks toward one microbatch at a time.
     """
     S, M, slices = draw(st.integers(1, stages)), draw(st.integers(1, microbatches)), draw(st.sampled_from([1, 1, 1, 2]))
     routes = draw(st.integers(1, min(2, M)))
@@ -50,7 +49,7 @@ def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int =
 
 
 def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) -> Iterator[Action]:
-    """All compute actions of all units, each at a moment at which what it needs is there."""
+    """Yield all compute actions of all units in some order in which their inputs are there."""
     parts = [None] if slices == 1 else [*range(slices)]
     each = [(s, i, part) for i in range(microbatches) for part in parts for s in range(graph.stages)]
     split, recomputed = (draw(st.sets(st.sampled_from(each))) for _ in "ab")
@@ -71,7 +70,7 @@ def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) ->
 def _tokens(
     action: Action, graph: Graph, slices: int, recomputed: set[tuple[int, int, int | None]]
 ) -> Iterator[tuple[object, ...]]:
-    """What an action needs, slice by slice: the slice before it going forward, the one behind it going back."""
+    """Yield what an action needs, by slice: going forward, also the previous slice; going backward, the next one."""
     kind, s, i, _, part = action
     for token in needs(action, graph):
         yield (*token, part)
@@ -84,7 +83,7 @@ def _tokens(
 
 
 def _sum_replicas(placement: Placement, microbatches: int, rows: list[list[Action]]) -> None:
-    """Where a stage has replicas, each ends with the sum of their gradients."""
+    """End each replica of a stage with the sum of their gradients."""
     for s in range(placement.stages):
         for route, homes in enumerate(placement.routes):
             if len(placement.replicas(s)) > 1:
@@ -93,7 +92,7 @@ def _sum_replicas(placement: Placement, microbatches: int, rows: list[list[Actio
 
 
 def _copied(placement: Placement, graph: Graph) -> set[int]:
-    """The stages whose weights another rank or another stage holds too."""
+    """Return the stages that share weights with another rank or another stage."""
     tied = {s for edge in graph.gradients for s in edge}
     return tied | {s for s in range(placement.stages) if len(placement.replicas(s)) > 1}
 
@@ -101,7 +100,7 @@ def _copied(placement: Placement, graph: Graph) -> set[int]:
 def _update_copies(
     draw: st.DrawFn, placement: Placement, graph: Graph, microbatches: int, rows: list[list[Action]]
 ) -> None:
-    """One update of every stage of which there are copies, at the end or somewhere after the rank's last gradient."""
+    """Add one update of every stage with copies, at the end or somewhere after the rank's last gradient."""
     updates = list[tuple[int, Action]]()
     for s in sorted(_copied(placement, graph)):
         for rank in placement.replicas(s):
@@ -114,13 +113,13 @@ def _update_copies(
         row.insert(draw(st.integers(done + 1, at)), row.pop(at))
         try:
             check(_table(rows), graph)
-        except ScheduleError:  # it would wait for a gradient that comes later
+        except ScheduleError:  # the update would wait for a gradient that comes later
             row.remove(update)
             row.append(update)
 
 
 def _update_weights(draw: st.DrawFn, slices: int, rows: list[list[Action]], apart: set[int]) -> None:
-    """Updates of every stage but those `apart`, after some microbatches up to which all are done, and the last."""
+    """Add updates of every stage not in `apart`, after the last microbatch and some that complete a prefix."""
     for row in rows:
         for s in {action.stage for action in row} - apart:
             total = sum(action.stage == s and KINDS[action.kind].after == "done" for action in row)
@@ -138,7 +137,7 @@ def _update_weights(draw: st.DrawFn, slices: int, rows: list[list[Action]], apar
 
 
 def _fused(draw: st.DrawFn, rows: list[list[Action]], graph: Graph) -> Schedule:
-    """The schedule of these rows, with some neighbours fused where it stays correct."""
+    """Return the schedule of these rows, with some neighbors fused if it stays correct."""
     for row in rows:
         for at, (first, second) in enumerate(pairwise(row)):
             if first.kind == "F" and second.kind in "BI" and draw(st.booleans()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies for what a schedule is tried with: sizes, costs, stage graphs; and for schedules themselves."""
+"""Strategies for sizes, costs and stage graphs to test schedules with, and for schedules."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ RANKS, MICROBATCHES, CHUNKS = 8, 12, 4
 
 
 def sizes() -> st.SearchStrategy[tuple[int, int]]:
-    """Ranks from 1 to 8 and microbatches from 1 to 12."""
+    """Return a strategy for 1 to 8 ranks and 1 to 12 microbatches."""
     return st.tuples(st.integers(1, RANKS), st.integers(1, MICROBATCHES))
 
 
 def costs() -> st.SearchStrategy[Costs]:
-    """Costs in quarters, whose sums floating point keeps exactly."""
+    """Return a strategy for costs in quarters, whose sums are exact in floating point."""
     times = st.integers(1, 20).map(lambda quarters: quarters / 4)
     return st.builds(Costs, F=times, B=times, I=times, W=times, comm=st.just(0) | times)
 
 
 @st.composite
 def graphs(draw: st.DrawFn, stages: int) -> Graph:
-    """Stage graphs in which every stage but the first is fed by an earlier one.
+    """Draw a stage graph in which every stage but the first is fed by an earlier one.
 
-    Cotangents flow back along some of the values' edges and along others too; some stages share parameters, whose
+    Cotangents flow back along some of the values' edges and perhaps along others; some stages share parameters, whose
     gradients go one way, the other, or both.
     """
 
@@ -50,9 +50,9 @@ def graphs(draw: st.DrawFn, stages: int) -> Graph:
 
 @st.composite
 def schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> Schedule:
-    """What one of the factories makes of `sizes`, and of 1 to 4 for whatever else it takes that is an `int`.
+    """Draw a schedule from one of the factories, with `sizes()`, and 1 to 4 for every other `int` parameter.
 
-    Sizes that the factory refuses with `SizeError` are passed over.
+    Sizes for which the factory raises `SizeError` are skipped.
     """
     factory: Callable[..., Schedule] = draw(st.sampled_from(factories))
     ranks, microbatches = draw(sizes())
@@ -64,6 +64,6 @@ def schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> 
 
 
 def _numbers(factory: Callable[..., Schedule]) -> list[str]:
-    """What a factory takes beyond ranks and microbatches that is an `int`, or by its name a size."""
+    """Return the factory's parameters, besides ranks and microbatches, that are an `int` or named like a size."""
     others = [p for p in inspect.signature(factory).parameters.values() if p.name not in ("ranks", "microbatches")]
     return [p.name for p in others if p.annotation in (int, "int") or type(p.default) is int or p.name in SIZES]

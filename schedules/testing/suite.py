@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole suite of properties for one factory of schedules."""
+"""A suite of properties for one factory of schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from schedules.simulation import simulate
 from schedules.testing.strategies import costs, graphs, schedules
 from schedules.testing.timing import require_same_times
 
-ALMOST = 1e-6  # thirds and the like do not add up exactly
+ALMOST = 1e-6  # sums of thirds and the like are not exact
 
 
 @st.composite
@@ -46,23 +46,23 @@ def _cases(
         return schedule, schedule.graph, draw(costs())
     graph = draw(st.just(chain(schedule.stages)) | graphs(schedule.stages))
     if any(action.kind == "U" for rank in range(schedule.ranks) for action in schedule.actions(rank)):
-        graph = replace(graph, gradients=frozenset())  # what stages share is not updated as often as the rest
+        graph = replace(graph, gradients=frozenset())  # shared parameters cannot be updated as often as others
     return schedule, graph, draw(costs())
 
 
 def conformance(
     factory: Callable[..., Schedule], graph: Callable[[Schedule], Graph] | None = None
 ) -> Callable[[], None]:
-    """A test for pytest that `factory(ranks=, microbatches=)`, with `chunks=` if it takes them, makes good schedules.
+    """Return a pytest test that `factory(ranks=, microbatches=)`, with any other sizes it takes, makes good schedules.
 
-    For 1 to 8 ranks, 1 to 12 microbatches, any costs, and the chain or any graph. A schedule that is written for one
-    graph is tried with that alone: what `graph(schedule)` returns, or what it has (`schedules.connect`):
+    It tries 1 to 8 ranks, 1 to 12 microbatches, any costs, and the chain or any graph. A schedule written for one graph
+    is tried with that one alone: the one `graph(schedule)` returns, or its own (`schedules.connect`). The test checks:
 
-    - `check` accepts it, and its `repr` and its pickle give it back;
-    - of every channel of its program, both ends post the same messages in the same order;
-    - run on formulas it computes the whole model, as it is and lowered, with tags and without (`interpreter.prove`);
-    - its simulated makespan is at least the busiest rank's work and the time of one microbatch on its way;
-    - every action is simulated at the time at which the lowered program runs it.
+    - `check` accepts the schedule, and its `repr` and its pickle reproduce it;
+    - on every channel of its program, both ends post the same messages in the same order;
+    - run on formulas, it computes the whole model, as is and lowered, with tags and without (`interpreter.prove`);
+    - its simulated makespan is at least the busiest rank's work, and the latency of one microbatch;
+    - the simulation runs every action at the same time as the lowered program.
 
     >>> from schedules import one_f_one_b, split_backward
     >>> test_one_f_one_b = conformance(one_f_one_b)
@@ -86,7 +86,7 @@ def conformance(
 
 
 def require_round_trip(schedule: Schedule) -> None:
-    """`repr` evaluates to an equal schedule, and so does its pickle, if its factories can be imported."""
+    """Assert that the schedule equals its evaluated `repr`, and its pickled copy if its factories can be imported."""
     again = eval(repr(schedule), {**vars(package), "table": table, **_factories(schedule)})
     assert again == schedule, f"repr gives {again!r}, expected {schedule!r}. Give the arguments a repr that evaluates."
     if all(_importable(factory) for factory in _factories(schedule).values()):
@@ -95,7 +95,7 @@ def require_round_trip(schedule: Schedule) -> None:
 
 
 def _factories(schedule: Schedule) -> dict[str, Factory[...]]:
-    """By name: the schedule's factory, and those of the schedules among its arguments."""
+    """Return, by name, the schedule's factory and those of the schedules among its arguments."""
     inner = [value for _, value in schedule.arguments if isinstance(value, Schedule)]
     found = {name: factory for one in inner for name, factory in _factories(one).items()}
     return {**found, schedule.factory.__name__: schedule.factory}
@@ -106,7 +106,7 @@ def _importable(factory: Factory[...]) -> bool:
 
 
 def require_matching_ends(program: Lowered) -> None:
-    """Per channel, the receives posted at one end are the sends posted at the other, in the same order."""
+    """Assert that on each channel, the receives posted at one end are the sends posted at the other, in order."""
     placement = program.schedule.placement
     sends: dict[Edge, list[Action]] = defaultdict(list)
     receives: dict[Edge, list[Action]] = defaultdict(list)
@@ -122,7 +122,7 @@ def require_matching_ends(program: Lowered) -> None:
 
 
 def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
-    """No timeline is shorter than the work of one rank, nor than the way of one microbatch through all stages."""
+    """Assert that the makespan is at least the work of any rank, and the latency of one microbatch."""
     makespan = simulate(schedule, times, graph).makespan
     share = {kind: schedule.slices if word.after else 1 for kind, word in KINDS.items()}
     work = [
@@ -137,7 +137,7 @@ def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
 
 
 def _way(schedule: Schedule, graph: Graph, times: Costs) -> float:
-    """The time of microbatch 0, or of its last slice, through all stages and back, if no rank keeps it waiting."""
+    """Return the time of microbatch 0, or of its last slice, through all stages and back, if it never waits."""
     home, done = schedule.placement.homes, dict[tuple[str, int, int], float]()
     each = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
     mine = [a for a in each if a.microbatch == 0 and a.slice in (None, schedule.slices - 1) and KINDS[a.kind].after]

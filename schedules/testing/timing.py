@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that a lowered program takes, found from its own transfers.
+"""Time a lowered program by its own transfers.
 
-Problem. A schedule is simulated before there are any transfers; what runs is its program. If the two disagree about
-when a value leaves, the simulation is of something that nobody runs.
+Problem. A schedule is simulated before it has any transfers, but what runs is its program. If the two disagree about
+when a value leaves, the simulation describes something that nobody runs.
 
-Idea. Give every rank a clock and execute its program as written. A message is on its way from its `SEND` and arrives
-after the time of the transfer. A compute action starts when its rank is free, its receives are posted and its messages
-have arrived; the two of a fused pair start together. `WAIT` lasts until the message has arrived. Nothing here is taken
-from the replay or the wiring, which are held against it.
+Idea. Give every rank a clock and execute its program as written. A message leaves at its `SEND` and arrives one
+transfer time later. A compute action starts once its rank is free, its receives are posted and its messages have
+arrived; the two actions of a fused pair start together. `WAIT` lasts until the message has arrived. This shares no
+logic with the replay or the wiring, which are tested against it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from schedules.replay import Span
 from schedules.simulation import spans
 from schedules.testing.mutants import edited
 
-ALMOST = 1e-6  # thirds and the like do not add up exactly
+ALMOST = 1e-6  # sums of thirds and the like are not exact
 
 
 def timed(program: Lowered, costs: Costs) -> list[Span]:
@@ -48,7 +48,7 @@ def timed(program: Lowered, costs: Costs) -> list[Span]:
 
 
 def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
-    """Assert that every action of the schedule is simulated when the lowered program runs it."""
+    """Assert that the simulation runs every action at the same time as the lowered program."""
     kept = edited(schedule, tuple(tuple(schedule.actions(rank)) for rank in range(schedule.ranks)))
     got = {span.action: span for span in spans(kept, costs, graph)}
     for want in timed(lower(kept, graph), costs):
@@ -60,7 +60,7 @@ def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
 
 
 class _Clock:
-    """One rank: how far it is, and what it has posted; `arrived` says when each message arrives, and is everyone's."""
+    """One rank's clock and the receives it has posted; all ranks share `arrived`, the arrival time of each message."""
 
     def __init__(self, program: Lowered, rank: int, costs: Costs, arrived: dict[Parcel, float]) -> None:
         self.program, self.rank, self.costs, self.arrived = program, rank, costs, arrived
@@ -69,7 +69,7 @@ class _Clock:
         self.now, self.posted, self.spans = 0.0, set[Parcel](), list[Span]()
 
     def run(self) -> Iterator[Parcel]:
-        """Execute the program; yields a message that has not been sent yet, until it has."""
+        """Execute the program, yielding any message it waits for until that has been sent."""
         stream = self.program.actions(self.rank)
         for action in stream:
             if action.peer is not None:
@@ -108,7 +108,7 @@ class _Clock:
             self.spans.append(Span(self.rank, action, start, self.now))
 
     def _taken(self, action: Action) -> Iterator[Parcel]:
-        """The messages from other ranks that an action takes."""
+        """Yield the messages from other ranks that an action takes."""
         s, graph = action.stage, self.program.graph
         if action.kind == "G":
             for other in (other for other in self.placement.replicas(s) if other != self.rank):
@@ -125,6 +125,6 @@ class _Clock:
                     yield parcel
 
     def _last(self, s: int, rank: int) -> int:
-        """The last microbatch of a stage on a rank."""
+        """Return the last microbatch of a stage on a rank."""
         microbatches = reversed(range(self.schedule.microbatches))
         return next(i for i in microbatches if self.placement.home(s, i) == rank)
