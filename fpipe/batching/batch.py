@@ -231,7 +231,7 @@ class Batch:
     memories: tuple[Memory, ...]
 
     def without_values(self) -> Batch:
-        """Return the batch as a process sees it that was given none of it."""
+        """Return the batch as seen by a process that was given none of it."""
         return replace(self, known=(None,) * len(self.known))
 
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:

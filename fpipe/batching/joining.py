@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of microbatches, joined again: the inverse of `fpipe.batching.batch`."""
+"""Outputs of microbatches, joined again: the inverse of splitting, in `fpipe.batching.batch`."""
 
 from __future__ import annotations
 

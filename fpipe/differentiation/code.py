@@ -74,7 +74,7 @@ def function(phase: Phase) -> Run:
 
 
 def adding(phase: Phase) -> Run:
-    """Return the phase as a function with an optional last argument: sums to add the last group that it gives to.
+    """Return the phase as a function with an optional last argument: a sum per tensor of the last group it gives.
 
     It adds each tensor to its sum as soon as it is computed (at the end, if the phase writes anything in place), and
     returns the sums. Without sums it returns the tensors themselves.

@@ -49,7 +49,7 @@ def compiled(phase: Phase, compiler: Compiler) -> Run:
 
 
 def added(phase: Phase, compiler: Compiler) -> Run:
-    """Return the same function with an optional last argument: sums to add the last group to."""
+    """Return the same function with an optional last argument: sums, to which it adds the last group."""
     run, count = compiled(phase, compiler), len(phase.takes)
 
     def call(*groups: Any) -> Any:

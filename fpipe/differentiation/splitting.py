@@ -127,7 +127,7 @@ class Half(NamedTuple):
     def grads(self, found: Gradients, weights: Sequence[Tensor], totals: list[Tensor | None], put: Put) -> Gradients:
         """Return the gradients of all weights; each is `put` to its total as soon as it is computed.
 
-        `found` are the gradients that the first half asked for. A node that no gradient entered produces none.
+        `found` are the gradients that the first half asked for. A node that received no gradient produces none.
         """
         onward: list[tuple[int, GradientEdge, Tensor]] = []
         for place, k in enumerate(self.split.now):
