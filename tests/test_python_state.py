@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.capture import trace
+from fpipe.capture.decisions import Decisions
 from fpipe.capture.interception import _Patched, _Watching
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.rehearsal import Again
@@ -465,9 +466,9 @@ def test_usual_modules_are_not_recorded_again(monkeypatch):
 
 def test_a_replay_ends_wherever_recorders_watch_torch():
     recorder = Recorder(nn.Linear(1, 1), {})
-    watched = {
-        (owner, name) for owner, name, _ in _Watching(recorder, nn.Linear(1, 1), (), _Patched.now()).replacements()
-    }
+    decisions = Decisions(recorder.spans, ExitStack())
+    watching = _Watching(recorder, nn.Linear(1, 1), (), _Patched.now(), decisions)
+    watched = {(owner, name) for owner, name, _ in watching.replacements()}
     module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")
     others = {(nn.Module, name) for name in module} | {(torch.autocast, name) for name in cast}
     assert watched == {*ENDING, *others, (torch.autograd.Function, "apply")}

@@ -209,3 +209,71 @@ def test_a_loop_that_may_end_early_is_taken_to_go_on(backward):
     options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "unsplittable": [Spelling]}
     pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), backward=backward, **options)
     fpipe.verify(pipe, model, (x,))
+
+
+class Deciding(nn.Module):
+    """Leaves a number that says which way it took."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.factor = nn.Linear(4, 4), 0.0
+
+    def forward(self, x):
+        x = self.inner(x)
+        self.factor = 2.0 if x[0, 0] > 0 else 3.0
+        return x
+
+
+class Following(nn.Module):
+    """Uses a number that another module has left."""
+
+    def __init__(self, decides):
+        super().__init__()
+        self.decides = [decides]
+
+    def forward(self, x):
+        return x.tanh() * self.decides[0].factor
+
+
+class Reading(nn.Module):
+    """Reads it in the outermost forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Deciding(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh()) * self.first.factor
+
+
+def following(inside):
+    decides = Deciding()
+    pair = [decides, Following(decides)]
+    return nn.Sequential(nn.Linear(4, 4), *([nn.Sequential(*pair)] if inside else pair), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize(
+    ("make", "cut", "exact"),
+    [
+        (lambda: following(inside=True), "2", True),
+        (lambda: following(inside=True), "1.1", False),
+        (lambda: following(inside=False), "2", False),
+        (Reading, "last", False),
+    ],
+    ids=["in one module", "cut apart", "side by side", "in the model's own forward"],
+)
+def test_numbers_that_follow_from_data_are_those_of_the_step_or_refused(make, cut, exact, backward):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(8, 4)
+    options = {"schedule": one_f_one_b(ranks=2, microbatches=4), "cuts": [cut], "unsplittable": [Deciding]}
+
+    def verified():
+        pipe = fpipe.pipeline(model, example=(x,), loss=lambda out: out.square().mean(), backward=backward, **options)
+        return fpipe.verify(pipe, model, (x,))
+
+    if exact:
+        assert verified().eager
+    else:
+        with pytest.raises(fpipe.PipelineError, match=r"a read of 'factor', which module \S+ sets after branching"):
+            verified()

@@ -20,6 +20,7 @@ from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
 from fpipe.capture.assumption import all_true, checked
+from fpipe.capture.decisions import Decisions
 from fpipe.capture.disguise import disguised
 from fpipe.capture.fast_paths import as_in_eager, attention
 from fpipe.capture.guards import torchs
@@ -40,8 +41,8 @@ SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "e
 def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) -> Iterator[None]:
     """Bring everything that happens inside to `recorder`; seal the modules of `model` named in `whole`."""
     patched = _Patched.now()
-    watching = _Watching(recorder, model, whole, patched)
     with ExitStack() as stack:
+        watching = _Watching(recorder, model, whole, patched, Decisions(recorder.spans, stack))
         for owner, name, function in watching.replacements():
             stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(disguised())
@@ -87,8 +88,16 @@ class _Watching:
     Code that kept a bound method may call one after the recording too; `active` is off by then.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module, whole: Collection[str], patched: _Patched) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        whole: Collection[str],
+        patched: _Patched,
+        decisions: Decisions,
+    ) -> None:
         self.recorder, self.spans, self.whole, self.torch = recorder, recorder.spans, whole, patched
+        self.decisions = decisions
         self.ours = {id(module) for module in model.modules() if not torchs(module)}
         self.active = True
 
@@ -132,6 +141,7 @@ class _Watching:
                 )
             if name not in module._buffers:  # assigning a buffer goes through register_buffer
                 self.spans.assigned(module, name, value, self.recorder.values)
+                self.decisions.assigned(module, name, value)
         self.torch.assign(module, name, value)
 
     def _registered(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
