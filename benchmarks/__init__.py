@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured; `python -m benchmarks` runs it."""
+"""The benchmarks; `python -m benchmarks` runs them."""

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run all benchmarks and write one table of what they have measured, with date, machine and versions.
+"""Run all benchmarks and write one table of their measurements, with date, machine and versions.
 
     python -m benchmarks                        # all, into docs/benchmarks.md: about twenty minutes
     python -m benchmarks splitting throughput   # some, printed
 
-Each is a program of its own that prints rows of the table, and may print further tables below a heading; its docstring
-says what is measured. One that fails does not stop the others; its name stands in the table, and the run ends with an
-error.
+Each is a separate program that prints rows of the table, and may print more tables below a heading; its docstring says
+what is measured. One that fails does not stop the others: the table says so, and the run ends with an error.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NAMES: Final = (
 
 
 class Found(NamedTuple):
-    """What a benchmark has printed: rows, and what comes below the table. `seconds` is how long it ran."""
+    """The output of a benchmark: its rows, what comes below the table, and the `seconds` it ran."""
 
     name: str
     rows: str
@@ -61,13 +60,13 @@ def run(name: str) -> Found:
 
 
 def notes(name: str) -> str:
-    """The docstring of a benchmark, as text under a heading: its command stands in it as code."""
+    """Return the docstring of a benchmark under a heading; its command, being indented, shows as code."""
     text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
     return f"### `benchmarks/{name}.py`\n\n{text}"
 
 
 def page(found: list[Found]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     minutes = sum(one.seconds for one in found) / 60
     head = (
         "# Benchmarks\n\n`make bench` writes this page. The incumbent is `torch.distributed.pipelining` of the same "

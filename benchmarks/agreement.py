@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that all ranks agree before every step, and that every message says what it is.
+"""The cost of the ranks agreeing before every step, and of the header on every message.
 
     python -m benchmarks.agreement
 
-A GPT whose step takes about 50 ms of each rank's time, under 1F1B over Gloo. Steps with and without the agreement take
-turns; that difference is what a user pays. Beside it the agreement alone, over and over: its time where all ranks come
-at once, and the processor's time. On a machine that does other things, too, the quickest tenth says what the agreement
-takes, and the median what it waits. Where ranks share cores, so do a step and its agreement, and what counts is the
-processor's time. A message is packed and unpacked with its head, and as bare bytes.
+A GPT whose step takes about 50 ms on each rank, under 1F1B over Gloo. Steps with and without the agreement alternate;
+the difference is what a user pays. The agreement is also measured alone, over and over: its wall time when all ranks
+arrive together, and its CPU time. On a machine with other work, the fastest tenth shows what the agreement takes, and
+the median includes what it waits. If ranks share cores, so do a step and its agreement, and CPU time is what counts. A
+message is packed and unpacked with its header, and as bare bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MESSAGE: Final[Message] = ("F", 0, 3, 1)
 
 
 def measured() -> dict[str, float]:
-    """What this rank finds."""
+    """Return this rank's measurements."""
     torch.manual_seed(0)
     model = gpt(BLOCKS, WIDTH, HEADS, WORDS, LENGTH)
     tokens, targets = torch.randint(0, WORDS, (2, ROWS, LENGTH))
@@ -59,7 +59,7 @@ def measured() -> dict[str, float]:
 
 
 def _agreed(pipe: Any) -> None:
-    """The agreement of a step."""
+    """Run the agreement of a step."""
     from fpipe import consensus
 
     signature = pipe.captures.batchings[True].example
@@ -67,7 +67,7 @@ def _agreed(pipe: Any) -> None:
 
 
 def _in_turns(reached: Any, step: Callable[[], object]) -> dict[str, float]:
-    """Medians of steps that agree, and of steps that do not."""
+    """Return the median times of steps with and without the agreement."""
     found: dict[str, list[float]] = {"agreeing": [], "not agreeing": []}
     for turn in range(2 * STEPS):
         name = ("agreeing", "not agreeing")[turn % 2]
@@ -96,7 +96,7 @@ def _repeated(act: Callable[[], object]) -> dict[str, float]:
 
 
 def _message() -> dict[str, float]:
-    """Seconds of the processor for both ends of a message of 32 KiB, with a head and without."""
+    """Return CPU seconds for both ends of a message of 32 KiB, with and without a header."""
     tensor, cpu = torch.ones(8, LENGTH, 32), torch.device("cpu")
     spec = Spec.of(tensor)
     envelope = Envelope(MESSAGE, (spec,), cpu)
@@ -116,7 +116,7 @@ def _message() -> dict[str, float]:
 
 
 def rank() -> None:
-    """One rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks.report(measured())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a front end costs: to build a pipeline with it, and in every step.
+"""The cost of each front end: to build a pipeline with it, and in every step.
 
     python -m benchmarks.front_ends
 
-A transformer of 8 layers, once of width 32, where Python is all that counts, and once of width 128. Four stages in one
-process take 4 microbatches, forward and backward; beside it a plain loop calls the user's own model and `.backward()`.
-One thread, processor time, the median of several rounds in turns.
+A transformer of 8 layers, once of width 32, where Python dominates, and once of width 128. Four stages in one process
+run 4 microbatches, forward and backward; for comparison, a plain loop calls the user's own model and `.backward()`.
+One thread, CPU time, medians of several interleaved rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def model(width: int) -> nn.Module:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Processor time of a call in seconds."""
+    """Return the CPU time of a call in seconds."""
     gc.collect()
     start = time.process_time()
     function()

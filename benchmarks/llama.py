@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama of Hugging Face's with grouped heads: beside a plain loop, and beside torch.distributed.pipelining.
+"""A Hugging Face Llama with grouped heads, compared with a plain loop and with torch.distributed.pipelining.
 
     python -m benchmarks.llama
 
-Eight layers of width 256 with 8 heads of which pairs share keys and values, 64 tokens, one thread. First the processor
-time of a step, stages and all, in one process, over that of a plain loop over microbatches, with no mask and with a
-mask of ones; by turns, medians. Then steps per second of 1F1B on 2 and on 4 ranks, measured as in
-`benchmarks/throughput.py`: fpipe cuts the model that nobody edited, the incumbent gets stages that were cut by hand,
-each of which makes its own rotary tables.
+Eight layers of width 256 with 8 heads, pairs of which share keys and values; 64 tokens, one thread. First the CPU time
+of a whole step in one process over that of a plain loop over microbatches, with no mask and with a mask of ones;
+interleaved, medians. Then steps per second of 1F1B on 2 and on 4 ranks, measured as in `benchmarks/throughput.py`:
+fpipe cuts the unedited model, and the incumbent gets stages cut by hand, each of which computes its own rotary tables.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def llama() -> Any:
 
 
 class Piece(nn.Module):
-    """Layers `start` to `stop` of a Llama, with what is before the first and after the last."""
+    """Layers `start` to `stop` of a Llama, with the embedding before the first and the head after the last."""
 
     def __init__(self, model: Any, start: int, stop: int) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ def plain(model: Any, batch: dict[str, Tensor]) -> Callable[[], None]:
 
 
 def piped(model: Any, batch: dict[str, Tensor], backward: Literal["autograd", "graph"]) -> Callable[[], object]:
-    """Return a step of a pipeline with stages of fpipe's choice, all in this process."""
+    """Return a step of a pipeline with all stages in this process, cut where fpipe chooses."""
     import fpipe
     from schedules import one_f_one_b
 

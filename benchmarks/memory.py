@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of four ranks that hold a quarter each of a model that none of them ever builds.
+"""The memory of four ranks, each holding a quarter of a model that none of them ever builds in full.
 
     python -m benchmarks.memory
 
-A GPT of 118 million parameters (float32) is built on meta and cut into four stages. Every rank is a process of its own,
-over Gloo, and makes its share in one of three ways: from an initialiser, from safetensors files, or, to compare, out of
-the whole model. Then it runs one step of 1F1B on a small batch. The figures are peaks of resident memory (VmHWM) up to
-a point, in MiB over what the process had after all imports:
+A GPT of 118 million parameters (float32) is built on the meta device and cut into four stages. Every rank is a separate
+process over Gloo, and creates its share in one of three ways: from an initializer, from safetensors files, or, for
+comparison, from the whole model. Then it runs one step of 1F1B on a small batch. The figures are peaks of resident
+memory (VmHWM) up to a point, in MiB beyond what the process had after all imports:
 
 - pipeline: the model is captured and cut, and the ranks are connected; most of this is torch's code for fake tensors;
-- made: the rank has its share, which takes its parameters, and one tensor at a time that is read or initialised;
-- step: it has run a step. On top of the parameters that takes three times their size, when the gradients of the second
-  microbatch are added to those of the first, and activations.
+- share: the rank has its share, which takes its parameters, plus one tensor at a time being read or initialized;
+- step: it has run a step. Beyond the parameters, that takes three times their size, when the gradients of the second
+  microbatch are added to those of the first, plus activations.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def made() -> nn.Sequential:
 
 
 def peak() -> float:
-    """The most resident memory that this process has had, in MiB."""
+    """Return the peak resident memory of this process in MiB."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 
 
 def rank(way: str, folder: str) -> None:
-    """What one rank does; reports its figures."""
+    """Run one rank, and report its figures."""
     torch.set_num_threads(1)
     peaks = {"imports": peak()}
     dist.init_process_group("gloo")
@@ -79,12 +79,12 @@ def rank(way: str, folder: str) -> None:
 
 
 def source(way: str, folder: str, model: nn.Module) -> nn.Module | Mapping[str, Tensor]:
-    """Where parameters are read from."""
+    """Return where to read the parameters from."""
     return fpipe.safetensors(Path(folder) / "model") if way == "safetensors" else model
 
 
 def save(folder: str) -> None:
-    """A checkpoint in two files."""
+    """Write a checkpoint in two files."""
     torch.manual_seed(0)
     values = list(made().state_dict().items())
     (Path(folder) / "model").mkdir()

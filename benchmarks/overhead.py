@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the executor costs, and what an action costs in all, beside torch.distributed.pipelining in the same run.
+"""The overhead of the executor, and the total cost of an action, compared with torch.distributed.pipelining.
 
     python -m benchmarks.overhead
 
-A compute action is a forward, a backward or a half of one, of one stage of Linear(8, 8) for one microbatch. All ranks
-are in this process, one thread, medians of many rounds in turns, per compute action:
+A compute action is a forward, a backward or half of one, of one stage of Linear(8, 8) for one microbatch. All ranks are
+in this process, with one thread. Medians of many interleaved rounds, per compute action:
 
-- the executor: time over a bare loop that makes the same calls of stage functions in the same order and accumulates
-  gradients. For the incumbent the loop calls the same modules and `.backward()` of each. Every value of ours goes
-  through the transport; the incumbent holds all stages on one rank, since its transport needs a process per rank, and
-  sends nothing.
-- in all: a whole step over its number of actions.
+- the executor: the time beyond that of a bare loop that calls the same stage functions in the same order and
+  accumulates gradients. For the incumbent, the loop calls the same modules and the `.backward()` of each. Every value
+  of ours goes through the transport; the incumbent holds all stages on one rank, since its transport needs a process
+  per rank, and sends nothing.
+- in total: a whole step divided by its number of actions.
 
-In the second table: over a loop that takes microbatch after microbatch, which is kinder to the processor's caches; and
-stages that do nothing, for the executor's own time.
+The second table also compares with a loop that runs one microbatch after another, which is kinder to the CPU caches,
+and has stages that do nothing, for the executor's own time.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ SCHEDULES = {
 
 
 def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss."""
+    """Return the loss."""
     return (outputs - targets).square().mean()
 
 
 def layers() -> list[nn.Module]:
-    """The stages that are measured."""
+    """Return the stages to measure."""
     return [nn.Linear(WIDTH, WIDTH, device=device()) for _ in range(STAGES)]
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
+    """Return inputs and targets."""
     x, y = torch.randn(2, MICROBATCHES, WIDTH, device=device())
     return x, y
 
 
 def count(how: Schedule) -> int:
-    """How many compute actions a step has."""
+    """Return the number of compute actions in a step."""
     return sum(1 for rank in range(how.ranks) for _ in how.actions(rank))
 
 
 def executor(how: Schedule) -> dict[str, Function]:
-    """The executor under a schedule, and the bare loops of the same stage functions."""
+    """Return a step of the executor under a schedule, and the bare loops over the same stage functions."""
     model, (x, y) = layers(), batch()
     cuts = [str(stage) for stage in range(1, STAGES)]
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=how, cuts=cuts)
@@ -84,7 +84,7 @@ def executor(how: Schedule) -> dict[str, Function]:
 
 
 def microbatch(i: int, order: Sequence[Action]) -> list[Action]:
-    """What happens to one microbatch, as far as possible in stage order and back."""
+    """Return the actions of one microbatch, forward in stage order and then back, with weight halves last."""
     mine = [action for action in order if action.microbatch == i]
     backward = sorted((a for a in mine if a.kind in "BI"), key=lambda a: -a.stage)
     return [F(s, i) for s in range(STAGES)] + backward + [a for a in mine if a.kind == "W"]
@@ -115,7 +115,7 @@ def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> No
 
 
 class Empty:
-    """A stage of a chain whose functions return at once, for the executor's own time."""
+    """A stage of a chain whose functions return immediately, to measure the executor's own time."""
 
     def __init__(self, s: int) -> None:
         before, after = [Port(s - 1, ((),))] * (s > 0), [Port(s + 1, ((),))] * (s < STAGES - 1)
@@ -123,24 +123,24 @@ class Empty:
         self.shares, self.shared_by, self.totals, self.results = [], [], (), ((),) * (not after)
 
     def forward(self, *_: object) -> tuple[tuple[int], tuple[()], int]:
-        """One output."""
+        """Return one output."""
         return (0,), (), 0
 
     def evaluate(self, *_: object) -> tuple[tuple[int], tuple[()]]:
-        """One output."""
+        """Return one output."""
         return (0,), ()
 
     def backward(self, *_: object) -> tuple[tuple[int], tuple[()]]:
-        """One cotangent."""
+        """Return one cotangent."""
         return (0,), ()
 
     def accumulate(self, *_: object) -> tuple[()]:
-        """Nothing."""
+        """Return no gradients."""
         return ()
 
 
 def empty(how: Schedule) -> dict[str, Function]:
-    """The executor with empty stages."""
+    """Return a step of the executor with empty stages, and the bare loop over them."""
     program, nothing = lower(how), dict.fromkeys(range(STAGES), ())
     stages = [Empty(s) for s in range(STAGES)]
     inputs = Inputs([nothing] * MICROBATCHES, nothing, lambda s, i: (), [0] * MICROBATCHES)
@@ -155,7 +155,7 @@ def empty(how: Schedule) -> dict[str, Function]:
 
 
 def step(**options: str) -> Function:
-    """A whole step of 1F1B, as users call it."""
+    """Return a whole step of 1F1B, as users call it."""
     model, (x, y) = layers(), batch()
     cuts = [str(stage) for stage in range(1, STAGES)]
     how = SCHEDULES["1F1B"]
@@ -165,7 +165,7 @@ def step(**options: str) -> Function:
 
 
 def incumbents() -> dict[str, Function]:
-    """The incumbent's two runtimes with all stages in this process, each with the bare loop of its modules."""
+    """Return steps of the incumbent's two runtimes, all stages in this process, and bare loops of their modules."""
     modules, (x, y) = layers(), batch()
     single = Schedule1F1B(PipelineStage(modules[0], 0, 1, device()), MICROBATCHES, loss_fn=mean_square)
     stages = [PipelineStage(module, s, STAGES, device()) for s, module in enumerate(modules)]
@@ -174,7 +174,7 @@ def incumbents() -> dict[str, Function]:
     def loop(used: list[nn.Module]) -> None:
         for a, b in zip(x.split(1), y.split(1), strict=True):
             given, made = [a], []
-            for module in used:  # stages apart, as the runtime has them
+            for module in used:  # separate stages, as in the runtime
                 made.append(module(given[-1]))
                 given.append(made[-1].detach().requires_grad_())
             (mean_square(made[-1], b) / MICROBATCHES).backward()
@@ -198,7 +198,7 @@ def incumbents() -> dict[str, Function]:
 
 
 def measured() -> dict[str, float]:
-    """Median seconds of everything."""
+    """Return the median seconds of everything measured."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     functions = {f"incumbent, {name}": function for name, function in incumbents().items()}
     dist.destroy_process_group()
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def details(times: dict[str, float], actions: int, general: float) -> None:
-    """The second table."""
+    """Print the second table."""
     single = (times["incumbent, single"] - times["incumbent, single, bare"]) / (2 * MICROBATCHES)
     print("\n## The executor per compute action\n\n| us | over the same order | over microbatches | the loop itself |")
     print("|---|---|---|---|")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to work with large schedules, beside torch.distributed.pipelining in the same run.
+"""The cost of working with large schedules, compared with torch.distributed.pipelining in the same run.
 
-    python -m benchmarks.planning              # ours, whole; the incumbent at a sixteenth of the microbatches
-    python -m benchmarks.planning --incumbent  # the incumbent whole, too: minutes
+    python -m benchmarks.planning              # ours in full; the incumbent at a sixteenth of the microbatches
+    python -m benchmarks.planning --incumbent  # the incumbent in full, too: minutes
 
 1. Generate, check, lower and simulate interleaved 1F1B for 256 ranks x 2 chunks x 1024 microbatches: 1.05 million
-   compute actions, on one core. The incumbent makes, lowers and simulates the same schedule.
-2. Simulate 1F1B for 1,024 ranks, streaming, and the memory that it takes as microbatches grow.
+   compute actions, on one core. The incumbent generates, lowers and simulates the same schedule.
+2. Simulate 1F1B for 1,024 ranks, streaming, and measure the memory as the number of microbatches grows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def exhaust(streams: Iterable[Iterable[object]]) -> None:
 
 
 def ours(schedule: Schedule) -> dict[str, float]:
-    """Seconds for each of the four."""
+    """Return the seconds to generate, check, lower and simulate a schedule."""
     ranks, program = range(schedule.ranks), lower(schedule)
     return {
         "generate": seconds(lambda: exhaust(schedule.actions(rank) for rank in ranks)),
@@ -57,7 +57,7 @@ def ours(schedule: Schedule) -> dict[str, float]:
 
 
 def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> dict[str, float]:
-    """Seconds for the incumbent's own order of the same schedule, its lowering and its simulator."""
+    """Return the seconds the incumbent takes to generate and lower the same schedule, and to simulate it if asked."""
     from torch.distributed.pipelining import schedules as theirs
 
     made: dict[int, Any] = {}
@@ -80,12 +80,12 @@ def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> d
     def transfers(rows: dict[int, Any]) -> dict[int, Any]:
         return theirs._add_send_recv(rows, lambda stage: stage % ranks, ranks * chunks)
 
-    def lowering() -> None:  # the three passes of its general runtime
+    def lowering() -> None:  # the three passes in its general runtime
         sharded = {rank: theirs._add_unshard_reshard(actions) for rank, actions in compute.items()}
         transfers({rank: theirs._add_reduce_grad(actions, microbatches) for rank, actions in sharded.items()})
 
     found["lower"] = seconds(lowering)
-    if simulated:  # its simulator takes transfers, and nothing of sharding
+    if simulated:  # its simulator takes transfers, but no sharding actions
         lowered = transfers({rank: [*actions] for rank, actions in compute.items()})
         found["simulate"] = seconds(
             lambda: theirs._simulate_comms_compute(lowered, lambda stage: stage % ranks, ranks * chunks)
@@ -94,7 +94,7 @@ def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> d
 
 
 def details(rows: dict[str, dict[str, float]], actions: dict[str, int]) -> None:
-    """The second table: every step in seconds."""
+    """Print the second table: the seconds of every step."""
     print("\n## Large schedules, in seconds\n\n| | actions |", " | ".join(STEPS), "| all | us per action |")
     print("|---" * (len(STEPS) + 4) + "|")
     for name, found in rows.items():
@@ -104,7 +104,7 @@ def details(rows: dict[str, dict[str, float]], actions: dict[str, int]) -> None:
 
 
 def streaming(ranks: int, microbatches: int) -> None:
-    """Actions per second, and the peak of Python's memory at growing numbers of microbatches on fewer ranks."""
+    """Print actions per second, and Python's peak memory as microbatches grow, on fewer ranks."""
     schedule = one_f_one_b(ranks=ranks, microbatches=microbatches)
     took, actions = seconds(lambda: simulate(schedule)), 2 * ranks * microbatches
     print(

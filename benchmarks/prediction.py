@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a step takes as long as the simulator says: measured over simulated, for every schedule.
+"""How well the simulator predicts the time of a step: measured over simulated, for every schedule.
 
     python -m benchmarks.prediction                      # 4 and 8 ranks
     python -m benchmarks.prediction 8 zb_v dualpipe      # some
 
 Every rank is a process, over Gloo. Two cores cannot compute for eight ranks, so stages sleep: each function of a stage
-of Linear(8, 8) lasts as long as its action costs, what it computes included, and what sleeps are late by, which is
-measured first. For the same reason ranks have real-time priority, where the system grants it: whoever wakes up runs at
-once, as on a core of its own. All else is as in any step: program, executor and transport. Simulated with these costs,
-and, as `comm`, with the time that a transfer takes while all ranks send one, as they do in a step. A step goes from the
-first start on any rank to the last end; medians.
+of Linear(8, 8) lasts exactly as long as its action costs, including its computation and the lateness of sleeps, which
+is measured first. For the same reason ranks have real-time priority, if the system grants it, so that a rank that wakes
+up runs immediately, as it would on its own core. Program, executor and transport are those of any step. The simulation
+uses these costs and, as `comm`, the time of a transfer while all ranks send one, as they do in a step. A step lasts
+from the first start on any rank to the last end; medians.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FAMILIES: Final = (
 
 
 class Sleeping:
-    """A stage whose functions last as long as their actions cost, where a sleep is `late` seconds too long."""
+    """A stage whose functions last as long as their actions cost, given that sleeps are `late` seconds too long."""
 
     def __init__(self, stage: Stage, late: float) -> None:
         self.stage = stage
@@ -58,12 +58,12 @@ class Sleeping:
         self.backward_weight = lasting(COSTS["W"] - late, stage.backward_weight)
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the stage's."""
+        """Forward everything else to the stage."""
         return getattr(self.stage, name)
 
 
 def lasting(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which sleeps until so many seconds after it was called."""
+    """Return `function` followed by a sleep until `seconds` after the call."""
 
     def slow(*args: Any) -> Any:
         end = time.perf_counter() + seconds
@@ -75,13 +75,13 @@ def lasting(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hurry() -> None:
-    """Real-time priority for this process and the threads that it starts, if the system has it and grants it."""
+    """Give this process and the threads it starts real-time priority, if the system grants it."""
     with suppress(AttributeError, PermissionError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
 
 def lateness() -> float:
-    """By how many seconds a sleep is too long, the median, while the other ranks sleep too."""
+    """Return the median seconds by which a sleep is too long, while the other ranks sleep too."""
     times = []
     for _ in range(PINGS):
         start = time.perf_counter()
@@ -91,7 +91,7 @@ def lateness() -> float:
 
 
 def step_of(how: Schedule, late: float) -> Callable[[], object]:
-    """One step of this rank, with stages that sleep."""
+    """Return one step of this rank, with sleeping stages."""
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(how.stages)])
     x = torch.randn(how.microbatches, WIDTH)
     cuts = [str(stage) for stage in range(1, how.stages)]
@@ -108,7 +108,7 @@ def step_of(how: Schedule, late: float) -> Callable[[], object]:
 
 
 def measured(how: Schedule, late: float) -> float:
-    """Median seconds of a step."""
+    """Return the median seconds of a step."""
     step, times = step_of(how, late), []
     for turn in range(1 + ROUNDS):
         dist.barrier()
@@ -119,9 +119,9 @@ def measured(how: Schedule, late: float) -> float:
 
 
 def transfer() -> float:
-    """Median seconds from when a rank, just awake, sends to when the next one has it; as in a step, all do so at once.
+    """Return the median seconds from a send, just after waking up, to its arrival, with all ranks sending at once.
 
-    The processes of one machine have one clock.
+    Processes on one machine share a clock.
     """
     rank, count = dist.get_rank(), dist.get_world_size()
     sent, got = torch.zeros(2, 1, dtype=torch.float64)
@@ -138,7 +138,7 @@ def transfer() -> float:
 
 
 def rank(*names: str) -> None:
-    """One rank: seconds, measured and simulated, of each schedule."""
+    """Run one rank, and report the measured and simulated seconds of each schedule."""
     hurry()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

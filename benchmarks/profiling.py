@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recording a timeline costs: a step that records over one that does not, and over a build that cannot.
+"""The cost of recording a timeline: a step that records over one that does not, and that over a build that cannot.
 
     python -m benchmarks.profiling
 
-A GPT under 1F1B, in one process and on two Gloo ranks. Three steps of the same pipeline take turns: `without` has
+A GPT under 1F1B, in one process and on two Gloo ranks. Three steps of the same pipeline alternate: `without` has
 neither `record` nor handles that know their transfer, `off` is the step without `record`, and `on` the one with
-`record=spans.append`. A ratio is the median over turns of one turn's two times: processor time in one process, from the
-first start to the last end on two ranks. And the time that recording adds to an action of a stage of Linear(8, 8).
+`record=spans.append`. A ratio is the median over turns of the ratio within a turn: of CPU times in one process, of the
+times from the first start to the last end on two ranks. Also the time that recording adds to an action of a stage of
+Linear(8, 8).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from schedules import Span, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
 ROWS, WARM_UP, TURNS = 16, 2, 30
-OFF, ON = 1.02, 1.05  # what is wanted at most
+OFF, ON = 1.02, 1.05  # upper limits
 Step = Callable[[], object]
 
 
 class Nameless(Posted):
-    """A handle that does not know its transfer."""
+    """A transfer handle that does not know its transfer."""
 
     def __init__(self, works: Any, data: Tensors, specs: Specs) -> None:
         self.works, self.data, self.specs = works, data, specs
@@ -76,7 +77,7 @@ class Unable(Pipeline):
 
 
 def variants(layers: nn.Sequential, batch: tuple[Tensor, Tensor], cuts: list[int], loss: Any, count: int) -> Any:
-    """The pipeline, and the three steps: `without`, `off` and `on`."""
+    """Return the pipeline, and the three steps: `without`, `off` and `on`."""
     how = one_f_one_b(ranks=count, microbatches=len(batch[0]) // 2)  # of two rows
     named = [str(cut) for cut in cuts]
     pipes = [
@@ -106,7 +107,7 @@ def variants(layers: nn.Sequential, batch: tuple[Tensor, Tensor], cuts: list[int
 
 
 def compared(steps: Mapping[str, Step], measure: Callable[[Step], float]) -> dict[str, float]:
-    """The median ratios `off / without` and `on / off` over turns; who goes first changes."""
+    """Return the median ratios `off / without` and `on / off` over turns, rotating which goes first."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     with without_collection():
@@ -120,7 +121,7 @@ def compared(steps: Mapping[str, Step], measure: Callable[[Step], float]) -> dic
 
 
 def model() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
-    """A GPT and a batch, the same in every process."""
+    """Return a GPT and a batch, the same in every process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokens, targets = torch.randint(0, WORDS, (2, ROWS, LENGTH))
@@ -128,7 +129,7 @@ def model() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
 
 
 def on_two_ranks() -> None:
-    """One of two ranks: the ratios."""
+    """Run one of two ranks, and report the ratios."""
 
     def measure(step: Step) -> float:
         dist.barrier()
@@ -144,7 +145,7 @@ def on_two_ranks() -> None:
 
 
 def per_action() -> float:
-    """Microseconds that recording adds to an action, waits that it meets among them: the shortest times of many."""
+    """Return the microseconds that recording adds to an action, its waits included: the minimum of many runs."""
     layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     batch = torch.randn(64, 8), torch.randn(64, 8)
     pipe, _ = variants(layers, batch, [1, 2, 3], nn.functional.mse_loss, 4)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to split a backward in two, beside torch.distributed.pipelining in the same run.
+"""The cost of splitting a backward in two, compared with torch.distributed.pipelining in the same run.
 
     python -m benchmarks.splitting
 
 A stage in the middle of a pipeline, one microbatch, one thread. Per stage:
 
-- (I + W) / B: the processor time of both halves over that of the whole backward, by the same library; medians of many
-  rounds in turns, so that other programs on the machine disturb all alike;
-- kept: what is alive between the halves, beside parameters and gradients of weights that are done, over the least that
-  weight gradients of linear layers can be made of: their inputs, and the gradients of their outputs.
+- (I + W) / B: the CPU time of both halves over that of the full backward, in the same library; medians of many
+  interleaved rounds, so that other programs on the machine disturb all equally;
+- kept: the memory alive between the halves, excluding parameters and finished weight gradients, over the minimum that
+  weight gradients of linear layers require: their inputs, and the gradients of their outputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS = ("autograd", "graph")
 
 
 def mean(outputs: Tensor) -> Tensor:
-    """The loss."""
+    """Return the loss."""
     return outputs.mean()
 
 
@@ -41,7 +41,7 @@ Times = dict[str, list[float]]
 
 
 def timed(times: list[float], function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function, and append its time in microseconds."""
+    """Call the function, append its time in microseconds, and return its result."""
     start = seconds()
     result = function(*args)
     times.append((seconds() - start) * 1e6)
@@ -62,12 +62,12 @@ class Ours:
         self.cotangent = torch.randn_like(x)
 
     def whole(self, times: Times) -> None:
-        """A forward, and a whole backward, which is timed."""
+        """Run a forward, and time a full backward."""
         residuals = self.stage.forward(*self.arguments)[2]
         timed(times["B"], self.stage.backward, residuals, (self.cotangent,))
 
     def halves(self, times: Times) -> list[Tensor]:
-        """A forward and both halves, which are timed; what was kept in between."""
+        """Run a forward, time both halves, and return what was kept in between."""
         residuals = self.stage.forward(*self.arguments)[2]
         _, deferred = timed(times["I"], self.stage.backward_input, residuals, (self.cotangent,))
         del residuals
@@ -77,7 +77,7 @@ class Ours:
 
 
 def parts(deferred: Any) -> list[Any]:
-    """What one of our ways keeps between the halves."""
+    """Return what one of our ways keeps between the halves."""
     if isinstance(deferred, list):
         return deferred
     return [*deferred.found, *chain(*[kept for _, kept in deferred.half.tasks])]
@@ -91,17 +91,17 @@ class Theirs:
         self.cotangent = torch.randn_like(x)
 
     def forward(self) -> Tensor:
-        """A forward; nothing has a gradient yet."""
+        """Clear all gradients and run a forward."""
         for tensor in (self.x, *self.parameters):
             tensor.grad = None
         return self.layers(self.x)
 
     def whole(self, times: Times) -> None:
-        """A forward, and a whole backward, which is timed."""
+        """Run a forward, and time a full backward."""
         timed(times["B"], torch.autograd.backward, self.forward(), self.cotangent)
 
     def halves(self, times: Times) -> list[Tensor]:
-        """A forward and both halves, which are timed; what was kept in between."""
+        """Run a forward, time both halves, and return what was kept in between."""
         out = self.forward()
         given = [out], [self.cotangent], [self.x], iter(self.parameters)
         _, groups = timed(times["I"], stage_backward_input, *given)
@@ -113,7 +113,7 @@ class Theirs:
 
 
 def saved(nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """What a graph keeps from these nodes on."""
+    """Yield the tensors saved by an autograd graph, starting at these nodes."""
     queue = list(dict.fromkeys(nodes))
     seen = set(queue)
     for node in queue:
@@ -127,14 +127,14 @@ def saved(nodes: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def size(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) -> int:
-    """The bytes of the memory that tensors lie in."""
+    """Return the bytes of the storages of tensors, excluding those shared with `without`."""
     known = {tensor.untyped_storage().data_ptr() for tensor in without}
     memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(count for where, count in memory.items() if where not in known)
 
 
 def least(layers: nn.Sequential, x: Tensor) -> int:
-    """The bytes of the inputs of all linear layers, and of the gradients of their outputs."""
+    """Return the bytes of the inputs of all linear layers, and of the gradients of their outputs."""
     seen: list[Tensor] = []
     linears = [module for module in layers.modules() if isinstance(module, nn.Linear)]
     hooks = [linear.register_forward_hook(lambda _, given, out: seen.extend((given[0], out))) for linear in linears]
@@ -145,12 +145,12 @@ def least(layers: nn.Sequential, x: Tensor) -> int:
 
 
 def measure(layers: nn.Sequential, x: Tensor, rounds: int) -> dict[str, tuple[dict[str, float], int]]:
-    """For our ways and the incumbent, medians in microseconds, and bytes kept between the halves."""
+    """Return medians in microseconds and bytes kept between the halves, for our ways and the incumbent."""
     sides: dict[str, Ours | Theirs] = {f"{way} stages": Ours(layers, x, way) for way in WAYS}
     sides["incumbent"] = Theirs(layers, x)
     times: dict[str, Times] = {name: {"B": [], "I": [], "W": []} for name in sides}
     kept: dict[str, list[Tensor]] = {}
-    for side in sides.values():  # once for nothing
+    for side in sides.values():  # warm up
         side.halves({"I": [], "W": []})
     with without_collection():
         for _ in range(rounds):

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long until the first step is done, beside torch.distributed.pipelining.
+"""The time until the first step is done, compared with torch.distributed.pipelining.
 
     python -m benchmarks.startup
 
-Four fresh processes over Gloo, for each side in turn: from after the imports, `init_process_group` and the making of
-the model to the end of the first step of 1F1B, on the rank where it takes longest. That is capture, checks, lowering,
-connecting and the step itself. Also from the start of the processes, imports included. Medians of several starts.
+Four fresh processes over Gloo, for each side in turn: the time from after the imports, `init_process_group` and
+building the model to the end of the first step of 1F1B, on the slowest rank. It covers capture, checks, lowering,
+connecting and the step itself. Also the time from the start of the processes, imports included. Medians of several
+starts.
 
 The incumbent is measured twice. With its own front end it does what fpipe does: `pipeline(model, mb_args, split_spec)`
-traces a model that nobody edited and splits it at the same blocks; that is the time to be under. With stages that were
-cut by hand it captures nothing, and knows nothing of the model beforehand; this is the least that a first step can
-take.
+traces an unedited model and splits it at the same blocks; that is the time to beat. With stages cut by hand it captures
+nothing and knows nothing about the model in advance; that is the least a first step can take.
 
-Each process imports one of the libraries, and `torch._dynamo`, which all come to import.
+Each process imports one of the libraries, and `torch._dynamo`, which all of them end up importing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PIPELINING = "torch.distributed.pipelining"
 
 
 class Side(NamedTuple):
-    """A library, and how it is asked for a step; `told`: what it is beside fpipe; `captures`: whether it does."""
+    """A library and its step; `told` is its label beside fpipe, `captures` is true if it captures the model."""
 
     library: str
     step: Callable[[Contest, Task], Step]
@@ -62,13 +62,13 @@ PARTS = {
 
 
 def since_start() -> float:
-    """Seconds since this process was started."""
+    """Return the seconds since this process started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def rank(side: str, schedule: str) -> None:
-    """One rank: seconds until the pipeline was built, and until a step was done."""
+    """Run one rank, and report the seconds until the pipeline was built, and until a step was done."""
     torch.set_num_threads(1)
     for name in (SIDES[side].library, "torch._dynamo"):
         import_module(name)
@@ -87,7 +87,7 @@ def rank(side: str, schedule: str) -> None:
 
 def main() -> None:
     schedule = (sys.argv[1:] or ["1F1B"])[0]
-    for package in ("benchmarks", "fpipe", "schedules"):  # as of what is installed, there is byte code
+    for package in ("benchmarks", "fpipe", "schedules"):  # installed packages have bytecode, too
         compileall.compile_dir(Path(__file__).parents[1] / package, quiet=1)
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for _ in range(STARTS):

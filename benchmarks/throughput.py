@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps per second over Gloo, beside torch.distributed.pipelining.
+"""Steps per second over Gloo, compared with torch.distributed.pipelining.
 
     python -m benchmarks.throughput [SCHEDULE ...]
 
 A GPT, under four schedules on 2 and on 4 ranks, one thread each. Both libraries train the same model on the same batch,
-cut into the same stages and microbatches; a step is forward and backward with new gradients, from when all ranks are
-ready to when all are done. Ours is measured twice: with stages that autograd differentiates, which is the default, and
-with `backward="graph"`. First, in one job, both must compute the same gradients.
+cut into the same stages and microbatches. A step is forward and backward with fresh gradients, from when all ranks are
+ready to when all are done. Ours is measured twice: with stages differentiated by autograd, the default, and with
+`backward="graph"`. First, in one job, all must compute the same gradients.
 
-Then each of the three has processes of its own, and they take turns, step by step. Processes are not alike, even those
-that do the same: where their memory lies makes some percent. So all are started several times; medians of all steps.
-What is freed stays with a process: how much would go back to the system, only to be fetched again a step later, is a
+Then each of the three runs in separate processes, and they take turns, step by step. Even identical processes differ by
+a few percent, depending on the layout of their memory, so all are started several times; medians of all steps. Freed
+memory stays with a process: how much would be returned to the system, only to be fetched again a step later, is a
 matter of luck.
 """
 
@@ -40,7 +40,7 @@ SIDES: Final = {"autograd": ours, "graph": partial(ours, backward="graph"), "inc
 
 
 def task() -> Task:
-    """The same in every process."""
+    """Return the task, the same in every process."""
     torch.manual_seed(0)
     model = gpt(BLOCKS, WIDTH, HEADS, WORDS, LENGTH)
     tokens, targets = torch.randint(0, WORDS, (2, ROWS, LENGTH))
@@ -48,7 +48,7 @@ def task() -> Task:
 
 
 def timed(step: Step) -> float:
-    """Seconds of one step on all ranks."""
+    """Return the seconds of one step on all ranks."""
     dist.barrier()
     start = time.perf_counter()
     step()
@@ -56,7 +56,7 @@ def timed(step: Step) -> float:
 
 
 def contest(side: str, name: str, work: Task) -> list[float]:
-    """Seconds of each turn that a side takes under a schedule."""
+    """Return the seconds of each turn of a side under a schedule."""
     step = SIDES[side](CONTESTS[name], work)
     for _ in range(WARM_UP):
         step()
@@ -64,14 +64,14 @@ def contest(side: str, name: str, work: Task) -> list[float]:
 
 
 def agreed(name: str, work: Task) -> None:
-    """Fail unless all sides compute the same gradients."""
+    """Raise `AssertionError` unless all sides compute the same gradients."""
     expected, *others = [SIDES[side](CONTESTS[name], work)() for side in ("incumbent", "autograd", "graph")]
     for other in others:
         require_equal(other, expected)
 
 
 def rank(work: Task, what: str, *names: str) -> None:
-    """Be one rank: of a side, or of the job in which they must agree."""
+    """Run one rank of a side, or of the job in which all must agree."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     does = agreed if what == "agreed" else partial(contest, what)
@@ -80,7 +80,7 @@ def rank(work: Task, what: str, *names: str) -> None:
 
 
 def rows(module: str, model: str, names: Sequence[str]) -> Iterator[str]:
-    """Start the contests of a model, which `python -m module` takes part in, and yield a row for each."""
+    """Run the contests of a model, whose ranks run `python -m module`, and yield a row for each."""
     for count in (2, 4):
         ranks.start(module, count, "agreed", *names)
         times = defaultdict[tuple[str, str], list[float]](list)

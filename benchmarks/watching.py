@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to notice, before every step, that nothing a pipeline has assumed has changed since it was built.
+"""The cost of checking, before every step, that nothing a pipeline assumes has changed since it was built.
 
     python -m benchmarks.watching
 
-The time of the comparison over that of the whole step that it is a part of, all ranks in this process, one thread:
-processor time, medians of many in turns. GPTs of several sizes, four Linear(8, 8), and a small Llama with its
-configuration; stages differentiated by autograd and as graphs, of which the latter compare more and take less time.
+The time of the comparison as a share of the whole step that it is part of, with all ranks in this process and one
+thread: CPU time, medians of many interleaved runs. GPTs of several sizes, four Linear(8, 8), and a small Llama with its
+configuration; stages differentiated by autograd and as graphs, which compare more and take less time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cases() -> Mapping[str, Case]:
 
 
 def share(case: Case, backward: str) -> tuple[float, float]:
-    """Seconds of the comparison, and its share of a step."""
+    """Return the seconds of the comparison, and its share of a step."""
     model, inputs, targets, loss = case
     how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
     pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, backward=backward)

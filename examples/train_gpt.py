@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a byte-level GPT on the sources of Python's standard library, as a pipeline of four ranks.
 
-    torchrun --nproc-per-node 4 examples/train_gpt.py    # one process per rank, talking over Gloo
+    torchrun --nproc-per-node 4 examples/train_gpt.py    # one process per rank, over Gloo
     python examples/train_gpt.py                         # all four ranks in one process
 
-Both print the same losses, to the last digit. During the first steps every rank also trains the whole model by itself
-in a plain PyTorch loop; unless loss, gradients and parameters agree bit for bit, the job fails.
+Both print the same losses, to the last digit. During the first steps, every rank also trains the whole model on its own
+in a plain PyTorch loop; the job fails unless loss, gradients and parameters agree bit for bit.
 
-Takes about two minutes on two cores, and needs neither a GPU nor a download. `--help` lists the options.
+It takes about two minutes on two cores and needs no GPU and no download. `--help` lists the options.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ import fpipe
 from schedules import Span, drawing, gpipe, one_f_one_b, simulate, spans, summarize
 
 SCHEDULES = {"one_f_one_b": one_f_one_b, "gpipe": gpipe}
-MEASURED = 5  # steps at the end, whose times are reported
+MEASURED = 5  # the last steps, whose times are reported
 HELD_OUT = 8  # batches
 BYTES = 256
 State = dict[str, Tensor]  # parameters or gradients, by the model's own names
 
-# --- The model: an ordinary module, which knows nothing of pipelines -------------------------------------------------
+# --- The model: an ordinary module that knows nothing about pipelines ------------------------------------------------
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each behind a LayerNorm and around a residual."""
+    """Causal attention and an MLP, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out. Embedding and head, at the two ends of the pipeline, share one weight."""
+    """A GPT from bytes to logits of the next byte. Embedding and head, at opposite ends of the pipeline, are tied."""
 
     def __init__(self, context: int, layers: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return nnf.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# --- The text: what every machine with Python has --------------------------------------------------------------------
+# --- The text: something every machine with Python has ---------------------------------------------------------------
 
 
 def standard_library(limit: int = 4_000_000) -> tuple[Tensor, Tensor]:
-    """Bytes to train on, and held-out bytes: the modules of the standard library, of which every tenth is held out."""
+    """Return bytes to train on and held-out bytes: the modules of the standard library, every tenth held out."""
     folder = Path(sysconfig.get_path("stdlib"))
     modules = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
     training = b"".join(text for k, text in enumerate(modules) if k % 10 != 9)[:limit]
@@ -101,7 +101,7 @@ def standard_library(limit: int = 4_000_000) -> tuple[Tensor, Tensor]:
 
 
 def batches(text: Tensor, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless random batches of tokens and of what follows each of them; the seed makes them the same on every rank."""
+    """Yield random batches of tokens and next tokens forever; the seed makes them the same on every rank."""
     generator = torch.Generator().manual_seed(args.seed)
     while True:
         starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=generator)
@@ -113,14 +113,14 @@ def batches(text: Tensor, args: argparse.Namespace) -> Iterator[tuple[Tensor, Te
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train, and say how it went; raises `MismatchError` where the pipeline differs from one device."""
+    """Train and report. Raise `MismatchError` if the pipeline differs from one device."""
     console = first_rank_console()
     text, held_out = standard_library()
     evaluation = list(islice(batches(held_out, args), HELD_OUT))
     torch.manual_seed(args.seed)
     model = GPT(args.context, args.layers, args.width, args.heads, args.dropout)
     pipe = pipeline(model, evaluation[0], args)
-    params, buffers = pipe.init(model)  # those of this process's ranks
+    params, buffers = pipe.init(model)  # only those of this process's ranks
     optimizer = AdamW(params.values(), args.lr)
     recorded: list[Span] = []
     step, evaluate = fpipe.value_and_grad(pipe, record=recorded.append), fpipe.evaluate(pipe)
@@ -145,7 +145,7 @@ def train(args: argparse.Namespace) -> None:
 
             if i < args.checks:
                 one_device.step(i, tokens, targets, out.loss, grads, params)
-            del grads  # or they would live until the next step has made its own
+            del grads  # or they would stay alive until the next step has made new ones
             if i >= args.steps - MEASURED:
                 timelines.append(fpipe.timeline(pipe, recorded))
             if i % args.every == 0 or i == args.steps - 1:
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def pipeline(model: nn.Module, example: tuple[Tensor, Tensor], args: argparse.Namespace) -> fpipe.Pipeline:
-    """The model, cut into one stage per rank, under the schedule that was asked for."""
+    """Return the model cut into one stage per rank, with the chosen schedule."""
     tokens, targets = example
     return fpipe.pipeline(
         model,
@@ -173,7 +173,7 @@ def pipeline(model: nn.Module, example: tuple[Tensor, Tensor], args: argparse.Na
 
 
 def update(optimizer: AdamW, params: State, grads: State) -> None:
-    """One step of an optimizer of torch, which looks for gradients in `.grad`, and none left there."""
+    """Run one optimizer step: set `.grad`, where torch's optimizers expect gradients, and clear it again."""
     for name, parameter in params.items():
         parameter.grad = grads[name]
     optimizer.step()
@@ -181,13 +181,13 @@ def update(optimizer: AdamW, params: State, grads: State) -> None:
 
 
 def first_rank_console() -> Console:
-    """Where the first rank prints; the others are quiet."""
+    """Return a console that prints on the first rank and is quiet on the others."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Console(quiet=rank != 0, highlight=False, markup=False, soft_wrap=True)
 
 
 def progress(console: Console) -> Progress:
-    """A progress bar, if the console is a terminal and not quiet."""
+    """Return a progress bar, disabled unless the console is a terminal and not quiet."""
     fields = TextColumn("loss {task.fields[loss]:.3f}   {task.fields[speed]:,.0f} tokens/s")
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), fields
     return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
@@ -197,7 +197,7 @@ def progress(console: Console) -> Progress:
 
 
 def plain_loop(model: nn.Module, tokens: Tensor, targets: Tensor, microbatches: int) -> tuple[Tensor, State]:
-    """Loss and gradients of one step in plain PyTorch, one microbatch after the other."""
+    """Return loss and gradients of one step in plain PyTorch, one microbatch after another."""
     model.zero_grad()
     total = torch.zeros(())
     for x, y in zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True):
@@ -208,7 +208,7 @@ def plain_loop(model: nn.Module, tokens: Tensor, targets: Tensor, microbatches: 
 
 
 class OneDevice:
-    """Trains the whole model from the same start without a pipeline, and compares."""
+    """The whole model, trained from the same start without a pipeline, to compare with."""
 
     def __init__(self, pipe: fpipe.Pipeline, model: nn.Module, args: argparse.Namespace) -> None:
         self.args, self.model, self.reference = args, copy.deepcopy(model), fpipe.reference(pipe)
@@ -216,17 +216,17 @@ class OneDevice:
         self.optimizer = AdamW(self.params.values(), args.lr)
 
     def step(self, i: int, tokens: Tensor, targets: Tensor, loss: Tensor, grads: State, params: State) -> None:
-        """Do step `i` too; raise `MismatchError` unless loss, gradients and new parameters are the same."""
+        """Run step `i` too, and raise `MismatchError` unless loss, gradients and new parameters are the same."""
         out, expected = self.reference(self.params, {}, (tokens,), targets, seed=i)
         require_same_bits(f"step {i}, against fpipe.reference", named(loss, grads), named(out.loss, expected))
-        if not self.args.dropout:  # the plain loop would draw other random numbers
+        if not self.args.dropout:  # the plain loop would draw different random numbers
             total, expected = plain_loop(self.model, tokens, targets, self.args.microbatches)
             require_same_bits(f"step {i}, against the plain loop", named(loss, grads), named(total, expected))
         update(self.optimizer, self.params, expected)
         require_same_bits(f"step {i}, after the update", params, self.params)
 
     def verdict(self, params: State) -> str:
-        """What was found equal; raises `MismatchError` if a parameter is held, and so was compared, by no rank."""
+        """Return what was found equal. Raise `MismatchError` if no rank holds, and so none compared, some parameter."""
         held = torch.tensor([name in params for name in self.params], dtype=torch.int32)
         if dist.is_initialized():
             dist.all_reduce(held, op=dist.ReduceOp.MAX)
@@ -240,12 +240,12 @@ class OneDevice:
 
 
 def named(loss: Tensor, grads: State) -> State:
-    """Loss and gradients, as errors are to call them."""
+    """Return loss and gradients under the names that errors show."""
     return {"loss": loss} | {f"gradient of {name}": grad for name, grad in grads.items()}
 
 
 def require_same_bits(where: str, got: State, expected: State) -> None:
-    """Raise `MismatchError`, which names the first tensor of `got` that differs from the expected one in any bit."""
+    """Raise `MismatchError`, naming the first tensor, if any bit of `got` differs from `expected`."""
     for name, tensor in got.items():
         if not torch.equal(tensor.view(torch.int32), expected[name].view(torch.int32)):
             far = (tensor - expected[name]).abs().max().item()
@@ -256,7 +256,7 @@ def require_same_bits(where: str, got: State, expected: State) -> None:
 
 
 def report(pipe: fpipe.Pipeline, timelines: Sequence[Sequence[Span]]) -> str:
-    """The schedule's picture, how long F and B took on each stage, and how much of a step the ranks idled."""
+    """Return the picture of the schedule, the times of F and B on each stage, and the bubble."""
     how, costs = pipe.schedule, fpipe.costs(pipe, *timelines)
     lines = [f"\n{how!r}", str(how)]
     for kind, by_stage in (("F", costs.F), ("B", costs.B)):
@@ -276,7 +276,7 @@ def report(pipe: fpipe.Pipeline, timelines: Sequence[Sequence[Span]]) -> str:
 
 
 def measured_above_simulated(pipe: fpipe.Pipeline, timeline: Sequence[Span]) -> str:
-    """A picture of the step that was measured, and of the one that the simulator makes of its costs."""
+    """Return a picture of the measured step, and of the step simulated with its costs."""
     simulated = spans(pipe.schedule, fpipe.costs(pipe, timeline), pipe.program.graph)
     return drawing.svg({"measured, in seconds": timeline, "simulated with its costs": simulated})
 
@@ -312,7 +312,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = options(arguments)
-    torch.set_num_threads(1)  # sums split over another number of threads may round otherwise
+    torch.set_num_threads(1)  # sums split over a different number of threads may round differently
     if dist.is_torchelastic_launched():  # by torchrun
         dist.init_process_group("gloo")
         args.ranks = dist.get_world_size()

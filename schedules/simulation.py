@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def bubble_of_makespan(self) -> float:
-        """The fraction of `makespan` in which the busiest rank is idle, including before its first action."""
+        """The fraction of `makespan` in which the busiest rank idles, including before its first action."""
         return max(0.0, self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
 
     @property

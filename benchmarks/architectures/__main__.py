@@ -3,14 +3,14 @@
 
     python benchmarks/architectures                          # all, into docs/models.md: hours
     python benchmarks/architectures --only gpt2 t5 vit       # some, printed
-    python benchmarks/architectures --results found.jsonl    # kept; run again, it goes on where it stopped
+    python benchmarks/architectures --results found.jsonl    # kept; run again to resume where it stopped
 
-First all are tried in the first variant, then in the others; what is known is kept, so the page can be written at any
-time, with --write.
+First all are tried in the first variant, then in the others. Results are kept, so the page can be written at any time
+with --write.
 
-Needs transformers; some architectures need timm, torchvision, torchaudio, scipy or pillow too, and are listed as not
-tried without them. Each runs in a process of its own, with one thread, a time limit and a memory limit. What was found
-at another commit is not used again: a page tells of one commit.
+Needs transformers; some architectures also need timm, torchvision, torchaudio, scipy or pillow, and are listed as not
+tried without them. Each runs in a separate process, with one thread, a time limit and a memory limit. Results from
+another commit are not reused: a page describes one commit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def options() -> argparse.Namespace:
 
 
 def commit() -> str:
-    """The commit that is tried, with a plus sign where files differ from it."""
+    """Return the commit that is tried, with a plus sign if files differ from it."""
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     changed = ["git", "status", "--porcelain", "fpipe", "schedules", "benchmarks/architectures"]
     dirty = subprocess.run(changed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -64,14 +64,14 @@ def commit() -> str:
 
 
 def known(results: Path, at: str) -> dict[str, Trial]:
-    """The latest trial at this commit of each model type, finished or not."""
+    """Return the latest trial of each model type at this commit, finished or not."""
     whole = results.read_text().rpartition("\n")[0] if results.exists() else ""  # another process may be writing
     records = [record for line in whole.splitlines() if (record := json.loads(line))["commit"] == at]
     return {record["kind"]: Trial(**record) for record in records}
 
 
 def attempt(kind: str, names: Sequence[str], asked: argparse.Namespace, at: str) -> None:
-    """Try one, in this process, and add a line to the results after each variant."""
+    """Try one architecture in this process, and append a line to the results after each variant."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     warnings.filterwarnings("ignore")
     limit = int(asked.gigabytes * (1 << 30))
@@ -89,7 +89,7 @@ def add(results: Path, found: Trial) -> None:
 
 
 def attempts(todo: Iterable[tuple[str, Sequence[str]]], asked: argparse.Namespace, at: str) -> None:
-    """Try all, some at a time."""
+    """Try all architectures, several at a time, each in its own process."""
     fork, left = multiprocessing.get_context("fork"), list(todo)
     running: dict[BaseProcess, tuple[str, Sequence[str], float]] = {}
     while left or running:
@@ -105,7 +105,7 @@ def attempts(todo: Iterable[tuple[str, Sequence[str]]], asked: argparse.Namespac
 
 
 def finish(process: BaseProcess, running: dict[BaseProcess, Any], asked: argparse.Namespace, at: str) -> bool:
-    """Let go of a process that has ended or taken too long, and say how it went; tell whether it has."""
+    """Reap a process that has ended or hangs, and report the outcome. Return whether there was one to reap."""
     kind, names, began = running[process]
     late = time.monotonic() - began > 10 * asked.seconds  # it hangs; on a busy machine, work takes a while
     if process.is_alive() and not late:
@@ -126,7 +126,7 @@ def finish(process: BaseProcess, running: dict[BaseProcess, Any], asked: argpars
 
 
 def stop(found: Trial, why: str, variants: Sequence[str]) -> None:
-    """Note why a trial ended before all variants were tried."""
+    """Record why a trial ended before all variants were tried."""
     found.finished = True
     if not found.parameters:
         found.untried = why
@@ -136,7 +136,7 @@ def stop(found: Trial, why: str, variants: Sequence[str]) -> None:
 
 
 def is_left(found: Trial, variants: Sequence[str]) -> bool:
-    """Whether an architecture can be tried in more of these variants."""
+    """Return whether an architecture can be tried in more of these variants."""
     missing = [name for name in variants if name not in found.results and not VARIANTS[name].dropping]
     return not found.finished or bool(missing and not found.untried)
 

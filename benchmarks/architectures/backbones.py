@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small backbones of models of images, and what must fit them."""
+"""Small backbones for vision models, and settings that must match them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EFFICIENT = {
     "in_channels": [32, 16, 24, 40, 80, 112, 192],
     "out_channels": [16, 24, 40, 80, 112, 192, 320],
 }
-# Stages that halve the height of a line of text more often than its width.
+# Stages that halve the height of a text line more often than its width.
 STRIPS = {
     "out_features": ["stage1", "stage2", "stage3", "stage4"],
     "stage_downsample": [True] * 4,
@@ -47,7 +47,7 @@ HALVING = {
         [[3, 64, 96, 2, False]],
     ],
 }
-# A small model of timm; its last feature map has 64 channels.
+# A small timm model; its last feature map has 64 channels.
 TIMM = {"model_type": "timm_wrapper", "architecture": "test_convnext", "num_classes": 2}
 SMALL_SAM = {
     "vision_config": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches for any architecture: keyword arguments, by the names in the signature of `forward`.
 
-`candidates` goes from the richest batch to the plainest; the first that the model takes, eagerly, is used.
+`candidates` goes from the richest batch to the plainest; the first that the model accepts in an eager run is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Batch = dict[str, Any]
 
 
 def config_of(config: Any, *names: str, default: int) -> int:
-    """The first of these fields that the configuration, or one nested in it, has."""
+    """Return the first of these fields that the configuration, or one nested in it, has as an integer."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     for name in names:
         for place in [config, *inner]:
@@ -33,7 +33,7 @@ def config_of(config: Any, *names: str, default: int) -> int:
 
 
 def vocabulary(config: Any) -> int:
-    """Ids below this are words, and not the special tokens of the configuration."""
+    """Return the number of ids to draw from; larger ones may be special tokens of the configuration."""
     return min(
         config_of(config, "vocab_size", "text_vocab_size", "src_vocab_size", "decoder_vocab_size", default=64), 96
     )
@@ -44,7 +44,7 @@ def ids(config: Any, length: int = LENGTH) -> Tensor:
 
 
 def mask(length: int = LENGTH, padding: int = 2) -> Tensor:
-    """Ones, and some padding at the end of some rows."""
+    """Return a mask of ones, with some padding at the end of every second row."""
     found = torch.ones(ROWS, length, dtype=torch.long)
     found[1::2, -min(padding, length // 4) :] = 0
     return found
@@ -56,7 +56,7 @@ def pixels(config: Any) -> Tensor:
 
 
 def images(config: Any) -> Tensor:
-    """Return images, or videos where the configuration asks for `FRAMES` frames."""
+    """Return images, or videos if the configuration asks for `FRAMES` frames."""
     return video(config) if config_of(config, "num_frames", default=0) == FRAMES else pixels(config)
 
 
@@ -66,7 +66,7 @@ def video(config: Any) -> Tensor:
 
 
 def features(config: Any) -> Tensor:
-    """Mel bins by time or, where positions are counted, as whisper wants them."""
+    """Return mel features, time first; or bins first, as in Whisper, if the configuration limits positions."""
     bins = config_of(
         config,
         "feature_projection_input_dim",
@@ -84,7 +84,7 @@ def features(config: Any) -> Tensor:
 
 
 def series(config: Any, name: str) -> Tensor:
-    """Past and future of a time series, as long as the configuration says."""
+    """Return the past or the future of a time series, of the lengths in the configuration."""
     past = config_of(config, "context_length", default=8)
     past += max(getattr(config, "lags_sequence", None) or [0])
     length = past if name.startswith("past") else config_of(config, "prediction_length", default=4)
@@ -147,7 +147,7 @@ SHAPES: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
 
 
 def candidates(model: nn.Module) -> Iterator[Batch]:
-    """Batches that the model may take, the richest first."""
+    """Yield batches the model may accept, the richest first."""
     config, names = model.config, list(inspect.signature(model.forward).parameters)
     yield from towers(model, names)
     plain = {name: ARGUMENTS[name](config) for name in names if name in ARGUMENTS}
@@ -196,7 +196,7 @@ def cameras(config: Any, plain: Batch) -> Batch:
 
 
 def _subsets(plain: Batch, model: nn.Module) -> Iterator[Batch]:
-    """All arguments; then without those that often do not go together with the main one; then of other shapes."""
+    """Yield all arguments; then without those that often conflict with the main one; then in other shapes."""
     main = getattr(model, "main_input_name", "input_ids")
     yield plain
     for without in LEFT_OUT:
@@ -225,7 +225,7 @@ LEFT_OUT = (
 
 
 def with_images(model: nn.Module, plain: Batch, names: list[str]) -> Iterator[Batch]:
-    """Text after as many image tokens as the model makes of an image, where it says which token that is."""
+    """Yield text after as many image tokens as the model makes from an image, if its configuration names that token."""
     config = model.config
     token = next((getattr(config, n) for n in ("image_token_id", "image_token_index") if hasattr(config, n)), None)
     if token is None or not hasattr(model, "get_image_features"):
@@ -233,7 +233,7 @@ def with_images(model: nn.Module, plain: Batch, names: list[str]) -> Iterator[Ba
     try:
         with torch.no_grad():
             made = model.get_image_features(pixel_values=plain["pixel_values"])
-    except Exception:  # it wants more than pixels; without images, the text model remains
+    except Exception:  # it needs more than pixels; without images, the text model remains
         return
     tokens = _rows(made, config_of(config.get_text_config(), "hidden_size", "d_model", default=WIDTH)) // ROWS
     words = torch.cat([torch.full((ROWS, tokens), token), plain["input_ids"]], 1)
@@ -245,14 +245,14 @@ def with_images(model: nn.Module, plain: Batch, names: list[str]) -> Iterator[Ba
 
 
 def _rows(made: Any, width: int) -> int:
-    """How many vectors of this width the features of the images are."""
+    """Return the number of vectors of this width in the images' features."""
     made = getattr(made, "pooler_output", made)
     parts = made if isinstance(made, list | tuple) else [made]
     return sum(part.numel() for part in parts if isinstance(part, Tensor)) // width
 
 
 def labels(model: nn.Module, plain: Batch, names: list[str]) -> Iterator[Batch]:
-    """Labels by what the class is for."""
+    """Yield labels that fit the purpose of the class, judged by its name."""
     if "start_positions" in names:
         yield {"start_positions": torch.randint(LENGTH, (ROWS,)), "end_positions": torch.randint(LENGTH, (ROWS,))}
     if "labels" not in names:

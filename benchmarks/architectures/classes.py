@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures of transformers, and the class of each to try: one that computes a loss, if there is one."""
+"""The architectures of transformers, and the classes to try for each, preferably one that computes a loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREFERRED = (
     *("QUESTION_ANSWERING", "MULTIPLE_CHOICE", "TIME_SERIES_PREDICTION", "TEXT_TO_SPECTROGRAM", "TEXT_TO_WAVEFORM"),
     "VISUAL_QUESTION_ANSWERING",
 )
-# Models that generate with several parts, and have no forward of their own: the part that is tried.
+# Models that generate with several parts and have no forward themselves: the part to try.
 PARTS = {
     "bark": "BarkSemanticModel",
     "qwen2_5_omni": "Qwen2_5OmniTalkerForConditionalGeneration",
@@ -33,7 +33,7 @@ PARTS = {
 
 
 def architectures() -> dict[str, tuple[str, ...]]:
-    """The classes to try, by model type, the most wanted first; types that share them are tried once.
+    """Return the classes to try by model type, in order of preference; types with the same classes appear once.
 
     Whole models come first, then parts of others (`clip_text_model` after `clip`).
     """
@@ -51,6 +51,6 @@ def architectures() -> dict[str, tuple[str, ...]]:
 
 
 def _is_part(kind: str, kinds: Collection[str]) -> bool:
-    """Whether the name is that of another model type, and more."""
+    """Return whether another model type's name is a proper prefix of this one."""
     words = kind.replace("-", "_").split("_")
     return any("_".join(words[:k]) in kinds for k in range(1, len(words)))

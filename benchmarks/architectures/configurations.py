@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny configurations, for any architecture of transformers.
+"""Tiny configurations for any architecture of transformers.
 
-Problem. There are several hundred; each names its widths, depths and vocabularies in its own way.
+Problem. There are several hundred, and each has its own names for widths, depths and vocabularies.
 
-Idea. Names say what a number is: whatever ends in `hidden_size`, `d_model`, `embed_dim`, ... is a width, and all widths
-become the same small number, in every nested configuration; so they fit each other. What this gets wrong stands in one
-small table, `OVERRIDES`.
+Idea. Names say what a number is: anything ending in `hidden_size`, `d_model`, `embed_dim`, ... is a width, and all
+widths become the same small number, in every nested configuration, so they fit each other. One small table,
+`OVERRIDES`, corrects what this gets wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overrides import OVERRIDES
 from sizes import BINS, EXPERTS, GROUPS, HEAD, HEADS, INNER, LAYERS, PATCH, POSITIONS, SIDE, SOUNDS, WIDTH, WORDS
 from transformers import PreTrainedConfig
 
-# What a number is by its name: the first pattern that is found in the name says how large it may be.
+# The largest value of a number by its name: the first pattern found in the name applies.
 LIMITS: tuple[tuple[str, int], ...] = (
     (r"token_id$|token_index$|_idx$|_period$|_offset$|vision_feature_layer|^feature_layer|window_pattern", 0),
     (r"(key_value|kv)_(attention_)?heads$|linear_num_key_heads$|key_value_groups$", GROUPS),
@@ -57,20 +57,20 @@ DROPS = r"dropout|drop_path|pdrop|drop_rate|dropout_rate|drop_prob|^hidden_dropo
 
 
 class _Small:
-    """How to make a configuration small, and the token ids in it."""
+    """The way to make a configuration small, and the token ids in it."""
 
     def __init__(self, way: Way) -> None:
         self.way, self.tokens = way, Tokens()
 
 
 class Tokens:
-    """Small token ids, one to a name, in the place of large ones."""
+    """Small token ids, one per name, to replace large ones."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {"pad": 0, "bos": 1, "eos": 2}
 
     def __call__(self, name: str, value: int) -> int:
-        """The id of this name; one that is small enough stays."""
+        """Return the id for this name, or `value` if it is small enough."""
         if value < WORDS:
             return value
         key = re.sub(r"_token_(id|index)$|_index$|_id$", "", name)
@@ -84,9 +84,9 @@ SHAPES = r"layers$|^n_layer$|^depth$|vocab_size|position|experts|lora_rank|num_b
 
 
 class Way(NamedTuple):
-    """How to make a configuration small: only numbers whose names are found in `only`, and not in `never`.
+    """A way to make a configuration small: change only numbers whose names match `only` and do not match `never`.
 
-    `grouped`: give heads fewer keys and values than there are heads, where the configuration has a field for that.
+    `grouped`: use fewer key and value heads than heads, if the configuration has a field for that.
     """
 
     only: str = ""
@@ -94,11 +94,11 @@ class Way(NamedTuple):
     grouped: bool = True
 
     def takes(self, name: str) -> bool:
-        """Whether a number of this name may be another than it is by default."""
+        """Return whether a number with this name may differ from its default."""
         return bool(re.search(self.only, name)) and not re.search(self.never, name)
 
 
-# The smallest first; some architectures are built so that widths or the size of images cannot be chosen freely.
+# The smallest first; in some architectures, widths or image sizes cannot be chosen freely.
 WAYS = (
     Way(),
     Way(grouped=False),
@@ -110,7 +110,7 @@ WAYS = (
 
 
 def tiny(kind: type, dropout: float = 0.0, way: Way = WAYS[0]) -> Any:
-    """A small configuration of class `kind`; everything that drops, drops with probability `dropout`."""
+    """Return a small configuration of class `kind`, with all dropout probabilities set to `dropout`."""
     return _tiny(kind, kind(), dropout, _Small(way), OVERRIDES.get(kind.model_type, {}))
 
 
@@ -125,13 +125,13 @@ def _tiny(kind: type, base: Any, dropout: float, small: _Small, overrides: Mappi
 
 
 def _nested(kind: type, name: str, value: Any) -> bool:
-    """Whether an override is one of single fields in a nested configuration."""
+    """Return whether an override sets single fields of a nested configuration."""
     return name in getattr(kind, "sub_configs", {}) and "model_type" not in value
 
 
 def _values(base: Any, dropout: float, small: _Small) -> Iterator[tuple[str, Any]]:
-    """Every field that is to be another than it is by default."""
-    returned = getattr(base, "out_indices", None) or [0]  # a backbone that returns what its layers made
+    """Yield every field to change from its default, with its new value."""
+    returned = getattr(base, "out_indices", None) or [0]  # a backbone that returns the outputs of its layers
     if len(returned) > 1:
         yield "out_indices", list(returned)
     for field in dataclasses.fields(base):
@@ -144,13 +144,13 @@ def _values(base: Any, dropout: float, small: _Small) -> Iterator[tuple[str, Any
                 yield field.name, new
     heads = _stored(base, "num_attention_heads"), _stored(base, "num_key_value_heads")
     if heads[1] and _stored(base, "kv_lora_rank"):
-        yield "num_key_value_heads", HEADS  # keys and values are made for each head from one latent
+        yield "num_key_value_heads", HEADS  # keys and values of each head are computed from one latent
     elif heads[1] and heads[0] == heads[1]:
         yield "num_key_value_heads", GROUPS if small.way.grouped else HEADS
 
 
 def _stored(base: Any, name: str) -> Any:
-    """A field as it is stored; some differ from layer to layer, and may not be asked for."""
+    """Return a field as stored; some vary across layers, and reading those as attributes raises."""
     try:
         return object.__getattribute__(base, name)
     except AttributeError:
@@ -174,7 +174,7 @@ def _smaller(name: str, value: Any, dropout: float, small: _Small) -> Any:
 
 
 def _small_rotation(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters for heads of `HEAD`: sections, where there are any, that add up to half of what is rotated."""
+    """Return rotary parameters for heads of size `HEAD`; sections, if any, sum to half of the rotated dimensions."""
     if all(isinstance(value, dict) for value in rope.values()):
         return {name: _small_rotation(value) for name, value in rope.items()}
     if "mrope_section" in rope:

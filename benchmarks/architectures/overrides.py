@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What names alone get wrong: per model type, fields of its configuration (nested ones as a dict)."""
+"""Corrections where names alone are wrong: per model type, fields of its configuration (nested ones as a dict)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sizes import BINS, EXPERTS, FRAMES, GROUPS, HEAD, HEADS, INNER, LAYERS, LEN
 SERIES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1}
 IMAGE = {"image_token_index": 100}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Rotary angles of time, height and width, which add up to half of what is rotated of a head.
+# Rotary sections for time, height and width, which sum to half of a head's rotated dimensions.
 SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 4, HEAD // 8, HEAD // 8]}}
 HALF = {"rope_parameters": ROPE | {"mrope_section": [HEAD // 8, HEAD // 16, HEAD // 16], "partial_rotary_factor": 0.5}}
 SOUNDS = {"num_filters": 4, "downsampling_ratios": [2, 2, 4, 5], "depths": [1, 1, 1, 1, 1]}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of the tiny models and of their batches.
+"""The sizes of the tiny models and their batches.
 
-Small enough for a second's work, and large enough that kernels go the ways they go in large models: at 64 tokens and
-heads of 32, attention with and without a mask differ in the last bits, and so do grouped keys and values and their
-copies.
+Small enough to run in a second, and large enough that kernels take the same paths as in large models: at 64 tokens and
+heads of 32, attention with and without a mask differ in the last bits, as do grouped keys and values and expanded ones.
 """
 
 WIDTH, HEADS, GROUPS, HEAD, INNER = 128, 4, 2, 32, 192

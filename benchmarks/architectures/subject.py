@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A subject of the experiment: a tiny random model of an architecture, a batch that it takes, and a loss."""
+"""A test subject: a tiny random model of an architecture, a batch it accepts, and a loss."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Subject(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """The number of trained scalars."""
         return sum(p.numel() for p in self.model.parameters())
 
     @property
     def attention(self) -> tuple[int | None, ...]:
-        """Heads, heads of keys and values, and the size of a head, as far as the configuration says."""
+        """The numbers of heads and of key and value heads, and the head size, if the configuration has them."""
         config = self.model.config.get_text_config()
         fields = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
         heads, groups, head, wide = (_number(config, field) for field in fields)
@@ -47,23 +47,23 @@ class Subject(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The length of the text; 0 without one."""
+        """The length of the text, or 0 without text."""
         text = self.batch.get("input_ids")
         return 0 if text is None else text.shape[1]
 
     @property
     def unpadded(self) -> Batch | None:
-        """The batch with a mask of ones, if it has one with zeros."""
+        """The batch with a mask of ones, or `None` if its mask has no zeros."""
         mask = self.batch.get("attention_mask")
         return None if mask is None or bool(mask.all()) else {**self.batch, "attention_mask": torch.ones_like(mask)}
 
     def without(self, name: str) -> Subject:
-        """The same without an argument."""
+        """Return the subject without one argument."""
         return self._replace(batch={key: value for key, value in self.batch.items() if key != name})
 
 
 def _number(config: Any, field: str) -> int | None:
-    """A field, if it is there and a single number."""
+    """Return a field if it is there and a single integer, else `None`."""
     try:
         found = getattr(config, field, None)
     except Exception:  # it varies across layers
@@ -72,16 +72,16 @@ def _number(config: Any, field: str) -> int | None:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss that the model computed itself; if none, a sum of mean squares of all floating-point outputs."""
+    """Return the loss computed by the model itself, else a sum of mean squares of all floating-point outputs."""
     own = outputs.get("loss") if isinstance(outputs, dict) else None
     if own is not None:
         return own.sum()
-    finite = (leaf.masked_fill(~leaf.isfinite(), 0.0) for leaf in leaves(outputs))  # scores of what is masked are not
+    finite = (leaf.masked_fill(~leaf.isfinite(), 0.0) for leaf in leaves(outputs))  # masked scores are infinite
     return sum((leaf.square().mean() for leaf in finite), start=torch.zeros(()))
 
 
 def leaves(outputs: Any) -> list[Tensor]:
-    """The floating-point tensors of a tree of outputs that depend on parameters."""
+    """Return the floating-point tensors in a tree of outputs that depend on parameters."""
     if isinstance(outputs, dict):
         outputs = dict(outputs)
     found = [leaf for leaf in _leaves(outputs) if isinstance(leaf, Tensor)]
@@ -97,12 +97,12 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def subject(kind: str, names: Sequence[str], dropout: float = 0.0) -> Subject:
-    """The model of this type, made small in the first way that works; raises `UntriedError`."""
+    """Return the model of this type, made small in the first way that works. Raise `UntriedError` if none does."""
     errors = []
     for way in WAYS:
         try:
             batch = _batch(_model(kind, names, dropout, way))
-            return Subject(_model(kind, names, dropout, way), batch)  # anew: a step may leave something behind
+            return Subject(_model(kind, names, dropout, way), batch)  # a new model: a step may leave state behind
         except Exception as error:
             errors.append(error)
     raise UntriedError(" || ".join(dict.fromkeys(map(said, errors)))) from errors[0]
@@ -121,7 +121,7 @@ def _model(kind: str, names: Sequence[str], dropout: float, way: Way) -> nn.Modu
 
 
 def _batch(model: nn.Module) -> Batch:
-    """The first batch that the model takes."""
+    """Return the first batch the model accepts. Raise `UntriedError` if there is none."""
     tried: list[Exception] = []
     for batch in chain(candidates(model), unusual(model)):
         try:
@@ -144,14 +144,14 @@ def class_of(config: Any, names: Sequence[str]) -> type[nn.Module]:
 
 
 def _class(name: str, config: type) -> type[nn.Module]:
-    """The class of this name; some are not exported, and stand next to the class of their configuration."""
+    """Return the class of this name; look up those not exported next to the class of their configuration."""
     if hasattr(transformers, name):
         return getattr(transformers, name)
     return getattr(import_module(config.__module__.replace(".configuration_", ".modeling_")), name)
 
 
 def _step(model: nn.Module, batch: Batch) -> None:
-    """One eager step; raises if it fails, or trains nothing."""
+    """Run one eager step. Raise if it fails, trains nothing, or has a loss that is not finite."""
     half = tree_map(lambda leaf: leaf.chunk(2)[0] if isinstance(leaf, Tensor) else leaf, batch)
     value = loss_of(model(**half))
     if not torch.isfinite(value):
@@ -161,6 +161,6 @@ def _step(model: nn.Module, batch: Batch) -> None:
 
 
 def said(error: BaseException) -> str:
-    """The message in a line."""
+    """Return the error's message in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return f"{type(error).__name__}: {text}"[:300]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that says what was tried, and what came of it."""
+"""The page that reports what was tried, and the outcomes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ was run in these alone.
 
 
 def page(trials: Sequence[Trial], commit: str) -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     last = sorted(trials, key=lambda found: found.kind)
     tried = [found for found in last if not found.untried]
     equal, wrong = [t for t in tried if not t.wrong], [t for t in tried if t.wrong]
@@ -104,7 +104,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _short(why: str) -> str:
-    """A reason in a line."""
+    """Return a reason in one line."""
     line = re.search(r" At (\S+?): (.*)$", why)
     code = f": `{line[2]}` ({line[1]})" if line else ""
     if "DataDependentOutputException" in why or "DynamicOutputShapeException" in why:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trial: one architecture, cut in 2 and in 8, under three kinds of schedule and both backwards, compared bit for bit.
 
-Without dropout, loss, outputs, all gradients and all buffers must be those of the model's own eager loop and those of
-the reference. With dropout, eager draws other numbers, and the reference is what they are compared with.
+Without dropout, loss, outputs, all gradients and all buffers must equal those of the model's own eager loop and those
+of the reference. With dropout, eager draws different numbers, so they are compared with the reference only.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ VARIANTS: Mapping[str, Variant] = {
 class Trial:
     """The outcome for one architecture.
 
-    - `commit`: of fpipe; `seconds`: how long it took; `finished`: whether every variant was tried.
+    - `commit`: the commit of fpipe; `seconds`: the time taken; `finished`: whether every variant was tried.
     - `attention`: heads, key and value heads, and the size of a head; `tokens`: the length of the text.
     - `untried`: why not even a plain eager step works; empty if it does.
-    - `note`: why the loss that the model computes from labels was refused; then it went without.
-    - `whole`: the classes of modules that were kept whole, because they branch on data.
-    - `cuts`: per number of stages, the modules at which the second and later begin.
-    - `results`: per variant, how many leaves were compared and found equal; or, as text, what went wrong.
+    - `note`: why the loss the model computes from labels was refused, if it was tried without labels instead.
+    - `whole`: the classes of modules kept whole because they branch on data.
+    - `cuts`: per number of stages, the modules at which stages after the first begin.
+    - `results`: per variant, the number of leaves that were compared and equal; or, as text, what went wrong.
     """
 
     kind: str
@@ -78,21 +78,21 @@ class Trial:
 
     @property
     def wrong(self) -> dict[str, str]:
-        """What went wrong, by variant."""
+        """The failures by variant."""
         return {name: what for name, what in self.results.items() if isinstance(what, str)}
 
     @property
     def refused(self) -> bool:
-        """Whether it was refused when the pipeline was built."""
+        """True if it was refused when the pipeline was built."""
         return any(what.startswith(("CaptureError", "CutError")) for what in self.wrong.values())
 
     def record(self) -> dict[str, Any]:
-        """The trial as JSON has it."""
+        """Return the trial as a JSON object."""
         return asdict(self)
 
 
 def trials(found: Trial, names: Sequence[str], among: Sequence[str], capture: str) -> Iterator[Trial]:
-    """Try an architecture in those of the variants `among` that are not tried yet; yield what is known after each."""
+    """Try an architecture in the variants `among` that have no result yet, and yield the trial after each."""
     began, found.finished = time.monotonic() - found.seconds, False
     for one in _steps(found, names, among, capture):
         one.seconds = round(time.monotonic() - began, 1)
@@ -122,7 +122,7 @@ def _steps(found: Trial, names: Sequence[str], among: Sequence[str], capture: st
 
 
 def _plain(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> Iterator[Trial]:
-    """Without dropout, in each variant. What a capture refuses, it refuses under every schedule."""
+    """Try each variant without dropout. What a capture refuses, it refuses under every schedule."""
     found.batch = tuple(plain.batch)
     for name in among:
         if not VARIANTS[name].dropping and name not in found.results:
@@ -132,8 +132,8 @@ def _plain(plain: Subject, among: Sequence[str], capture: str, found: Trial) -> 
 
 
 def _compared(plain: Subject, variant: Variant, capture: str, found: Trial) -> int | str:
-    """How many leaves are equal, or what went wrong; under 1F1B without padding too, through the same pipeline."""
-    plain = plain._replace(model=copy.deepcopy(plain.model))  # an eager step may leave something behind
+    """Return the number of equal leaves, or what went wrong; under 1F1B, the same pipeline also runs unpadded."""
+    plain = plain._replace(model=copy.deepcopy(plain.model))  # an eager step may leave state behind
     batches = [plain.batch, *([plain.unpadded] if variant.schedule is SCHEDULES["1F1B, 2 ranks"] else [])]
     try:
         pipe = _built(plain, variant, capture, found)
@@ -145,7 +145,7 @@ def _compared(plain: Subject, variant: Variant, capture: str, found: Trial) -> i
 
 
 def _built(plain: Subject, variant: Variant, capture: str, found: Trial) -> fpipe.Pipeline:
-    """The pipeline; modules that branch on data are named unsplittable, one class after the other, as users would."""
+    """Return the pipeline, declaring classes of modules that branch on data unsplittable one by one, as users would."""
     schedule = variant.schedule()
     while True:
         kinds = {type(module) for module in plain.model.modules() if type(module).__name__ in found.whole}
@@ -178,12 +178,12 @@ def _dropped(names: Sequence[str], variant: Variant, capture: str, found: Trial)
 
 
 def _begins(pipe: fpipe.Pipeline) -> list[str]:
-    """The modules at which stages begin."""
+    """Return the modules at which stages after the first begin."""
     return [layout.units[0].path or "(root)" for layout in pipe.training.assembly.layouts[1:]]
 
 
 def _line(error: BaseException) -> str:
-    """The line of the model's code that an error began at, if it began in one."""
+    """Return the line of the model's code in which an error originated, if it did."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = [one for one in traceback.extract_tb(error.__traceback__) if MODELS in one.filename]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches for models of text and sound that take none of the usual ones: other shapes, or arguments that must fit."""
+"""Batches for text and audio models that accept none of the usual ones: other shapes, or arguments that must match."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS = 8
 
 
 def unusual(model: nn.Module) -> Iterator[Batch]:
-    """Batches by what the signature or the configuration tells the model apart by, the richest first."""
+    """Yield batches chosen by distinctive names in the signature or the configuration, the richest first."""
     config, usual = model.config, next(candidates(model), {})
     fixed = {name: value for name, value in usual.items() if not isinstance(value, Tensor)}
     known = {config.model_type, *inspect.signature(model.forward).parameters}
@@ -29,7 +29,7 @@ def unusual(model: nn.Module) -> Iterator[Batch]:
 
 
 def _batches(made: Callable[[Any, Batch], Iterator[Batch]], config: Any, usual: Batch) -> list[Batch]:
-    """All of them; none for a model that only shares the name."""
+    """Return all batches, or none for a model that only shares the name."""
     try:
         return list(made(config, usual))
     except (AttributeError, KeyError):
@@ -37,7 +37,7 @@ def _batches(made: Callable[[Any, Batch], Iterator[Batch]], config: Any, usual: 
 
 
 def masked_features(config: Any, plain: Batch) -> Iterator[Batch]:
-    """Features with a mask of their own, bins last or first."""
+    """Yield features with their own mask, bins last or first."""
     bins, frames = config_of(config, "input_size", default=0), 4 * config_of(config, "n_window", default=0)
     heard = features(config)
     heard = heard.transpose(1, 2) if config_of(config, "max_source_positions", default=0) else heard
@@ -48,12 +48,12 @@ def masked_features(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def folded_features(config: Any, plain: Batch) -> Iterator[Batch]:
-    """As many bins as the projection after two convolutions wants."""
+    """Yield features with as many bins as the projection after two convolutions expects."""
     yield {**plain, "input_features": torch.randn(ROWS, LENGTH, config.subsampling_conv_channels[0])}
 
 
 def mel(config: Any, plain: Batch) -> Iterator[Batch]:
-    """Mel frames, and a mask that is true where they are padding."""
+    """Yield mel frames, and a mask that is true at padding."""
     yield {
         "audio_mel": torch.randn(ROWS, LENGTH, config_of(config, "input_feat_size", default=WIDTH)),
         "audio_mel_mask": mask() == 0,
@@ -61,7 +61,7 @@ def mel(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def heard_twice(config: Any, plain: Batch) -> Iterator[Batch]:
-    """A waveform and features of it, a frame to a hop."""
+    """Yield a waveform and its features, one frame per hop."""
     hop = getattr(config, "encoder_hop_length", config.hop_length)
     bins = config.semantic_model_config.feature_projection_input_dim
     yield {
@@ -71,7 +71,7 @@ def heard_twice(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def whole_hops(config: Any, plain: Batch) -> Iterator[Batch]:
-    """A waveform of a whole number of hops."""
+    """Yield a waveform of a whole number of hops."""
     yield {"input_values": torch.randn(ROWS, 1, BLOCKS * config.hop_length)}
 
 
@@ -80,20 +80,20 @@ def latents(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def codec_states(config: Any, plain: Batch) -> Iterator[Batch]:
-    """What a decoder of a codec takes, or an encoder."""
+    """Yield inputs of a codec's decoder, then of its encoder."""
     yield {"hidden_states": torch.randn(ROWS, config.hidden_size, BLOCKS)}
     yield {"hidden_states": torch.randn(ROWS, config.channels, BLOCKS * config.hop_length)}
 
 
 def streamed(config: Any, plain: Batch) -> Iterator[Batch]:
-    """As many frames of sound as the text has places for."""
+    """Yield as many audio frames as the text has positions for."""
     frames = LENGTH * config.audio_length_per_tok
     bins = config_of(config, "num_mel_bins", default=WIDTH)
     yield {**plain, "input_features": torch.randn(ROWS, bins, frames)}
 
 
 def codebooks(config: Any, plain: Batch) -> Iterator[Batch]:
-    """A row of codes to each codebook: decoders of music take them one under the other."""
+    """Yield a row of codes per codebook, stacked along the batch as music decoders take them."""
     books = config_of(config, "num_codebooks", default=1)
     if books > 1:
         codes = torch.cat([ids(config) for _ in range(books)])
@@ -103,12 +103,12 @@ def codebooks(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def text_and_codes(config: Any, plain: Batch) -> Iterator[Batch]:
-    """At each position a token of text and one of each codebook."""
+    """Yield one text token and one token of each codebook per position."""
     yield {**plain, "input_ids": torch.stack([ids(config) for _ in range(1 + config.num_codebooks)], 2)}
 
 
 def speech(config: Any, plain: Batch) -> Iterator[Batch]:
-    """How long each letter sounds, and what: letters that are padding do not."""
+    """Yield the duration of each letter (0 for padding), and the spectrogram, pitch and energy."""
     durations = 2 * plain["attention_mask"]
     frames = torch.arange(2 * LENGTH)[None, :, None]
     spectrogram = torch.randn(ROWS, 2 * LENGTH, config_of(config, "num_mel_bins", default=WIDTH))
@@ -122,7 +122,7 @@ def speech(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def drafts(config: Any, plain: Batch) -> Iterator[Batch]:
-    """A block of noise, and what layers of the target model made of the text so far."""
+    """Yield a block of noise, and hidden states of the target model for the text so far."""
     yield {
         "attention_mask": mask(LENGTH + config.block_size),
         "noise_embeds": torch.randn(ROWS, config.block_size, config.hidden_size),
@@ -131,7 +131,7 @@ def drafts(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def questions(config: Any, plain: Batch) -> Iterator[Batch]:
-    """Where the questions end, of which kinds they are, and how many options each has."""
+    """Yield the ends of the questions, their types, and their numbers of options."""
     yield {
         **plain,
         "marks": torch.tensor([LENGTH // 4, LENGTH // 2, LENGTH]).repeat(ROWS, 1),
@@ -141,17 +141,17 @@ def questions(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def spoken(config: Any, plain: Batch) -> Iterator[Batch]:
-    """Codes of speech, and the states of the text that is spoken."""
+    """Yield speech codes, and the hidden states of the spoken text."""
     yield {"input_ids": ids(config), "thinker_reply_part": torch.randn(ROWS, LENGTH, config.embedding_size)}
 
 
 def embedded(config: Any, plain: Batch) -> Iterator[Batch]:
-    """States in the place of text."""
+    """Yield embeddings instead of text."""
     yield {"inputs_embeds": torch.randn(ROWS, LENGTH, config.hidden_size), "attention_mask": mask()}
 
 
 def shared_states(config: Any, plain: Batch) -> Iterator[Batch]:
-    """Keys and values of the target model, by the kind of layer."""
+    """Yield the keys and values of the target model by kind of layer."""
     text = config.get_text_config()
     kinds = {kind: text.layer_types.index(kind) for kind in dict.fromkeys(text.layer_types)}
     sizes = {kind: text.per_layer_config[kind] for kind in kinds}
@@ -165,7 +165,7 @@ def shared_states(config: Any, plain: Batch) -> Iterator[Batch]:
 
 
 def conditioned(config: Any, plain: Batch) -> Iterator[Batch]:
-    """Text, and how far behind the sound it is."""
+    """Yield text, and its delay relative to the audio."""
     yield {**plain, "t_cond": torch.randn(ROWS, 1, config.hidden_size)}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of vision towers that take images as rows of patches; all images of a batch have the same size.
+"""Inputs for vision towers that take images as rows of patches; all images in a batch have the same size.
 
-The patch length is read from the first projection whose name contains "patch".
+The length of a patch is read from the first projection whose name contains "patch".
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from sizes import PATCH, ROWS
 from torch import Tensor, nn
 
-GRID = 8  # patches in a row and in a column of an image
+GRID = 8  # patches per row and column of an image
 Batch = dict[str, Any]
 
 
 def towers(model: nn.Module, names: list[str]) -> Iterator[Batch]:
-    """Yield patches for a forward that takes their grid or their positions; nothing for others."""
+    """Yield patches for a forward that takes their grid or their positions, else nothing."""
     if "input_ids" in names:
         return
     if "pixel_position_ids" in names:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same model under the same schedule by both libraries: functions that take one step, forward and backward.
+"""The same model under the same schedule in both libraries: functions that run one step, forward and backward.
 
-Both start from new gradients in every step and make the loss known where it arises; neither puts outputs together. The
-gradients are what a step returns; nothing else of it stays alive.
-`torch.distributed.pipelining` has no ZB-H1 of that name; its `ScheduleInterleavedZeroBubble` with one stage per rank is
-the paper's ZB-1P, the same order up to where the weight halves stand.
+Both start with fresh gradients in every step and report the loss on the rank that computes it; neither assembles
+outputs. A step returns its gradients, and nothing else of it stays alive. `torch.distributed.pipelining` has no ZB-H1
+by that name; its `ScheduleInterleavedZeroBubble` with one stage per rank is the paper's ZB-1P, the same order except
+for the position of the weight halves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Step = Callable[[], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Contest:
-    """A schedule, by our factory and by the name of the incumbent's class; `single`: that takes one stage, not many."""
+    """A schedule: our factory and the incumbent's class; `single` is true if that class takes one stage, not a list."""
 
     name: str
     factory: Callable[..., Schedule]
@@ -34,7 +34,7 @@ class Contest:
 
     @property
     def title(self) -> str:
-        """Both names."""
+        """The title, with the names in both libraries."""
         return f"{self.name} (`{self.factory.__name__}`, `{self.incumbent}`)"
 
 
@@ -51,10 +51,10 @@ CONTESTS: Final = {
 
 @dataclass(frozen=True)
 class Task:
-    """A model, a batch, and how many microbatches it is cut into.
+    """A model, a batch, and its number of microbatches.
 
-    - `cuts(stages)`: the modules at which stages after the first begin; `pieces(stages)`: modules cut by hand there.
-    - `loss(outputs, targets)`: that of the whole model.
+    - `cuts(stages)`: the modules at which stages after the first begin; `pieces(stages)`: the stages cut there by hand.
+    - `loss(outputs, targets)`: the loss of the whole model.
     """
 
     model: nn.Module
@@ -79,7 +79,7 @@ def sequence(model: nn.Sequential, blocks: int, tokens: Tensor, targets: Tensor,
 
 
 def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = "autograd") -> Step:
-    """A step of this rank by fpipe: its gradients. `backward` says how stages are differentiated."""
+    """Return this rank's step in fpipe, which returns gradients. `backward` says how stages are differentiated."""
     import fpipe  # here, so that a process that measures one library does not import the other
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
@@ -98,7 +98,7 @@ def ours(contest: Contest, task: Task, backward: Literal["autograd", "graph"] = 
 
 
 def incumbents(contest: Contest, task: Task) -> Step:
-    """A step of this rank by the incumbent, of stages that were cut by hand: its gradients."""
+    """Return this rank's step in the incumbent with stages cut by hand, which returns gradients."""
     from torch.distributed import pipelining
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
@@ -111,7 +111,7 @@ def incumbents(contest: Contest, task: Task) -> Step:
 
 
 def traced(contest: Contest, task: Task) -> Step:
-    """The same of stages that the incumbent's own front end made of the model."""
+    """Return the same with stages made by the incumbent's own front end."""
     from torch.distributed import pipelining
 
     how = contest.factory(ranks=dist.get_world_size(), microbatches=task.microbatches)
@@ -125,7 +125,7 @@ def traced(contest: Contest, task: Task) -> Step:
 
 
 def _theirs(contest: Contest, task: Task, stages: list[Any], named: dict[str, nn.Parameter]) -> Step:
-    """The incumbent's step of this rank's stages, whose parameters these are."""
+    """Return the incumbent's step with these stages of this rank, and their parameters by name."""
     from torch.distributed import pipelining
 
     made: Any = getattr(pipelining, contest.incumbent)
@@ -144,7 +144,7 @@ def _theirs(contest: Contest, task: Task, stages: list[Any], named: dict[str, nn
 
 
 def require_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Fail unless both have computed the same gradients, up to rounding."""
+    """Raise `AssertionError` unless both have computed the same gradients, up to rounding."""
     assert mine.keys() == other.keys(), (sorted(mine), sorted(other))
     for name, grad in mine.items():
         torch.testing.assert_close(grad, other[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that take turns: each side of a contest in processes of its own, and never two of them at work.
+"""Jobs that take turns: each side of a contest in separate processes, only one side running at a time.
 
-So none finds the memory that another has left, and what the machine does meanwhile hits all alike.
+So no side runs in memory that another has left behind, and other work on the machine affects all sides equally.
 
     found = taken("benchmarks.script", 4, sides, dict.fromkeys(names, 9))    # in the process that starts them
 
@@ -30,7 +30,10 @@ HOST, LONG, MOMENT = "127.0.0.1", timedelta(minutes=2), 0.02
 def taken(
     module: str, count: int, sides: Sequence[str], rounds: Mapping[str, int], **environment: str
 ) -> dict[str, list[Any]]:
-    """By side, what each rank of `python -m module SIDE ROUND ...` has reported; `rounds`: how many turns each has."""
+    """Run `python -m module SIDE ROUND ...` for each side, with `rounds` turns of each round.
+
+    Return, by side, what each rank has reported.
+    """
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=LONG)
     own = {**environment, PORT: str(store.port)}
     with ThreadPoolExecutor(len(sides)) as pool:
@@ -47,7 +50,7 @@ def taken(
 
 
 def turns(side: str, name: str, length: int) -> Iterator[int]:
-    """In every rank of a side: its turns in the named round, between which the others have theirs."""
+    """Yield a side's turns in the named round, alternating with the other sides; call it on every rank of the side."""
     store = dist.TCPStore(HOST, int(os.environ[PORT]), is_master=False, timeout=LONG)
     _all_say(store, f"{name}: {side} is ready")
     for turn in range(length):
@@ -64,7 +67,7 @@ def _all_say(store: dist.TCPStore, what: str) -> None:
 
 
 def _await(store: dist.TCPStore, what: str, job: Future[Any]) -> None:
-    """Until it is said, or the job has failed."""
+    """Wait until `what` is set. Raise `RuntimeError` if the job has ended before."""
     while not store.check([what]):
         if job.done():
             raise RuntimeError(f"a job ended before {what!r}") from job.exception()

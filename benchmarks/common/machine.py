@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When, on what and with what was measured."""
+"""The date, machine and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def processor() -> str:
-    """The name of the processor, as far as the system tells it."""
+    """Return the name of the processor, or of its architecture if the system does not tell."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -20,7 +20,7 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """One line of text."""
+    """Return date, processor, cores, system and versions in one line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = f"{date.today()}, {processor()}, {cores} cores"
     if torch.accelerator.is_available():

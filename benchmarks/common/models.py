@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that are measured: a GPT as a sequence of layers."""
+"""The model that is measured: a GPT as a sequence of layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, both residual."""
+    """Attention and an MLP, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -26,30 +26,30 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens and positions."""
+    """Token and position embeddings."""
 
     def __init__(self, words: int, width: int, length: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed."""
+        """Embed tokens and add the positions."""
         return self.tokens(tokens) + self.positions.weight
 
 
 def gpt(blocks: int, width: int, heads: int, words: int, length: int) -> nn.Sequential:
-    """Embedding, blocks, and a head with a matrix of its own."""
+    """Return embedding, blocks, and an untied head."""
     layers = [Block(width, heads) for _ in range(blocks)]
     return nn.Sequential(Embedding(words, width, length), *layers, nn.Linear(width, words, bias=False))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all positions."""
+    """Return the mean cross entropy over all positions."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def starts(blocks: int, stages: int) -> list[int]:
-    """The layers of a `gpt` at which stages after the first begin: the same number of blocks in each.
+    """Return the layers of a `gpt` at which stages after the first begin, with equally many blocks in each.
 
     >>> starts(blocks=8, stages=4)
     [3, 5, 7]
@@ -58,5 +58,5 @@ def starts(blocks: int, stages: int) -> list[int]:
 
 
 def parts(model: nn.Sequential, cuts: list[int]) -> list[nn.Sequential]:
-    """The stages of a model that is cut before these layers."""
+    """Return the stages of a model cut before these layers."""
     return [model[start:end] for start, end in zip([0, *cuts], [*cuts, len(model)], strict=True)]

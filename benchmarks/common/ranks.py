@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as processes of their own, over Gloo: a script starts itself again, once per rank, and reads what each found.
+"""Ranks as separate processes over Gloo: a script starts itself again, once per rank, and reads their reports.
 
 if ranks.inside():
     ranks.report(measure())
@@ -25,7 +25,7 @@ FOLDER: Final = "BENCHMARK_FOLDER"
 
 
 def start(module: str, count: int, *arguments: object, **environment: str) -> list[Any]:
-    """Run `python -m module *arguments` as so many ranks, one thread each; what each has reported."""
+    """Run `python -m module *arguments` as `count` ranks with one thread each, and return what each has reported."""
     with TemporaryDirectory() as folder:
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
         command = [sys.executable, "-m", *torchrun, "-m", module, *map(str, arguments)]
@@ -35,32 +35,32 @@ def start(module: str, count: int, *arguments: object, **environment: str) -> li
 
 
 def inside() -> bool:
-    """Whether this process is a rank that `start` has started."""
+    """Return whether this process is a rank started by `start`."""
     return FOLDER in os.environ
 
 
 def report(found: object) -> None:
-    """Hand a value, of what JSON has, to the process that started this rank; every rank does, and waits for all.
+    """Report a JSON value to the process that started this rank. Every rank must call it, and waits for all others.
 
-    Who leaves while others still talk to it may be aborted by its own threads.
+    A rank that exits while others still communicate with it may be aborted by its own threads.
     """
     (Path(os.environ[FOLDER]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
 
 
 def everywhere(value: float) -> list[float]:
-    """The number that each rank has."""
+    """Return the values of all ranks."""
     found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
     dist.all_gather(found, torch.tensor([value], dtype=torch.float64))
     return [other.item() for other in found]
 
 
 def makespan(start: float, end: float) -> float:
-    """From the first start on any rank to the last end; the processes of one machine have one clock."""
+    """Return the time from the first start on any rank to the last end; processes on one machine share a clock."""
     return max(everywhere(end)) - min(everywhere(start))
 
 
 def maxima(found: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Of each figure the largest that a rank has reported."""
+    """Return the maximum of each figure over the ranks' reports."""
     reports = list(found)
     return {name: max(report[name] for report in reports) for name in reports[0]}

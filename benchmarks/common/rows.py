@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that all benchmarks write into: a `Row` prints as one of its lines.
+"""The table that all benchmarks print: `row` returns one of its lines.
 
 >>> print(HEADER, row("a step", "s", 1.0, 2.0, most(0.6, of="ratio")), sep="\\n")
 | what | unit | fpipe | incumbent | fpipe / incumbent | reach | reached |
@@ -19,14 +19,14 @@ HEADER: Final = (
 
 @dataclass(frozen=True)
 class Reach:
-    """What is wanted: a limit for our figure, or for its ratio to the incumbent's."""
+    """The goal: a limit for our figure, or for its ratio to the incumbent's."""
 
     limit: float
     relation: Literal["<=", ">="]
     of: Literal["figure", "ratio"]
 
     def met(self, figure: float) -> bool:
-        """Whether a figure is within the limit."""
+        """Return whether a figure is within the limit."""
         return figure <= self.limit if self.relation == "<=" else figure >= self.limit
 
     def __str__(self) -> str:
@@ -34,17 +34,17 @@ class Reach:
 
 
 def most(limit: float, of: Literal["figure", "ratio"] = "figure") -> Reach:
-    """At most this."""
+    """Return the goal of at most `limit`."""
     return Reach(limit, "<=", of)
 
 
 def least(limit: float, of: Literal["figure", "ratio"] = "figure") -> Reach:
-    """At least this."""
+    """Return the goal of at least `limit`."""
     return Reach(limit, ">=", of)
 
 
 def row(what: str, unit: str, ours: float, theirs: float | None, reach: Reach | None = None) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     ratio = None if theirs is None else ours / theirs
     judged = ours if reach is None or reach.of == "figure" else ratio
     reached = "" if reach is None or judged is None else "yes" if reach.met(judged) else "no"
@@ -53,7 +53,7 @@ def row(what: str, unit: str, ours: float, theirs: float | None, reach: Reach | 
 
 
 def figure(value: float | None) -> str:
-    """A number to three digits, or nothing."""
+    """Return a number to three digits, or an empty text for `None`."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:#.3g}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing in turns, so that whatever else the machine does disturbs all that is compared alike."""
+"""Interleaved timing, so that other work on the machine disturbs all sides equally."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Function = Callable[[], Any]
 
 
 def device() -> torch.device:
-    """The accelerator, if there is one, or the CPU."""
+    """Return the accelerator, if there is one, or the CPU."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if found is None else found
 
 
 def seconds() -> float:
-    """Processor time; on an accelerator the time on the clock, when all that was launched is done."""
+    """Return the CPU time; with an accelerator, the wall time once all launched work is done."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
         return time.perf_counter()
@@ -31,7 +31,7 @@ def seconds() -> float:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage collection in between."""
+    """Disable garbage collection inside the `with` block."""
     gc.collect()
     gc.disable()
     try:
@@ -41,16 +41,16 @@ def without_collection() -> Iterator[None]:
 
 
 def timed(function: Function, clock: Callable[[], float] = seconds) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds a call takes."""
     start = clock()
     function()
     return clock() - start
 
 
 def medians(functions: Mapping[str, Function], rounds: int) -> dict[str, float]:
-    """The median time of each function in seconds.
+    """Return the median time of each function in seconds.
 
-    Each is timed right after a call of its own, so that none pays for what the one before it left in the caches.
+    Each is called once untimed right before it is timed, so that none pays for the cache contents left by another.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     with without_collection():
