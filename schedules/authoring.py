@@ -77,11 +77,11 @@ class Schedule:
         return self.factory.generator(rank, **dict(self.arguments))
 
     def memory(self, rank: int) -> float:
-        """Return the most activations `rank` may hold at once, in units of its activations for one microbatch."""
+        """Return the most activations `rank` may hold at once, in microbatches of its own; infinity without a limit."""
         return self._limit(self.limits.memory, rank)
 
     def versions(self, rank: int) -> float:
-        """Return the most weight versions `rank` may keep at once."""
+        """Return the most weight versions `rank` may keep at once; infinity without a limit."""
         return self._limit(self.limits.versions, rank)
 
     def _limit(self, limit: Callable[..., float] | None, rank: int) -> float:

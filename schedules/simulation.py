@@ -57,7 +57,7 @@ class Timeline:
 
     @property
     def bubble_of_makespan(self) -> float:
-        """The fraction of `makespan` in which the busiest rank idles, including before its first action."""
+        """The idle fraction of `makespan` on the busiest rank, also before its first action and after its last."""
         return max(0.0, self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
 
     @property

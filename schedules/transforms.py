@@ -160,7 +160,7 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
                 yield owed.popleft()
             continue
         if kind in ("G", "U"):
-            used = {stage} if kind == "G" else {late.stage for late in owed}  # an update may use stages' shared weights
+            used = {stage} if kind == "G" else {late.stage for late in owed}  # U may use other stages' gradients
             yield from (late for late in owed if late.stage in used)
             owed = deque(late for late in owed if late.stage not in used)
         yield action

@@ -116,7 +116,7 @@ def _partial(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Cross
 
 
 def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:
-    """Return, for each rank and kind, a row per stage it holds, or per stage and route if there are several routes.
+    """Return, for each rank and kind, a row for each stage the rank holds, or for each stage and route if several.
 
     The key of a row is `stage * routes + route`.
     """

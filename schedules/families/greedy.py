@@ -25,7 +25,7 @@ class Taste(NamedTuple):
     """The heuristic choices that are tried both ways."""
 
     delay: bool  # a forward may make the first backward late
-    skip: bool  # a rank two forwards ahead of the next may wait for its backward
+    skip: bool  # a rank two forwards ahead of the next may skip one and wait for its cotangent
     fill: bool  # a weight half may fill a gap too short for it, though the rank could afford to wait
 
 
