@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from models import WIDTH, Case, assert_same, build, by_day, loop, mse, rows_of, run, run_reference
+from models import WIDTH, Case, assert_same, build, by_day, in_turn, loop, mse, rows_of, run, run_reference
 from test_memory import require_as_simulated
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -112,9 +112,9 @@ def counted(case, runs, how):
     return times, operators.called
 
 
-@every
-@pytest.mark.parametrize("around", [name for name in AROUND if name != "plain"])
+@pytest.mark.parametrize(("around", "how"), in_turn([name for name in AROUND if name != "plain"], HOWS))
 def test_what_a_module_checkpoints_runs_twice(how, around):
+    how = HOWS[how]
     """The second time up to where all is there that the backward needs: not the last sine."""
     case, runs = case_of(around)
     times, called = counted(case, runs, how)
@@ -162,9 +162,9 @@ def test_what_a_checkpoint_keeps():
         assert pipe.sizes.activation[1] == tensors * row, around
 
 
-@every
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(("around", "how"), in_turn(AROUND, HOWS))
 def test_random_numbers_are_drawn_again(how, around):
+    how = HOWS[how]
     case, _ = case_of(around, dropout=0.4)
     built = build(case, how, ROWS * MICROBATCHES, capture="trace")
     got = run(*built, seed=3)

@@ -250,7 +250,7 @@ def without_onednn(off):
 HOWS = [*((how, "autograd") for how in SCHEDULES), ("ZB-V", "graph")]
 
 
-@pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 3), ids=str)
+@pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 5), ids=str)
 def test_what_is_held_after_every_action(name, way):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
     how, backward = way

@@ -8,7 +8,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import WIDTH, Case, assert_same, build, cross_entropy, few, loop, mse, rows_of, run, run_reference, words
+from models import (
+    WIDTH,
+    Case,
+    assert_same,
+    build,
+    cross_entropy,
+    few,
+    in_turn,
+    loop,
+    mse,
+    rows_of,
+    run,
+    run_reference,
+    words,
+)
 from torch import nn
 
 import fpipe
@@ -125,8 +139,7 @@ CASES = {
 SCHEDULES = [split_backward(one_f_one_b(ranks=4, microbatches=3)), interleaved_1f1b(ranks=2, microbatches=4, chunks=2)]
 
 
-@pytest.mark.parametrize("capture", FRONTS)
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize(("what", "capture"), in_turn(CASES, FRONTS))
 def test_a_graph_is_exact(what, capture):
     one = CASES[what]
     for how in SCHEDULES if capture in ("modules", "trace") else SCHEDULES[:1]:
