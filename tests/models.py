@@ -792,7 +792,7 @@ def run_reference(pipe, model, inputs, targets, seed=None) -> Result:
 
 def few(examples: int) -> int:
     """How many examples of a slow property by day; by night, as many times more as of all others."""
-    return examples * max(1, settings.default.max_examples // 50)
+    return examples * max(1, settings.default.max_examples // 30)
 
 
 NIGHTLY = settings.default.max_examples > 100
