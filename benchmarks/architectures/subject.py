@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from inspect import signature
@@ -40,7 +41,10 @@ class Subject(NamedTuple):
     @property
     def attention(self) -> tuple[int | None, ...]:
         """The numbers of heads and of key and value heads, and the head size, if the configuration has them."""
-        config = self.model.config.get_text_config()
+        try:
+            config = self.model.config.get_text_config()
+        except ValueError:  # there are several
+            return None, None, None
         fields = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
         heads, groups, head, wide = (_number(config, field) for field in fields)
         return heads, groups, wide // heads if head is None and heads and wide else head
@@ -162,5 +166,5 @@ def _step(model: nn.Module, batch: Batch) -> None:
 
 def said(error: BaseException) -> str:
     """Return the error's message in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"/\S+/", "", " ".join(str(error).split())) or type(error).__name__  # without folders
     return f"{type(error).__name__}: {text}"[:300]
