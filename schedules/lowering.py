@@ -106,7 +106,7 @@ class Step(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What one kind of action on one stage takes and gives over channels, as pairs of payload and peer stage.
+    """The transfers of one kind of action on one stage, as pairs of payload and peer stage.
 
     `closes` is true if the action may exchange gradients: it may complete the stage's gradient, or use others'.
     """

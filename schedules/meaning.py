@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule should compute, as formulas.
+"""The values that a schedule should compute, as formulas.
 
 Problem. A schedule that obeys the rules, with a lowering that looks right, may still compute the wrong thing.
 

@@ -25,7 +25,7 @@ from schedules.graph import Edge, Graph, chain
 
 
 class Crossing:
-    """What stage `source` makes for stage `target` on one route.
+    """The values that stage `source` makes for stage `target` on one route.
 
     `arrived` maps each unit (a microbatch, or a slice of one) to its arrival time, until rank `consumer` has used it.
     `wanted` is the unit that `consumer` waits for.

@@ -181,7 +181,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """What a captured model was seen to do.
+    """The facts that a capture observed about a model.
 
     - `storage`: for every value, the memory that holds it; values in the same memory alias each other.
     - `written`: for each unit, the memory that it modifies in place.

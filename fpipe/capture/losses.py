@@ -60,7 +60,7 @@ def without_parameters(loss: Loss | None) -> None:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is computed for one microbatch: the model, then its loss as a part of the step's.
+    """The computation for one microbatch: the model, then its loss as a part of the step's.
 
     `batch` is the tree of (inputs, targets, scale); the loss is multiplied by the scale, or if that is `None`, divided
     by the number of microbatches. `ask` answers what the model asks about values of the microbatch during a capture.

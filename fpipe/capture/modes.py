@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torch call depends on besides its arguments: grad mode and autocast.
+"""The modes that a torch call depends on besides its arguments: grad mode and autocast.
 
 Steps run under the modes of their recording. An autocast region is entered once for all of its steps, because autocast
 caches casts until the outermost context exits.
@@ -20,7 +20,7 @@ from fpipe.capture.contract import Step, Tensors, Value, sequence
 
 
 class Modes(NamedTuple):
-    """What else a torch call depends on: grad mode, and autocast by device type.
+    """The modes in force around a torch call: grad mode, and autocast by device type.
 
     `region` distinguishes the outermost autocast contexts, which cache casts; it is 0 outside of any.
     """

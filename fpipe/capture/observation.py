@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What units do besides returning values: which memory they write, and where they draw random numbers.
+"""The side effects of units: which memory they write, and where they draw random numbers.
 
 All units run once on fake tensors, under a dispatch mode that sees every operator with its schema. Version counters
 would miss the statistics of batch normalization, whose operators do not declare what they write; the table `UNDECLARED`
@@ -77,7 +77,7 @@ def memory(tensor: Tensor) -> int:
 
 
 class Effects:
-    """What operators write, what they cast and where they draw, noted as they are called.
+    """The memory that operators write, their casts and their draws, noted as they are called.
 
     `calling` is called with each operator, too.
     """
