@@ -21,6 +21,7 @@ from fpipe.capture.dynamo import dynamo
 from fpipe.capture.fake import fake_mode
 from fpipe.capture.gradient_hooks import Hooks
 from fpipe.capture.losses import Loss, Objective
+from fpipe.capture.originals import require_own_state
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.skeleton import evaluation
 from fpipe.capture.validity import name_of, require_valid
@@ -86,7 +87,7 @@ class Captures:
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
         """Capture the model for a microbatch, and return it with all answers; `ask` gives those that it lacks."""
         variant, known = replace(variant, outputs=True), iter(microbatch.answers)
-        told = replace(microbatch, answers=())
+        told, places = replace(microbatch, answers=()), self.watching.origin.places
 
         def answer(question: Question) -> Answer:
             nonlocal told
@@ -94,8 +95,9 @@ class Captures:
             told = told.told(next(known, None) or ask(question))
             return told.answers[-1]
 
-        with nullcontext(Reads()) if self.front_end is dynamo else reading() as reads:  # dynamo bypasses patches
+        with nullcontext(Reads()) if self.front_end is dynamo else reading(places) as reads:  # dynamo bypasses patches
             captured = self._capture(variant, microbatch, answer)
+        require_own_state(captured.moved, {*reads.original, *self.watching.shared})
         self.made[variant, told], self.reads[variant, told] = captured, reads
         return told
 

@@ -214,6 +214,7 @@ class Captured:
       because they would do something else without the Python state that other stages' calls leave.
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model assigns anew, and the values that they have afterwards.
+    - `moved`: what a first run changes in the Python state of modules, and further runs don't, as text.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, because kernel selection depends on it.
     """
@@ -234,6 +235,7 @@ class Captured:
     backward: bool = True
     hooks: Hooks = field(default_factory=dict)
     reassigned: Mapping[Value, Value] = field(default_factory=dict)
+    moved: frozenset[str] = frozenset()
 
     def calls_at(self, positions: Sequence[int]) -> tuple[Call, ...]:
         """Return the calls of modules as they are made if the model is cut before these units."""

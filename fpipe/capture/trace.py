@@ -31,6 +31,7 @@ from fpipe.capture.generators import Drawing, Generators, refusal
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
+from fpipe.capture.originals import moved
 from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
 from fpipe.capture.recorder import Recorder
@@ -100,7 +101,7 @@ class _Tracer:
 
     def captured(self) -> Captured:
         """Run the model, record it, and check that it would do the same again."""
-        recorder, loss, outputs, written, state = copy_context().run(self._settled)
+        recorder, loss, outputs, written, state, left = copy_context().run(self._settled)
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
         wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
@@ -126,14 +127,15 @@ class _Tracer:
             dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
             fuse=playback.fuse,
             reassigned=recorder.reassigned.next,
+            moved=left,
             differing=lambda positions: _numbers(calls, playback.apart(positions)),
         )
 
-    def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...]]:
-        """Run the model twice; return the second run's recorder, loss and outputs, and two lists of containers.
+    def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...], frozenset[str]]:
+        """Run the model twice; return the second run's recorder, loss and outputs, two lists of containers, and names.
 
-        The first list is what a run changes, the second what any call may change. Call this in a copied context, which
-        discards changes to context variables.
+        The first list is what a run changes, the second what any call may change. The names are those of attributes
+        that only the first run changes. Call this in a copied context, which discards changes to context variables.
         """
         original = Walk()
         original.follow([self.model])
@@ -153,12 +155,13 @@ class _Tracer:
             recorder.reassigned.restore()
             require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
             _require_alike(first, recorder)
+            left = moved(self.skeleton, before, settled)
         except BaseException:
             before.restore()
             raise
         changed = [Held(one.table, contents(one.table), False) for one in recorder.reassigned.found.values()]
         written = (*settle(before, settled, self.mode), *changed)
-        return recorder, loss, outputs, written, tuple(settled.held.values())
+        return recorder, loss, outputs, written, tuple(settled.held.values()), left
 
     def _keep_caches(self, recorder: Recorder) -> None:
         """Leave in place caches that a run computed from constants alone and stored in buffers.

@@ -138,6 +138,12 @@ class Origin:
             found[path] = _row(path, module), attributes
         return cls(found, len(list(model.parameters())))
 
+    @property
+    def places(self) -> dict[int, str]:
+        """The ids of the modules that still exist, and what to call them."""
+        found = ((row.ref(), row.where) for row, _ in self.modules.values())
+        return {id(module): where for module, where in found if module is not None}
+
     def select(self, reads: Reads, keep: Keep, training: bool) -> tuple[Row, ...]:
         """Return the rows, restricted to what `reads` covers; what only training depends on is ignored elsewhere."""
         met: set[int] = set()

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attributes of modules are read and written while a model is captured, by module class."""
+"""Which attributes of modules are read and written while a model is captured, by module class.
+
+A pipeline runs a copy of the model, but a loss or a hook may close over the original. What code reads of the original's
+modules is noted one by one.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +27,11 @@ REGISTERING = {  # what these methods write without assigning to an attribute
 
 @dataclass(frozen=True)
 class Reads:
-    """The names of attributes, by class; if empty, everything counts as read."""
+    """The names of attributes, by class; if empty, everything counts as read. `original`: those of the original."""
 
     read: Mapping[type, set[str]] = field(default_factory=dict)
     written: Mapping[type, set[str]] = field(default_factory=dict)
+    original: Collection[str] = ()
 
     def of(self, kind: type, attributes: Iterable[str]) -> set[str]:
         """Return the names that are read, and not written, of a module of this class with these attributes."""
@@ -39,13 +44,18 @@ class Reads:
 
 
 @contextmanager
-def reading() -> Iterator[Reads]:
-    """Yield the reads and writes of module attributes that happen inside."""
-    read, written = defaultdict[type, set[str]](set), defaultdict[type, set[str]](set)
+def reading(originals: Mapping[int, str]) -> Iterator[Reads]:
+    """Yield the reads and writes of module attributes that happen inside.
+
+    `originals` are the original model's modules: their ids, and what to call them.
+    """
+    read, written, original = defaultdict[type, set[str]](set), defaultdict[type, set[str]](set), set[str]()
     get: Any = object.__getattribute__
 
     def getting(module: nn.Module, name: str) -> Any:
         read[type(module)].add(name)
+        if id(module) in originals:
+            original.add(f"{originals[id(module)]}, attribute {name!r}")
         return get(module, name)
 
     def noting(owner: Any, function: Any, name: str | None) -> Any:
@@ -61,4 +71,4 @@ def reading() -> Iterator[Reads]:
             stack.enter_context(noting(method, getattr(nn.Module, method), None))
         for method, name in REGISTERING.items():
             stack.enter_context(noting(method, getattr(nn.Module, method), name))
-        yield Reads(read, written)
+        yield Reads(read, written, original)

@@ -17,7 +17,7 @@ elements of large containers, tensors that share memory with a constant, and a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType
 from typing import Any
@@ -103,13 +103,15 @@ def _refuse(found: Sequence[Difference], when: str) -> None:
 class Watching:
     """The inputs of a watch: the model that a pipeline was built from, its loss, and whether stages are `recorded`.
 
+    - `shared`: attributes of the model whose contents the loss reaches by itself.
     - `codes`: a cache of the names in code objects.
     """
 
     origin: Origin
     loss: Any
     recorded: bool
-    codes: dict[CodeType, Names]
+    shared: frozenset[str] = frozenset()
+    codes: dict[CodeType, Names] = field(default_factory=dict)
 
     def watch(self, reads: Reads, training: bool, opened: Sequence[Call] | None) -> Watch:
         """Return what a capture with these `reads` assumed; code of `opened` calls (of all, if `None`) was recorded."""

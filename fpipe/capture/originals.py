@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of the original model that code outside of it reads.
+
+Problem. Stages run a copy of the model. A loss that closes over the original, or over a dict or an object that the
+original holds, doesn't see what the forward leaves there.
+
+Idea. Find the attributes that a run of the copy leaves different, and those that code outside reads from the original.
+If some are both, refuse. If the forward has left them as they are before the pipeline is built, there is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from fpipe.capture.guards import torchs
+from fpipe.capture.snapshot import MISSING, Held, Snapshot, Walk
+from fpipe.errors import CaptureError
+from fpipe.tree import PLAIN
+
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def place(path: str, module: nn.Module, name: str) -> str:
+    """Return what to call an attribute of a module in errors."""
+    return f"module {path or '(root)'} ({type(module).__name__}), attribute {name!r}"
+
+
+def moved(model: nn.Module, before: Snapshot, after: Snapshot) -> frozenset[str]:
+    """Return the attributes of a model's own modules that hold something else after a run than before, inside too."""
+    pairs = {key: (before.held[key], one) for key, one in after.held.items() if key in before.held and not one.outside}
+    changed = {key: names for key, pair in pairs.items() if (names := _changes(*pair))}
+    if not changed:
+        return frozenset()
+    rows = {place(*row) for row in _attributes(model) if row[-1] in changed.get(id(vars(row[1])), ())}
+    return frozenset({*rows, *_holding(model, changed)})
+
+
+def shared(model: nn.Module, outside: object) -> frozenset[str]:
+    """Return the attributes of a model whose contents code `outside` reaches, other than through the model."""
+    mine, others = Walk(), Walk()
+    mine.follow([model])
+    others.seen.update({id(module): module for module in model.modules()})
+    others.enter()
+    others.follow([outside])
+    both = mine.containers.keys() & others.containers.keys()
+    return frozenset(_holding(model, both) if both else ())
+
+
+def require_own_state(moved: Collection[str], read: Collection[str]) -> None:
+    """Raise `CaptureError` if code outside reads from the original model what the forward changes in the copy."""
+    for where in sorted({*moved} & {*read}):
+        raise CaptureError(
+            f"{where}: got a use of it from outside the model, whose forward changes it, expected uses through "
+            "modules: stages run a copy of the model, and this would see the original. Pass the module (a hook's first "
+            "argument), let the model return what is needed, or call the model once before the pipeline is built."
+        )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the attributes of the user's modules: path, module and name."""
+    for path, module in model.named_modules():
+        if not torchs(module):
+            yield from [(path, module, name) for name in vars(module) if name not in TABLES]
+
+
+def _holding(model: nn.Module, containers: Collection[object]) -> Iterator[str]:
+    """Yield the attributes that are, or hold, one of these containers."""
+    modules = {id(module): module for module in model.modules()}
+    for path, module, name in _attributes(model):
+        walk = Walk()
+        walk.seen.update(modules)
+        walk.follow([vars(module)[name]])
+        if not walk.containers.keys().isdisjoint(containers):
+            yield place(path, module, name)
+
+
+def _changes(old: Held, new: Held) -> list[object]:
+    """Return the keys of a dict, or the positions in another container, whose contents have changed."""
+    was, now = _entries(old), _entries(new)
+    return [key for key in {**was, **now} if not _same(was.get(key, MISSING), now.get(key, MISSING))]
+
+
+def _entries(held: Held) -> dict[object, Any]:
+    parts = held.contents
+    return dict(zip(parts[::2], parts[1::2], strict=True) if isinstance(held.container, dict) else enumerate(parts))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
