@@ -5,12 +5,15 @@
 
 Eight layers of width 256 with 8 heads, pairs of which share keys and values; 64 tokens, one thread. First the CPU time
 of a whole step in one process over that of a plain loop over microbatches, with no mask and with a mask of ones;
-interleaved, medians. Then steps per second of 1F1B on 2 and on 4 ranks, measured as in `benchmarks/throughput.py`:
-fpipe cuts the unedited model, and the incumbent gets stages cut by hand, each of which computes its own rotary tables.
+interleaved, medians; freed memory stays with the process, as in `benchmarks/throughput.py`. Then steps per second of
+1F1B on 2 and on 4 ranks, measured as there: fpipe cuts the unedited model, and the incumbent gets stages cut by hand,
+each of which computes its own rotary tables.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -124,13 +127,22 @@ def beside_a_loop() -> Iterator[str]:
             yield row(title, "ratio", found[way] / found["plain"], None, most(1.03))
 
 
-def main() -> None:
+def loop() -> None:
+    """Print the rows of the loop, in a process of its own."""
     torch.set_num_threads(1)
     for line in beside_a_loop():
         print(line, flush=True)
+
+
+def main() -> None:
+    command = [sys.executable, "-m", "benchmarks.llama", "loop"]
+    subprocess.run(command, check=True, env={**os.environ, **throughput.KEPT})
     for line in throughput.rows("benchmarks.llama", f"Llama of {LAYERS} layers", ["1F1B"]):
         print(line, flush=True)
 
 
 if __name__ == "__main__":
-    throughput.rank(task(), *sys.argv[1:]) if ranks.inside() else main()
+    if ranks.inside():
+        throughput.rank(task(), *sys.argv[1:])
+    else:
+        loop() if sys.argv[1:] == ["loop"] else main()
