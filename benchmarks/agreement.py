@@ -62,8 +62,8 @@ def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
     from fpipe import consensus
 
-    signature = pipe.captures.batchings[True].example
-    pipe.ranks.agree(lambda: consensus._of_call(pipe, TRAINING, signature, None))
+    what = TRAINING, pipe.captures.batchings[True].example
+    pipe.ranks.agree(lambda: [*pipe.agreed[what], *consensus._of_moment(None)])
 
 
 def _in_turns(reached: Any, step: Callable[[], object]) -> dict[str, float]:

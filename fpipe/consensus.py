@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def connect(pipe: Pipeline, variant: Variant, signature: Signature | None = None
     """
     what = variant, pipe.captures.batchings[variant.loss].example if signature is None else signature
     if what not in pipe.connections:
-        pipe.ranks.agree(lambda: _of_call(pipe, *what, seed))
+        pipe.ranks.agree(lambda: [*_of_batch(pipe, *what), *_of_moment(seed)])
         plan, found = pipe.plan(*what), list[Field]()
 
         def fields() -> list[Field]:
@@ -63,6 +64,7 @@ def connect(pipe: Pipeline, variant: Variant, signature: Signature | None = None
         pipe.ranks.agree(fields, "a new kind of batch")
         pipe.ranks.connect(plan.program.channels)
         pipe.connections[what] = digest(f"{field.name} {field.digest}" for field in found)
+        pipe.agreed[what] = _of_batch(pipe, *what)
     return pipe.plan(*what)
 
 
@@ -70,28 +72,33 @@ def enter(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: Batch, seed: int | None
 ) -> tuple[Plan, Inputs]:
     """Return the plan for a batch and its ranks' inputs, once all ranks have agreed to begin this step."""
-    plan = connect(pipe, variant, batch.signature, seed)
+    what = variant, batch.signature
+    plan = connect(pipe, *what, seed)
     plan.watch.require_unchanged()
     given = scatter(plan, params, buffers, batch, seed)
-    pipe.ranks.agree(lambda: _of_call(pipe, variant, batch.signature, seed))
+    pipe.ranks.agree(lambda: [*pipe.agreed[what], *_of_moment(seed)])
     if not pipe.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
-        pipe.compared[variant, batch.signature] = None
+        pipe.compared[what] = None
     return plan, given
 
 
-def _of_call(pipe: Pipeline, variant: Variant, signature: Signature, seed: int | None) -> list[Field]:
-    """Return the fields of one call; they are made in every step."""
+def _of_batch(pipe: Pipeline, variant: Variant, signature: Signature) -> tuple[Field, ...]:
+    """Return the fields of all calls with such a batch; they are made once, since cold code is slow in every step."""
     known, first = pipe.connections.get((variant, signature), 0), next(iter(pipe.connections.values()), 0)
-    settings, batching = _settings(), pipe.captures.batchings[variant.loss]
-    return [
+    batching = pipe.captures.batchings[variant.loss]
+    return (
         Field("pipeline", first, lambda: _pipeline(pipe)),
         Field("batch", known or digest([str(signature)]), lambda: _batch(batching, signature)),
         Field("variant", digest([str(variant)]), lambda: [str(variant)]),
         Field("known before", bool(known), lambda: [f"a batch that was {'' if known else 'not '}seen before"]),
-        Field("seed", digest([str(seed)]), lambda: [str(seed)]),
-        Field("settings", digest(settings), lambda: settings),
-    ]
+    )
+
+
+def _of_moment(seed: int | None) -> tuple[Field, ...]:
+    """Return the fields of one call; they are made in every step."""
+    said, settings = str(seed), _settings()
+    return Field("seed", digest([said]), lambda: [said]), Field("settings", _digest(settings), lambda: settings)
 
 
 def _pipeline(pipe: Pipeline) -> list[str]:
@@ -101,11 +108,21 @@ def _pipeline(pipe: Pipeline) -> list[str]:
     return [f"{field.name}: {line}" for field in found for line in field.lines()]
 
 
-def _settings() -> list[str]:
+def _settings() -> tuple[str, ...]:
     """Return torch's settings in this thread, as far as they affect operators."""
     casts = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off" for kind in DEVICES]
+    return _said(torch.get_default_dtype(), *casts)
+
+
+@lru_cache(maxsize=1)
+def _said(dtype: torch.dtype, *casts: torch.dtype | str) -> tuple[str, ...]:
+    """Return settings as lines."""
     said = [f"autocast on {kind}: {cast}" for kind, cast in zip(DEVICES, casts, strict=True)]
-    return [f"default dtype: {torch.get_default_dtype()}", *said]
+    return f"default dtype: {dtype}", *said
+
+
+_digest = lru_cache(maxsize=1)(digest)
+"""The digest of lines, remembered for as long as they stay the same."""
 
 
 def _batch(batching: Batching, signature: Signature) -> list[str]:

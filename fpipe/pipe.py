@@ -39,6 +39,7 @@ from fpipe.materialisation.loading import Source, loaded
 from fpipe.plan import Plan
 from fpipe.recording import Record, recorded
 from fpipe.stage import Stage
+from fpipe.transport.agreement import Field
 from fpipe.transport.contract import Ranks, Transport
 from fpipe.turns import turn
 from fpipe.variant import TRAINING, Variant
@@ -56,8 +57,9 @@ class Pipeline:
     - `summed`: the parameters whose gradients are summed over stages.
     - `way`: how stages are differentiated, if not by autograd.
     - `made`: the trainable parameters that `init` and `initialise` returned, by id.
-    - `plans`: the cache of plans; `connections`: those that all ranks have agreed on, by digest; `compared`: the first
-      step, before which the ranks compared the tensors that several of them hold.
+    - `plans`: the cache of plans; `connections`: those that all ranks have agreed on, by digest, and `agreed`: what
+      they agree on again in every step; `compared`: the first step, before which the ranks compared the tensors that
+      several of them hold.
     """
 
     schedule: Schedule
@@ -71,6 +73,7 @@ class Pipeline:
     plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
     connections: dict[tuple[Variant, Signature], int] = field(default_factory=dict)
+    agreed: dict[tuple[Variant, Signature], tuple[Field, ...]] = field(default_factory=dict)
     compared: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
     silent: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
 

@@ -54,7 +54,7 @@ def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: i
     mine = [0, _digest(call, fields), note, *[field.digest for field in fields]]
     rows = _exchanged(gather, mine)
     mine = mine[:NOTE] + mine[FIRST:]
-    if any(row[:NOTE] + row[FIRST : FIRST + len(fields)] != mine for row in rows):
+    if any(row != rows[rank] and row[:NOTE] + row[FIRST : FIRST + len(fields)] != mine for row in rows):
         _differ(rank, gather, call, fields, rows)
     return [row[NOTE] for row in rows]
 
@@ -72,7 +72,7 @@ def _exchanged(gather: Gather, mine: Row) -> list[Row]:
 
 
 def _digest(call: str, fields: Sequence[Field]) -> int:
-    return digest([call, *[field.name for field in fields]])
+    return digest((f"{call}: {[field.name for field in fields]}",))
 
 
 def texts(gather: Gather, mine: str) -> list[str]:
