@@ -25,7 +25,7 @@ import torch.distributed as dist
 import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
-from benchmarks.common.rows import most, row
+from benchmarks.common.rows import Reach, most, row
 from fpipe.consensus import connect
 from fpipe.spec import Spec
 from fpipe.transport.contract import Message
@@ -125,22 +125,23 @@ def rank() -> None:
 
 def main() -> None:
     for count in (2, 4):
-        apart, shared = ([most(1)], []) if count <= (os.cpu_count() or 1) else ([], [most(1)])
+        apart, shared = (most(1), None) if count <= (os.cpu_count() or 1) else (None, most(1))
         found = ranks.maxima(ranks.start("benchmarks.agreement", count, *sys.argv[1:]))
         more = found["agreeing"] - found["not agreeing"]
-        for what, unit, value, *reach in (
-            ("a step with agreement", "ms", found["agreeing"] * 1e3),
-            ("the same without", "ms", found["not agreeing"] * 1e3),
-            ("what agreement adds to it", "us", more * 1e6),
-            ("agreement alone, all ranks at once", "us", found["alone"] * 1e6),
-            ("the same, the quickest tenth", "us", found["quick"] * 1e6),
-            ("the same, the processor's time", "us", found["processor"] * 1e6),
-            ("median over a step of 50 ms", "%", 100 * found["alone"] / STEP, *apart),
-            ("the processor's time over 50 ms of it", "%", 100 * found["processor"] / STEP, *shared),
-            ("quickest tenth over a step of 50 ms", "%", 100 * found["quick"] / STEP),
-            ("head of a message of 32 KiB, both ends", "us", (found["headed"] - found["bare"]) * 1e6),
-        ):
-            print(row(f"{what}, {count} ranks", unit, value, None, *reach), flush=True)
+        lines: list[tuple[str, str, float, Reach | None]] = [
+            ("a step with agreement", "ms", found["agreeing"] * 1e3, None),
+            ("the same without", "ms", found["not agreeing"] * 1e3, None),
+            ("what agreement adds to it", "us", more * 1e6, None),
+            ("agreement alone, all ranks at once", "us", found["alone"] * 1e6, None),
+            ("the same, the quickest tenth", "us", found["quick"] * 1e6, None),
+            ("the same, the processor's time", "us", found["processor"] * 1e6, None),
+            ("median over a step of 50 ms", "%", 100 * found["alone"] / STEP, apart),
+            ("the processor's time over 50 ms of it", "%", 100 * found["processor"] / STEP, shared),
+            ("quickest tenth over a step of 50 ms", "%", 100 * found["quick"] / STEP, None),
+            ("head of a message of 32 KiB, both ends", "us", (found["headed"] - found["bare"]) * 1e6, None),
+        ]
+        for what, unit, value, reach in lines:
+            print(row(f"{what}, {count} ranks", unit, value, None, reach), flush=True)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ def beside_a_loop() -> Iterator[str]:
     model, tokens = llama(), torch.randint(0, WORDS, (ROWS, LENGTH))
     bare = {"input_ids": tokens, "labels": tokens}
     for what, batch in (("no mask", bare), ("a mask of ones", bare | {"attention_mask": torch.ones_like(tokens)})):
-        sides = {way: piped(model, batch, way) for way in BACKWARDS}
-        found = medians({"plain": plain(model, batch), **sides}, ROUNDS)
+        sides: dict[str, Callable[[], object]] = {way: piped(model, batch, way) for way in BACKWARDS}
+        found = medians({"plain": plain(model, batch)} | sides, ROUNDS)
         for way in BACKWARDS:
             title = f"processor time of a step / of a plain loop: Llama of {LAYERS} layers, {what}, {way} stages"
             yield row(title, "ratio", found[way] / found["plain"], None, most(1.03))

@@ -18,8 +18,8 @@ and has stages that do nothing, for the executor's own time.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 import fpipe
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
+from fpipe.differentiation.ways import Backward
 from fpipe.executor import Execution, Inputs, Port, StageLike
 from fpipe.linking import link
 from fpipe.step import scatter
 from fpipe.transport.contract import Transport
 from fpipe.transport.local import LocalRanks
+from fpipe.variant import TRAINING
 from schedules import Action, B, F, Schedule, Span, gpipe, interleaved_1f1b, lower, one_f_one_b, zb_h1
 
 STAGES, MICROBATCHES, WIDTH, ROUNDS = 4, 32, 8, 60
@@ -72,7 +74,7 @@ def executor(how: Schedule) -> dict[str, Function]:
     model, (x, y) = layers(), batch()
     cuts = [str(stage) for stage in range(1, STAGES)]
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=how, cuts=cuts)
-    inputs = scatter(pipe.training, *pipe.init(model), pipe.batch((x,), y), None)
+    inputs = scatter(pipe.training, *pipe.init(model), pipe.batch(TRAINING, (x,), y), None)
     spans: list[Span] = []
     pipe.run(pipe.training, inputs, spans.append)
     order = [span.action for span in spans if span.action.kind in COMPUTE]
@@ -120,7 +122,10 @@ class Empty:
     def __init__(self, s: int) -> None:
         before, after = [Port(s - 1, ((),))] * (s > 0), [Port(s + 1, ((),))] * (s < STAGES - 1)
         self.gets, self.gives, self.pulls, self.pulled_by = before, after, before, after
-        self.shares, self.shared_by, self.totals, self.results = [], [], (), ((),) * (not after)
+        self.shares: list[Port] = []
+        self.shared_by: list[Port] = []
+        self.totals: tuple[()] = ()
+        self.results = ((),) * (not after)
 
     def forward(self, *_: object) -> tuple[tuple[int], tuple[()], int]:
         """Return one output."""
@@ -134,7 +139,23 @@ class Empty:
         """Return one cotangent."""
         return (0,), ()
 
+    def backward_input(self, *_: object) -> tuple[tuple[int], tuple[()]]:
+        """Return one cotangent."""
+        return (0,), ()
+
+    def backward_weight(self, *_: object) -> tuple[()]:
+        """Return no gradients."""
+        return ()
+
     def accumulate(self, *_: object) -> tuple[()]:
+        """Return no gradients."""
+        return ()
+
+    def finished(self, total: object) -> object:
+        """Return the sum."""
+        return total
+
+    def shared(self, *_: object) -> tuple[()]:
         """Return no gradients."""
         return ()
 
@@ -154,12 +175,12 @@ def empty(how: Schedule) -> dict[str, Function]:
     return {"run": lambda: LocalRanks(how.ranks).run(run), "bare": lambda: bare(stages, inputs, order)}
 
 
-def step(**options: str) -> Function:
+def step(backward: Backward = "autograd") -> Function:
     """Return a whole step of 1F1B, as users call it."""
     model, (x, y) = layers(), batch()
     cuts = [str(stage) for stage in range(1, STAGES)]
     how = SCHEDULES["1F1B"]
-    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=how, cuts=cuts, **options)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=how, cuts=cuts, backward=backward)
     function, state = fpipe.value_and_grad(pipe), pipe.init(model)
     return lambda: function(*state, (x,), y)
 
@@ -168,7 +189,7 @@ def incumbents() -> dict[str, Function]:
     """Return steps of the incumbent's two runtimes, all stages in this process, and bare loops of their modules."""
     modules, (x, y) = layers(), batch()
     single = Schedule1F1B(PipelineStage(modules[0], 0, 1, device()), MICROBATCHES, loss_fn=mean_square)
-    stages = [PipelineStage(module, s, STAGES, device()) for s, module in enumerate(modules)]
+    stages: list[Any] = [PipelineStage(module, s, STAGES, device()) for s, module in enumerate(modules)]
     general = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=mean_square)
 
     def loop(used: list[nn.Module]) -> None:
@@ -206,8 +227,7 @@ def measured() -> dict[str, float]:
         functions |= {f"{name}, {part}": function for part, function in executor(how).items()}
     functions |= {f"empty, {part}": function for part, function in empty(SCHEDULES["1F1B"]).items()}
     functions["step"] = step()
-    if "backward" in inspect.signature(fpipe.pipeline).parameters:
-        functions["step, graph"] = step(backward="graph")
+    functions["step, graph"] = step(backward="graph")
     return medians(functions, ROUNDS)
 
 

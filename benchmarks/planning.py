@@ -81,7 +81,7 @@ def incumbents(ranks: int, chunks: int, microbatches: int, simulated: bool) -> d
         return theirs._add_send_recv(rows, lambda stage: stage % ranks, ranks * chunks)
 
     def lowering() -> None:  # the three passes in its general runtime
-        sharded = {rank: theirs._add_unshard_reshard(actions) for rank, actions in compute.items()}
+        sharded: dict[int, list[Any]] = {r: [*theirs._add_unshard_reshard(row)] for r, row in compute.items()}
         transfers({rank: theirs._add_reduce_grad(actions, microbatches) for rank, actions in sharded.items()})
 
     found["lower"] = seconds(lowering)
@@ -137,7 +137,7 @@ def main() -> None:
     mine, other = (list(rows)[k] for k in (1, -1))
     for step in ("generate", "lower"):
         both = [rows[name][step] / actions[name] * 1e6 for name in (mine, other)]
-        print(row(f"{step} interleaved 1F1B, {RANKS} ranks, per action", "us", *both))
+        print(row(f"{step} interleaved 1F1B, {RANKS} ranks, per action", "us", both[0], both[1]))
     print(row(f"generate, check, lower and simulate, {actions[mine]:,} actions", "s", sum(rows[mine].values()), None))
     details(rows, actions)
     streaming(1024, 1024)

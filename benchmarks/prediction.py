@@ -35,10 +35,11 @@ from fpipe.linking import link
 from fpipe.stage import Stage
 from fpipe.step import scatter
 from fpipe.transport.contract import Transport
+from fpipe.variant import TRAINING
 from schedules import Costs, Schedule, simulate
 
 UNIT: Final = 0.020  # seconds
-COSTS: Final = {"F": UNIT, "B": 2 * UNIT, "I": UNIT, "W": UNIT}
+COSTS: Final[dict[str, Any]] = {"F": UNIT, "B": 2 * UNIT, "I": UNIT, "W": UNIT}
 WIDTH, ROUNDS, PINGS = 8, 3, 50
 FAMILIES: Final = (
     *("gpipe", "one_f_one_b", "eager_1f1b", "kfkb", "interleaved_1f1b", "breadth_first", "interleaved_zero_bubble"),
@@ -99,7 +100,7 @@ def step_of(how: Schedule, late: float) -> Callable[[], object]:
     plan, (rank,) = pipe.training, pipe.ranks.ranks
     stages = {s: Sleeping(pipe.stages[s], late) for s in how.placement.stages_on(rank)}
     linked = link(plan.program.actions(rank), stages, how.placement)
-    inputs = scatter(plan, *pipe.init(model), pipe.batch((x,), None), None)
+    inputs = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, (x,), None), None)
 
     def execution(rank: int, transport: Transport) -> Execution:
         return Execution(linked, transport, inputs)
@@ -128,9 +129,9 @@ def transfer() -> float:
     times = []
     for _ in range(PINGS):
         begin = max(ranks.everywhere(time.perf_counter())) + UNIT
-        arriving = dist.irecv(got, (rank - 1) % count)
+        arriving: Any = dist.irecv(got, (rank - 1) % count)
         time.sleep(max(0.0, begin - time.perf_counter()))
-        leaving = dist.isend(sent.fill_(time.perf_counter()), (rank + 1) % count)
+        leaving: Any = dist.isend(sent.fill_(time.perf_counter()), (rank + 1) % count)
         arriving.wait()
         times.append(time.perf_counter() - got.item())
         leaving.wait()

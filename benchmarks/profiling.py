@@ -3,11 +3,10 @@
 
     python -m benchmarks.profiling
 
-A GPT under 1F1B, in one process and on two Gloo ranks. Three steps of the same pipeline alternate: `without` has
-neither `record` nor handles that know their transfer, `off` is the step without `record`, and `on` the one with
-`record=spans.append`. A ratio is the median over turns of the ratio within a turn: of CPU times in one process, of the
-times from the first start to the last end on two ranks. Also the time that recording adds to an action of a stage of
-Linear(8, 8).
+A GPT under 1F1B, in one process and on two Gloo ranks. Three steps of the same pipeline alternate: `without` is one
+that cannot record, `off` is the step without `record`, and `on` the one with `record=spans.append`. A ratio is the
+median over turns of the ratio within a turn: of CPU times in one process, of the times from the first start to the last
+end on two ranks. Also the time that recording adds to an action of a stage of Linear(8, 8).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,41 +26,20 @@ from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import timed, without_collection
+from fpipe import random
 from fpipe.executor import Execution, Inputs, Outcome
 from fpipe.pipe import Pipeline
 from fpipe.plan import Plan
 from fpipe.recording import Record
 from fpipe.step import scatter
-from fpipe.transport.contract import Message, Transport
-from fpipe.transport.distributed import DistributedChannel, DistributedRanks, Posted, Specs, Tensors
+from fpipe.transport.contract import Transport
+from fpipe.variant import TRAINING
 from schedules import Span, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64
 ROWS, WARM_UP, TURNS = 16, 2, 30
 OFF, ON = 1.02, 1.05  # upper limits
 Step = Callable[[], object]
-
-
-class Nameless(Posted):
-    """A transfer handle that does not know its transfer."""
-
-    def __init__(self, works: Any, data: Tensors, specs: Specs) -> None:
-        self.works, self.data, self.specs = works, data, specs
-
-
-class Channel(DistributedChannel):
-    """A channel of such handles."""
-
-    def send(self, message: Message, payload: Tensors, specs: Specs) -> Nameless:
-        """Post a send."""
-        data = tuple([spec.pack(tensor) for spec, tensor in zip(specs, payload, strict=True)])
-        return Nameless([self.group.send([one], self.target, 0) for one in data if one.numel()], data, ())
-
-    def receive(self, message: Message, specs: Specs) -> Nameless:
-        """Post a receive."""
-        data = tuple([spec.buffer() for spec in specs])
-        works = [self.group.recv([one], self.source, 0) for one in data if one.numel()]
-        return Nameless(works, data, specs)
 
 
 class Unable(Pipeline):
@@ -72,11 +51,13 @@ class Unable(Pipeline):
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(plan.linked[rank], transport, inputs)
 
-        with fpipe.random.preserved(plan.devices):
+        with random.preserved(plan.generators), plan.context():
             return self.ranks.run(execution)
 
 
-def variants(layers: nn.Sequential, batch: tuple[Tensor, Tensor], cuts: list[int], loss: Any, count: int) -> Any:
+def variants(
+    layers: nn.Sequential, batch: tuple[Tensor, Tensor], cuts: list[int], loss: Any, count: int
+) -> tuple[Pipeline, dict[str, Step]]:
     """Return the pipeline, and the three steps: `without`, `off` and `on`."""
     how = one_f_one_b(ranks=count, microbatches=len(batch[0]) // 2)  # of two rows
     named = [str(cut) for cut in cuts]
@@ -91,9 +72,6 @@ def variants(layers: nn.Sequential, batch: tuple[Tensor, Tensor], cuts: list[int
         "off": fpipe.value_and_grad(pipes[1]),
         "on": fpipe.value_and_grad(pipes[1], record=spans.append),
     }
-    if isinstance(unable.ranks, DistributedRanks):
-        channels = unable.ranks.transport.channels
-        channels.update({route: Channel(*channel) for route, channel in channels.items()})
     state = pipes[1].init(layers)
 
     def runner(name: str) -> Step:
@@ -149,13 +127,14 @@ def per_action() -> float:
     layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     batch = torch.randn(64, 8), torch.randn(64, 8)
     pipe, _ = variants(layers, batch, [1, 2, 3], nn.functional.mse_loss, 4)
-    inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch(batch[:1], batch[1]), None)
+    params, buffers = pipe.init(layers)
+    inputs = scatter(pipe.training, params, buffers, pipe.batch(TRAINING, batch[:1], batch[1]), None)
     times: dict[bool, list[float]] = {False: [], True: []}
     with without_collection():
         for turn in range(200):
             for on in (turn % 2 == 0, turn % 2 == 1):
                 record = list[Span]().append if on else None
-                times[on].append(timed(lambda record=record: pipe.run(pipe.training, inputs, record)))
+                times[on].append(timed(partial(pipe.run, pipe.training, inputs, record)))
     return (min(times[True]) - min(times[False])) / (4 * 32 * 2) * 1e6
 
 

@@ -95,9 +95,9 @@ def main() -> None:
             starts.append(ranks.maxima(ranks.start("benchmarks.startup", RANKS, side, schedule)))
     for part, (what, reach) in PARTS.items():
         mine, *others = [statistics.median(one[part] for one in starts) for starts in found.values()]
-        for side, other in zip([*SIDES.values()][1:], others, strict=True):
-            name = f"{what}, {CONTESTS[schedule].title}, {RANKS} ranks, {side.told}"
-            print(row(name, "s", mine, other, reach if side.captures else None), flush=True)
+        for rival, other in zip([*SIDES.values()][1:], others, strict=True):
+            name = f"{what}, {CONTESTS[schedule].title}, {RANKS} ranks, {rival.told}"
+            print(row(name, "s", mine, other, reach if rival.captures else None), flush=True)
 
 
 if __name__ == "__main__":

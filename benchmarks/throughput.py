@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import ranks
-from benchmarks.common.contests import CONTESTS, Step, Task, incumbents, ours, require_equal, sequence
+from benchmarks.common.contests import CONTESTS, Contest, Step, Task, incumbents, ours, require_equal, sequence
 from benchmarks.common.jobs import taken, turns
 from benchmarks.common.models import gpt
 from benchmarks.common.rows import least, row
@@ -36,7 +36,11 @@ from benchmarks.common.rows import least, row
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 8, 256, 8, 256, 64
 ROWS, MICROBATCHES, WARM_UP, TURNS, STARTS = 16, 8, 2, 5, 3
 KEPT: Final = {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
-SIDES: Final = {"autograd": ours, "graph": partial(ours, backward="graph"), "incumbent": incumbents}
+SIDES: Final[dict[str, Callable[[Contest, Task], Step]]] = {
+    "autograd": ours,
+    "graph": partial(ours, backward="graph"),
+    "incumbent": incumbents,
+}
 
 
 def task() -> Task:

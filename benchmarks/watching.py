@@ -39,7 +39,12 @@ def linears() -> Case:
 def llama() -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, use_cache=False, **sizes))
     tokens = torch.randint(0, 256, (MICROBATCHES, 64))
     return model, {"input_ids": tokens, "labels": tokens}, None, lambda outputs: outputs.loss

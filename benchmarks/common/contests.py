@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -147,4 +148,4 @@ def require_equal(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     """Raise `AssertionError` unless both have computed the same gradients, up to rounding."""
     assert mine.keys() == other.keys(), (sorted(mine), sorted(other))
     for name, grad in mine.items():
-        torch.testing.assert_close(grad, other[name], rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(grad, other[name], rtol=1e-3, atol=1e-5, msg=partial("{}: {}".format, name))

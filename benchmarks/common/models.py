@@ -59,4 +59,5 @@ def starts(blocks: int, stages: int) -> list[int]:
 
 def parts(model: nn.Sequential, cuts: list[int]) -> list[nn.Sequential]:
     """Return the stages of a model cut before these layers."""
-    return [model[start:end] for start, end in zip([0, *cuts], [*cuts, len(model)], strict=True)]
+    layers = list(model)
+    return [nn.Sequential(*layers[start:end]) for start, end in zip([0, *cuts], [*cuts, len(layers)], strict=True)]
