@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -32,6 +33,11 @@ def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any)
             "Write (x,) for one argument."
         )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"model {name or '(root)'}: got a module of torch.jit, {module.original_name}, expected one in Python: "
+                "its parameters can't be replaced. Pass the module that it was made from."
+            )
         if isinstance(module, WRAPPERS):
             raise InputError(
                 f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "

@@ -25,6 +25,7 @@ from fpipe.capture.assumption import READING, Answers, assuming, surely_reached
 from fpipe.capture.contract import Captured, Function, Parameter, Tensors, Value
 from fpipe.capture.fake import noted
 from fpipe.capture.observation import Effects
+from fpipe.capture.settings import settings
 from fpipe.differentiation.splitting import Graph, search
 from fpipe.errors import CaptureError
 from fpipe.graph import Layout, Routes
@@ -156,11 +157,13 @@ class _Watch(TorchFunctionMode):
     - `varying`: values of tensors are read, so other values may give another graph.
     - `casting`: something runs under autocast.
     - `nesting`: torch makes nested tensors.
+    - `setting`: torch's settings change.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.hooked = self.varying = self.casting = self.nesting = False
+        self.hooked = self.varying = self.casting = self.nesting = self.setting = False
+        self.before = settings().kernels
 
     def answered(self, answers: Answers) -> None:
         """Record what `answers` were given for."""
@@ -172,11 +175,14 @@ class _Watch(TorchFunctionMode):
         """Why no graph can represent what was seen; empty if one may."""
         if self.varying:
             return "it reads the values of tensors"
+        if self.setting:
+            return "it changes torch's settings for what it calls"
         return "an encoder with a padding mask nests tensors" if self.nesting else ""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func in (Tensor.register_hook, GRAD_FN)
         self.varying |= func in READING
+        self.setting |= settings().kernels != self.before
         self.casting |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         return func(*args, **(kwargs or {}))
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from models import ZOO, Case, assert_same, build, by_night, few, in_turn, loop, mse, rows_of, run, run_reference
 from random_models import case_of, descriptions, places
@@ -275,6 +275,9 @@ def test_any_model(description, data):
         built = build(case, how, 3 * microbatches, cuts, "trace", backward="graph")
     except fpipe.CutError:
         return
+    except fpipe.CaptureError as error:
+        assume(not (description.has("no_grad") and "no parameter has a gradient of" in str(error)))
+        raise
     event("recorded" if recorded(built[0]) else next(filter(None, (s.functions.remark for s in built[0].stages))))
     seed = 5 if case.random else None
     assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))

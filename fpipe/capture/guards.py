@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fpipe.capture.settings import changed, settings
 from fpipe.errors import CaptureError
 from fpipe.tree import Structure, flatten
 
@@ -73,9 +74,6 @@ def watched(model: nn.Module) -> Iterator[None]:
             "the step's seed. Drop torch.manual_seed."
         )
 
-    def backends(*_: object, **__: object) -> NoReturn:
-        refuse("sdpa_kernel", here(modules), "the choice of attention kernels would be lost")
-
     def assignment(module: nn.Module, name: str, where: str) -> NoReturn:
         kind = "buffer" if name in module._buffers else "attribute"
         refuse(f"an assignment to the {kind} {name!r}", where, "the new value would be lost")
@@ -84,11 +82,11 @@ def watched(model: nn.Module) -> Iterator[None]:
         patch.object(torch.autograd.Function, "apply", classmethod(custom_function)),
         patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
         patch.object(Tensor, "register_hook", tensor_hook),
-        patch.object(torch.nn.attention, "_sdpa_kernel", backends),
         patch.object(torch, "manual_seed", seed),
         patch.object(torch.random, "manual_seed", seed),
         _assignments(modules, lambda old, new: not _harmless(old, new), assignment),
         _NoForeignParameters(modules, "the loss"),
+        _SameSettings(modules),
     ):
         yield
 
@@ -242,3 +240,19 @@ class _NoForeignParameters(TorchFunctionMode):
                     "expected none: it would get no gradient. Register it as a parameter of the model, or detach it."
                 )
         return func(*args, **kwargs)
+
+
+class _SameSettings(TorchFunctionMode):
+    """Refuses torch calls under other settings of torch than at its beginning."""
+
+    def __init__(self, modules: Mapping[int, str]) -> None:
+        super().__init__()
+        self.modules, self.before = modules, settings()
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        names = changed(self.before)
+        if names:
+            refuse(f"a change of torch's settings ({names})", here(self.modules), "they would be lost")
+        return func(*args, **(kwargs or {}))

@@ -65,7 +65,7 @@ class _Patched(NamedTuple):
     entered: Any
     left: Any
     checkpointed: Any
-    kernels: Any
+    scripted: Any
 
     @classmethod
     def now(cls) -> _Patched:
@@ -78,7 +78,7 @@ class _Patched(NamedTuple):
             torch.autocast.__enter__,
             torch.autocast.__exit__,
             checkpoint._checkpoint_without_reentrant_generator,
-            torch.nn.attention._sdpa_kernel,
+            torch.jit.ScriptFunction.__call__,
         )
 
 
@@ -115,7 +115,7 @@ class _Watching:
         yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _function(self._saved)
         yield torch.autocast, "__enter__", _function(self._entered)
         yield torch.autocast, "__exit__", _function(self._left)
-        yield torch.nn.attention, "_sdpa_kernel", self._kernels
+        yield torch.jit.ScriptFunction, "__call__", _function(self._scripted)
         yield torch, "manual_seed", self._seeded
         yield torch, "_check_tensor_all_with", self._transform(checked)
         yield torch, "_is_all_true", self._transform(all_true)
@@ -191,6 +191,19 @@ class _Watching:
 
         return recorded
 
+    def _scripted(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of a function that `torch.jit.script` made; its torch calls run in C++, unseen."""
+        if self.idle:
+            return self.torch.scripted(function, *args, **kwargs)
+        first = self.recorder.tick
+        out = self.recorder.call(function, args, kwargs)
+        if self.recorder.draws.has_from(first):
+            raise CaptureError(
+                f"{self.spans.here()}: got the torch.jit.script function {function.name!r} that draws random numbers, "
+                "expected ones that follow from the step's seed. Call the function without torch.jit.script."
+            )
+        return out
+
     def _saved(self, hooks: Any) -> None:
         self.recorder.hooked.append(len(self.recorder.units))
         if not isinstance(hooks, checkpoint._checkpoint_hook):
@@ -209,10 +222,6 @@ class _Watching:
     def _left(self, context: Any, *error: Any) -> Any:
         self.recorder.depth -= not self.idle
         return self.torch.left(context, *error)
-
-    def _kernels(self, *args: Any, **kwargs: Any) -> Any:
-        self.spans.seal("sdpa_kernel, which chooses attention kernels for what it calls")
-        return self.torch.kernels(*args, **kwargs)
 
     def nests(self) -> None:
         """Note that the module nests real tensors, and takes another path on fake ones."""

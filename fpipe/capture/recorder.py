@@ -123,6 +123,7 @@ class Recorder(TorchFunctionMode):
             return self._drawing(function, tick, lambda: function(*args, **kwargs))
         if function in SEALING:
             self.spans.seal(SEALING[function])
+        self.spans.notice()
         invocation = Invocation(function, args, kwargs, self.values.read)
         self.effects.written.clear()
         self.effects.cast.clear()

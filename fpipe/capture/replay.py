@@ -56,7 +56,7 @@ DATA = NUMBERS.union(CLASSES)
 """Classes of arguments in which neither code nor state can hide. Subclasses do not count."""
 ENDING = (
     *((torch, "manual_seed"), (torch, "_check_tensor_all_with"), (torch, "_is_all_true")),
-    *((torch, "_native_multi_head_attention"), (torch.nn.attention, "_sdpa_kernel")),
+    *((torch, "_native_multi_head_attention"), (torch.jit.ScriptFunction, "__call__")),
     (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
     (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
     *TRANSFORMS,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import here, places
+from fpipe.capture.settings import changed
 from fpipe.capture.tape import Attribute, Span
 from fpipe.capture.values import Values
 
@@ -38,6 +39,7 @@ class Spans:
     def running(self, span: Span) -> Iterator[None]:
         """Begin a call, and end it on exit."""
         self._look()
+        self.notice()
         self.begin(span)
         try:
             yield
@@ -55,6 +57,12 @@ class Spans:
             if not span.checkpoint:
                 span.sealed = reason
                 return
+
+    def notice(self) -> None:
+        """Seal the innermost module if it has changed torch's settings since it was called."""
+        names = changed(self.stack[-1].settings) if self.stack else ""
+        if names:
+            self.seal(f"a change of torch's settings ({names}) around what it calls")
 
     def assigned(self, module: nn.Module, name: str, value: object, values: Values) -> None:
         """Note an assignment to an attribute."""

@@ -27,6 +27,7 @@ from fpipe.capture.closures import apart
 from fpipe.capture.contract import Labels, Tensors, Unit, Value
 from fpipe.capture.modes import Casts, Modes
 from fpipe.capture.questions import Answer, Told
+from fpipe.capture.settings import Settings, settings
 from fpipe.errors import InputError
 from fpipe.tree import PLAIN, taken_apart
 
@@ -125,7 +126,7 @@ class Span:
     - `first_tick`, `last_tick`: the range of torch calls, including those that left no unit.
     - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function;
       `reentrant`: whether torch would differentiate it by a backward inside the backward.
-    - `branching`: whether it branches on data.
+    - `branching`: whether it branches on data. `settings`: those of torch when it began.
     - `stream`: how all draws in it are keyed, if data decide what is drawn; `None` inside such a call, or outside.
     """
 
@@ -142,6 +143,7 @@ class Span:
     stop: int = 0
     last_tick: int = 0
     sealed: str = ""
+    settings: Settings = field(default_factory=settings)
     returned: Mapping[int, Value] = field(default_factory=dict)
     constants: Mapping[int, Any] = field(default_factory=dict)
     assigned: list[Attribute] = field(default_factory=list)

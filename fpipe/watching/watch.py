@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import CodeType
 from typing import Any
 
 from fpipe.capture.contract import Call
+from fpipe.capture.settings import frozen
 from fpipe.errors import InputError
-from fpipe.watching.handle import Difference
+from fpipe.watching.handle import Difference, Plain, Table
 from fpipe.watching.look import Look
 from fpipe.watching.names import Names
 from fpipe.watching.names import names as names_in
@@ -118,10 +119,10 @@ class Watching:
         found = _Found(self, reads)
         rows = self.origin.select(reads, found.keep, training)
         if self.recorded or opened is None:
-            return Watch(rows, self.origin.parameters, found.outside(None, True))
+            return Watch(rows, self.origin.parameters, (*found.outside(None, True), _of_torch(recorded=True)))
         kinds = {call.kind for call in opened}
         outside = found.outside(kinds, any(call.path == "loss" for call in opened))
-        return Watch(rows, self.origin.parameters, outside)
+        return Watch(rows, self.origin.parameters, (*outside, _of_torch(recorded=False)))
 
 
 class _Found:
@@ -158,6 +159,12 @@ class _Found:
         if code not in codes:
             codes[code] = names_in(code)
         return codes[code]
+
+
+def _of_torch(recorded: bool) -> Outside:
+    """Return torch's settings, as far as steps take them from the capture."""
+    now = partial(frozen, recorded)
+    return Outside(now, Table.of({name: Plain(value) for name, value in now().items()}, None, "{}"), "torch: ")
 
 
 def opened(calls: Sequence[Call], positions: Sequence[int]) -> list[Call]:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's settings, which choose kernels and default dtypes for the whole process.
+
+Problem. A forward may change them for what it calls, as `torch.backends.mkldnn.flags` does. Modules called as they are
+do the same in every step. One that a cut goes through, or a graph of operators, would run under other settings.
+
+Idea. Compare the settings at each torch call with those at which the call of the module around it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+PRECISIONS: Final = [(kind, what) for kind in ("mkldnn", "cuda") for what in ("matmul", "conv", "rnn")]
+KERNELS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
+    {
+        "the default dtype": torch.get_default_dtype,
+        "deterministic algorithms": torch._C._get_deterministic_algorithms,
+        "oneDNN": torch._C._get_mkldnn_enabled,
+        "deterministic kernels of oneDNN": torch._C._get_mkldnn_deterministic,
+        "NNPACK": torch._C._get_nnpack_enabled,
+        "cuDNN": torch._C._get_cudnn_enabled,
+        "deterministic kernels of cuDNN": torch._C._get_cudnn_deterministic,
+        "the search for kernels of cuDNN": torch._C._get_cudnn_benchmark,
+    }
+    | {
+        f"the precision of {what} on {kind}": partial(torch._C._get_fp32_precision_getter, kind, what)
+        for kind, what in PRECISIONS
+    }
+)
+OPERATORS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
+    {
+        "flash attention": torch._C._get_flash_sdp_enabled,
+        "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
+        "attention in single operators": torch._C._get_math_sdp_enabled,
+        "attention of cuDNN": torch._C._get_cudnn_sdp_enabled,
+    }
+)
+
+
+class Settings(NamedTuple):
+    """Settings that choose the `kernels` of operators, and those that choose the `operators` of a function."""
+
+    kernels: tuple[Any, ...]
+    operators: tuple[Any, ...]
+
+
+def settings() -> Settings:
+    """Return the settings in force."""
+    return Settings(*(tuple([get() for get in table.values()]) for table in (KERNELS, OPERATORS)))
+
+
+def changed(before: Settings) -> str:
+    """Return the names of the settings that differ from those of `before`; empty if none does.
+
+    >>> import torch
+    >>> before = settings()
+    >>> torch.use_deterministic_algorithms(True)
+    >>> changed(before)
+    'deterministic algorithms'
+    >>> torch.use_deterministic_algorithms(False)
+    >>> changed(before)
+    ''
+    """
+    now = settings()
+    if now == before:
+        return ""
+    names = (*KERNELS, *OPERATORS)
+    rows = zip(names, (*before.kernels, *before.operators), (*now.kernels, *now.operators), strict=True)
+    return ", ".join([name for name, old, new in rows if old != new])
+
+
+def frozen(recorded: bool) -> dict[str, Any]:
+    """Return the settings, by name, that steps take from the capture: with `recorded` stages, the operators too."""
+    found: dict[str, Any] = {"the default dtype": torch.get_default_dtype()}
+    return found | {name: get() for name, get in OPERATORS.items()} if recorded else found
