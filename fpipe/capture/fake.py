@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 
 from fpipe.capture.collectives import quietly
 from fpipe.capture.layouts import RULES, laid_out
+from fpipe.capture.marks import MARKS, marks
 from fpipe.capture.memo import Memo, plain
 from fpipe.capture.observation import Effects, is_collective, memory
 
@@ -225,4 +226,7 @@ def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     home = device if tensor.device.type == "meta" else tensor.device
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return mode.made(meta, home) if isinstance(mode, Fakes) else FakeTensor(mode, meta, home)
+    made = mode.made(meta, home) if isinstance(mode, Fakes) else FakeTensor(mode, meta, home)
+    if found := marks(tensor):
+        vars(made)[MARKS] = found
+    return made

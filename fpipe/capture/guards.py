@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fpipe.capture.marks import refused_marks
 from fpipe.capture.settings import changed, settings
 from fpipe.errors import CaptureError
 from fpipe.tree import Structure, flatten
@@ -87,6 +88,7 @@ def watched(model: nn.Module) -> Iterator[None]:
         _assignments(modules, lambda old, new: not _harmless(old, new), assignment),
         _NoForeignParameters(modules, "the loss"),
         _SameSettings(modules),
+        refused_marks(),
     ):
         yield
 

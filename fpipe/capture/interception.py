@@ -24,6 +24,7 @@ from fpipe.capture.decisions import Decisions
 from fpipe.capture.disguise import disguised
 from fpipe.capture.fast_paths import as_in_eager, attention
 from fpipe.capture.guards import torchs
+from fpipe.capture.marks import refused_marks
 from fpipe.capture.recorder import Recorder
 from fpipe.capture.reentrant import Node, Reentrant, require_arguments
 from fpipe.errors import CaptureError
@@ -45,6 +46,7 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
         watching = _Watching(recorder, model, whole, patched, Decisions(recorder.spans, stack))
         for owner, name, function in watching.replacements():
             stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(refused_marks())
         stack.enter_context(disguised())
         stack.enter_context(as_in_eager(watching.nests))
         stack.enter_context(recorder)

@@ -37,6 +37,7 @@ from fpipe.capture.disguise import disguised
 from fpipe.capture.fake import Fakes
 from fpipe.capture.fast_paths import as_in_eager
 from fpipe.capture.interception import TRANSFORMS
+from fpipe.capture.marks import MARKS
 from fpipe.capture.modes import contexts, in_force
 from fpipe.capture.observation import Effects
 from fpipe.capture.recorder import SEALING
@@ -74,8 +75,7 @@ class Replay(TorchFunctionMode):
     - `tick`: the tick of the next torch call; `coming`: for each running call, innermost last, its inner calls still to
       come. `ended`: whether anything differed; a forward may have swallowed the exception.
     - `expected`: by tick, the arguments of torch calls that can be compared.
-    - `attributes`: the attributes every fake tensor has. A tape whose tensors have more cannot be replayed: they would
-      have them too early.
+    - `attributes`: the attributes every fake tensor has.
     - `active`: whether a call runs. Code that kept a replacement for a torch function gets torch's own afterwards.
     - `depth`: the number of dispatch modes.
     """
@@ -83,8 +83,8 @@ class Replay(TorchFunctionMode):
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
         super().__init__()
         self.tape, self.mode = tape, mode
-        self.attributes = {"_is_param", FINITE}.union(*mode.states.values())
-        self.replayable = not self._marked()
+        self.attributes = {"_is_param", FINITE, MARKS}.union(*mode.states.values())
+        self._unmark()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
         self.effects = Effects()
@@ -116,8 +116,8 @@ class Replay(TorchFunctionMode):
         return [tensor for tensor in fakes if not vars(tensor).keys() <= self.attributes]
 
     def _unmark(self) -> None:
-        """Remove attributes that a replay has set."""
-        for tensor in self._marked() if self.replayable else ():
+        """Remove attributes that the recording or a replay has set: the next would find them too early."""
+        for tensor in self._marked():
             for name in vars(tensor).keys() - self.attributes:
                 del vars(tensor)[name]
 
@@ -139,8 +139,6 @@ class Replay(TorchFunctionMode):
 
     def first_open(self, spans: Sequence[Span]) -> Span | None:
         """Make calls again; return the first that is not known to do the same, or `None` if all do."""
-        if spans and self._marked():
-            return spans[0]
         return next((span for span in spans if not self._is_again(span)), None)
 
     def _is_again(self, span: Span) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fpipe.capture.copying import Functions
+from fpipe.capture.marks import parameter
 from fpipe.errors import CaptureError
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -78,7 +79,7 @@ class Absent(Tensor):
 
 def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     if not isinstance(tensor, Absent):
-        return nn.Parameter(tensor, requires_grad)
+        return parameter(tensor, requires_grad)
     tensor._is_param = True  # as nn.Parameter marks those of other classes
     return tensor.requires_grad_(requires_grad)
 

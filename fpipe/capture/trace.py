@@ -31,6 +31,7 @@ from fpipe.capture.generators import Drawing, Generators, refusal
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
 from fpipe.capture.losses import Loss, Objective
+from fpipe.capture.marks import parameter
 from fpipe.capture.originals import moved
 from fpipe.capture.playback import Playback, Seat, Seated
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
@@ -95,7 +96,7 @@ class _Tracer:
         for source, tensor in self.state:
             new = fake(self.mode, tensor, self.device)
             trained = tensor.requires_grad and source[0] in self.trainable
-            made.append((source, nn.Parameter(new, trained) if isinstance(source, Parameter) else new))
+            made.append((source, parameter(new, trained) if isinstance(source, Parameter) else new))
         made += [(Batch(k), fake(self.mode, leaf, self.device)) for k, leaf in enumerate(self.leaves)]
         return dict(enumerate(made))
 
