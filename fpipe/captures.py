@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fpipe.batching.batch import Batch, Batching, Microbatch
+from fpipe.capture.caches import emptied
 from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.fake import fake_mode
@@ -95,8 +96,14 @@ class Captures:
             told = told.told(next(known, None) or ask(question))
             return told.answers[-1]
 
-        with nullcontext(Reads()) if self.front_end is dynamo else reading(places) as reads:  # dynamo bypasses patches
-            captured = self._capture(variant, microbatch, answer)
+        try:
+            with nullcontext(Reads()) if self.front_end is dynamo else reading(places) as reads:  # it bypasses patches
+                captured = self._capture(variant, microbatch, answer)
+        except BaseException:
+            emptied()
+            raise
+        if not self.runs_python:
+            emptied()
         require_own_state(captured.moved, {*reads.original, *self.watching.shared})
         self.made[variant, told], self.reads[variant, told] = captured, reads
         return told
@@ -106,10 +113,15 @@ class Captures:
         wanted = [(replace(variant, outputs=True), one) for one in dict.fromkeys(microbatches)]
         return Watch.all(self.watches[what] for what in wanted)
 
+    @property
+    def runs_python(self) -> bool:
+        """True if modules run as Python in every step, where no cut goes through them."""
+        return name_of(self.front_end) in ("trace", "modules")
+
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
         what = variant, microbatch
-        itself = name_of(self.front_end) in ("trace", "modules")
-        recorded = opened(self.made[what].calls_at(self.cut[what]), self.cut[what]) if itself else None
+        calls = self.made[what].calls_at(self.cut[what]) if self.runs_python else None
+        recorded = None if calls is None else opened(calls, self.cut[what])
         return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:

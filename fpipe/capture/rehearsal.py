@@ -97,7 +97,7 @@ class Rehearsal:
     - `replay` makes a `Replay`; `recorder` makes a recorder, which sees what calls do `inside` a context.
     - `fresh` makes new tensors for the model's state and the batch, and `seated` is a context in which they are in
       place: those of the recording belong to its autograd graph.
-    - `state`: the containers that hold Python state.
+    - `state`: the containers that hold Python state. `empty` empties the caches of functions.
     """
 
     def __init__(
@@ -109,9 +109,10 @@ class Rehearsal:
         fresh: Callable[[], Mapping[Value, Tensor]],
         seated: Callable[[Mapping[Value, Tensor]], AbstractContextManager[None]],
         state: Sequence[Held],
+        empty: Callable[[], None],
     ) -> None:
         self.tape, self.replay, self.recorder, self.inside, self.state = tape, replay, recorder, inside, state
-        self.fresh, self.seated = fresh, seated
+        self.fresh, self.seated, self.empty = fresh, seated, empty
 
     @contextmanager
     def begun(self) -> Iterator[Rehearse]:
@@ -126,16 +127,20 @@ class Rehearsal:
         A call may differ only because an earlier one did, so a differing call that must be made as is ends the
         rehearsal.
         """
-        with replay.begun():
-            found = copy_context().run(_twice, before, lambda: self._replayed(replay, spans))
-        if found.differing:
-            take = _Take(self.tape, self.recorder())
-            with self.inside(take.recorder):
-                found = copy_context().run(_twice, before, lambda: self._differing(take, spans))
+        try:
+            with replay.begun():
+                found = copy_context().run(_twice, before, lambda: self._replayed(replay, spans))
+            if found.differing:
+                take = _Take(self.tape, self.recorder())
+                with self.inside(take.recorder):
+                    found = copy_context().run(_twice, before, lambda: self._differing(take, spans))
+        finally:
+            self.empty()
         return found
 
     def _replayed(self, replay: Replay, spans: Sequence[Span]) -> dict[Span, str]:
         """Replay the calls; return the first that is not known to do the same, if there is one."""
+        self.empty()
         with self.seated(self.tape.fakes):
             span = replay.first_open(spans)
         return {} if span is None else {span: "is not known to do the same"}
@@ -144,6 +149,7 @@ class Rehearsal:
         with torch._C.DisableTorchFunction(), for_real():
             tensors = self.fresh()
         take.recorder.values.know(tensors)
+        self.empty()
         differing: dict[Span, str] = {}
         with self.seated(tensors):
             for span in spans:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fpipe.capture.caches import CACHED
 from fpipe.tree import PLAIN
 
 MISSING = object()
@@ -223,11 +224,13 @@ def assigned(code: CodeType) -> tuple[str, ...]:
 
 
 def contents(container: Any) -> tuple[Any, ...]:
-    """Return what is in a container; for dicts, keys and values alternate."""
+    """Return what is in a container; for dicts, keys and values alternate, and of caches, how often they were used."""
     if isinstance(container, dict):  # bypass a subclass's own items()
         return tuple(chain.from_iterable(dict.items(container)))
     if isinstance(container, Names):
         return tuple([container.table.get(name, MISSING) for name in container.names])
+    if isinstance(container, CACHED):
+        return tuple(container.cache_info())
     if isinstance(container, CellType):
         try:
             return (container.cell_contents,)
@@ -237,7 +240,7 @@ def contents(container: Any) -> tuple[Any, ...]:
 
 
 def fill(container: Any, parts: tuple[Any, ...]) -> None:
-    """Replace the contents of a container with `parts`."""
+    """Replace the contents of a container with `parts`; empty a cache."""
     if isinstance(container, Names):
         _assign(container.table, zip(container.names, parts, strict=True))
     elif isinstance(container, dict):
@@ -245,6 +248,8 @@ def fill(container: Any, parts: tuple[Any, ...]) -> None:
         _assign(container, [*kept.items(), *((key, MISSING) for key in dict.keys(container) if key not in kept)])
     elif isinstance(container, list):
         list.__setitem__(container, slice(None), parts)
+    elif isinstance(container, CACHED):
+        container.cache_clear()
     elif isinstance(container, CellType):
         _refill(container, parts)
     else:

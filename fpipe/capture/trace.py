@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.capture.advice import on_others, on_values
+from fpipe.capture.caches import emptied
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.generators import Drawing, Generators, refusal
@@ -49,6 +50,7 @@ from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
 
 Via: TypeAlias = Callable[[nn.Module, Recorder], Callable[..., Any]]
+Settled: TypeAlias = tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...], frozenset[str]]
 
 
 def trace(
@@ -89,6 +91,7 @@ class _Tracer:
             *((Buffer(name), tensor) for name, tensor in model.named_buffers()),
         ]
         self.seats = _seats(self.skeleton)
+        self.caches: list[Any] = []
 
     def sources(self) -> dict[Value, tuple[Source, Tensor]]:
         """Return fresh fake tensors for the model's state and for the batch."""
@@ -102,7 +105,7 @@ class _Tracer:
 
     def captured(self) -> Captured:
         """Run the model, record it, and check that it would do the same again."""
-        recorder, loss, outputs, written, state, left = copy_context().run(self._settled)
+        recorder, loss, outputs, written, state, left = self._settled_with_caches()
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
         wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
@@ -132,7 +135,17 @@ class _Tracer:
             differing=lambda positions: _numbers(calls, playback.apart(positions)),
         )
 
-    def _settled(self) -> tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...], frozenset[str]]:
+    def _settled_with_caches(self) -> Settled:
+        """Run the model until it leaves nothing behind, if it calls functions that cache tensors after each run."""
+        try:
+            return copy_context().run(self._settled)
+        except CaptureError:
+            self.caches = emptied()
+            if not self.caches:
+                raise
+            return copy_context().run(self._settled)
+
+    def _settled(self) -> Settled:
         """Run the model twice; return the second run's recorder, loss and outputs, two lists of containers, and names.
 
         The first list is what a run changes, the second what any call may change. The names are those of attributes
@@ -161,7 +174,7 @@ class _Tracer:
             before.restore()
             raise
         changed = [Held(one.table, contents(one.table), False) for one in recorder.reassigned.found.values()]
-        written = (*settle(before, settled, self.mode), *changed)
+        written = (*settle(before, settled, self.mode), *changed, *(Held(one, (), True) for one in self.caches))
         return recorder, loss, outputs, written, tuple(settled.held.values()), left
 
     def _keep_caches(self, recorder: Recorder) -> None:
@@ -186,9 +199,15 @@ class _Tracer:
         try:
             return self._recorded(recorder)
         finally:
+            self._empty()
             drawing = generators.look("model")
             if drawing is not None:
                 raise refusal(self._drawing() or drawing)
+
+    def _empty(self) -> None:
+        """Empty the caches of functions that hold what a run has made."""
+        for function in self.caches:
+            function.cache_clear()
 
     def _drawing(self) -> Drawing | None:
         """Run once more to find out who draws."""
@@ -239,7 +258,7 @@ class _Tracer:
 
         again = partial(Again, self.skeleton, tape, sources, self.opaque)
         replay = partial(Replay, self.skeleton, tape, self.mode)
-        return Rehearsal(tape, replay, again, self._inside, fresh, self._seated, state)
+        return Rehearsal(tape, replay, again, self._inside, fresh, self._seated, state, self._empty)
 
     def _seats_by_value(self) -> dict[Value, list[Seat]]:
         return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}

@@ -16,6 +16,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from inspect import getattr_static
 from operator import is_
 from typing import Any
 
@@ -151,7 +153,7 @@ class Origin:
         def chosen(row: Row, known: Mapping[str, Handle | None]) -> Row:
             names = reads.of(row.kind, known) - ({"training"} if not training else set())
             elsewhere = TORCHS | row.modules.keys() | {*(row.parameters or ()), *(row.buffers or ())}
-            absent = [name for name in names if name not in known and name not in elsewhere]
+            absent = [n for n in names if n not in known and n not in elsewhere and not _is_cached(row.kind, n)]
             children = {name: child for name in names if (child := known.get(name)) is not None}
             return replace(
                 row,
@@ -161,6 +163,11 @@ class Origin:
             )
 
         return tuple(chosen(row, known) for row, known in self.modules.values())
+
+
+def _is_cached(kind: type, name: str) -> bool:
+    """Return whether a name is a property that is computed once, when it is first read."""
+    return isinstance(getattr_static(kind, name, None), cached_property)
 
 
 def _row(path: str, module: nn.Module) -> Row:
