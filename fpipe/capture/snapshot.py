@@ -15,6 +15,7 @@ not reach, belongs to the copy; all others are `outside`, and belong to the user
 from __future__ import annotations
 
 import dis
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,13 +29,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.capture.caches import CACHED
 from fpipe.tree import PLAIN
 
 MISSING = object()
 LEAVES = (Tensor, *PLAIN, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
 LIBRARIES = frozenset({"builtins", "torch", "optree", "numpy", "logging", "threading", "_thread", "weakref", "inspect"})
 """Packages whose objects are not opened, except modules: what they hold is not the model's."""
+CACHED: Any = type(functools.lru_cache(id))
 STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
@@ -42,6 +43,13 @@ class Names(NamedTuple):
     """Globals that a function assigns to, as a container."""
 
     table: dict[str, Any]
+    names: tuple[str, ...]
+
+
+class Attributes(NamedTuple):
+    """Attributes of a class, as a container."""
+
+    kind: type
     names: tuple[str, ...]
 
 
@@ -162,7 +170,10 @@ class Walk:
                 self.functions.append(one)
                 stack += self._inside(one) if self.into else []
                 continue
-            if isinstance(one, dict | list | set | deque | CellType):
+            if isinstance(one, Names | Attributes):
+                self.containers[id(one[0]), one.names] = one
+                continue
+            if isinstance(one, (dict, list, set, deque, CellType, CACHED)):
                 self.containers[id(one)] = one
             stack += children(one)
 
@@ -224,13 +235,14 @@ def assigned(code: CodeType) -> tuple[str, ...]:
 
 
 def contents(container: Any) -> tuple[Any, ...]:
-    """Return what is in a container; for dicts, keys and values alternate, and of caches, how often they were used."""
+    """Return what is in a container; for dicts, keys and values alternate, for caches how often they were filled."""
     if isinstance(container, dict):  # bypass a subclass's own items()
         return tuple(chain.from_iterable(dict.items(container)))
-    if isinstance(container, Names):
-        return tuple([container.table.get(name, MISSING) for name in container.names])
+    if isinstance(container, Names | Attributes):
+        table = container.table if isinstance(container, Names) else vars(container.kind)
+        return tuple([table.get(name, MISSING) for name in container.names])
     if isinstance(container, CACHED):
-        return tuple(container.cache_info())
+        return (container.cache_info().misses,)
     if isinstance(container, CellType):
         try:
             return (container.cell_contents,)
@@ -243,6 +255,9 @@ def fill(container: Any, parts: tuple[Any, ...]) -> None:
     """Replace the contents of a container with `parts`; empty a cache."""
     if isinstance(container, Names):
         _assign(container.table, zip(container.names, parts, strict=True))
+    elif isinstance(container, Attributes):
+        for name, value in zip(container.names, parts, strict=True):
+            delattr(container.kind, name) if value is MISSING else setattr(container.kind, name, value)
     elif isinstance(container, dict):
         kept = dict(zip(parts[::2], parts[1::2], strict=True))
         _assign(container, [*kept.items(), *((key, MISSING) for key in dict.keys(container) if key not in kept)])

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.capture.advice import on_others, on_values
-from fpipe.capture.caches import emptied
 from fpipe.capture.contract import Batch, Buffer, Call, Captured, Parameter, Source, Value
 from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.generators import Drawing, Generators, refusal
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
+from fpipe.capture.leftovers import removed
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.marks import parameter
 from fpipe.capture.originals import moved
@@ -44,7 +44,7 @@ from fpipe.capture.reruns import require_same_again
 from fpipe.capture.seats import require_seated
 from fpipe.capture.settling import fill_caches, real, settle
 from fpipe.capture.skeleton import Absent, skeleton
-from fpipe.capture.snapshot import Held, Snapshot, Walk, contents
+from fpipe.capture.snapshot import CACHED, Held, Snapshot, Walk, contents
 from fpipe.capture.tape import Span, Tape
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
@@ -91,7 +91,9 @@ class _Tracer:
             *((Buffer(name), tensor) for name, tensor in model.named_buffers()),
         ]
         self.seats = _seats(self.skeleton)
-        self.caches: list[Any] = []
+        self.left: list[Any] = []
+        self.caches: list[Held] = []
+        self.filled: dict[int, Held] = {}
 
     def sources(self) -> dict[Value, tuple[Source, Tensor]]:
         """Return fresh fake tensors for the model's state and for the batch."""
@@ -105,7 +107,7 @@ class _Tracer:
 
     def captured(self) -> Captured:
         """Run the model, record it, and check that it would do the same again."""
-        recorder, loss, outputs, written, state, left = self._settled_with_caches()
+        recorder, loss, outputs, written, state, left = self._settled_at_last()
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
         wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
@@ -135,13 +137,13 @@ class _Tracer:
             differing=lambda positions: _numbers(calls, playback.apart(positions)),
         )
 
-    def _settled_with_caches(self) -> Settled:
-        """Run the model until it leaves nothing behind, if it calls functions that cache tensors after each run."""
+    def _settled_at_last(self) -> Settled:
+        """Run the model; if it fails and leaves something behind, watch that and run it again."""
         try:
             return copy_context().run(self._settled)
         except CaptureError:
-            self.caches = emptied()
-            if not self.caches:
+            self.left = removed(self.model, self.objective.loss)
+            if not self.left:
                 raise
             return copy_context().run(self._settled)
 
@@ -153,8 +155,9 @@ class _Tracer:
         """
         original = Walk()
         original.follow([self.model])
-        roots = self.skeleton, original.containers.keys(), self.objective.loss
+        roots = self.skeleton, original.containers.keys(), self.objective.loss, *self.left
         before = Snapshot.of(*roots)
+        self.caches = [one for one in before.held.values() if isinstance(one.container, CACHED)]
         try:
             asked: list[Answer] = []
             first = Recorder(self.skeleton, self.sources(), _noting(self.objective.ask, asked), self.opaque)
@@ -174,7 +177,7 @@ class _Tracer:
             before.restore()
             raise
         changed = [Held(one.table, contents(one.table), False) for one in recorder.reassigned.found.values()]
-        written = (*settle(before, settled, self.mode), *changed, *(Held(one, (), True) for one in self.caches))
+        written = (*settle(before, settled, self.mode), *changed, *self.filled.values())
         return recorder, loss, outputs, written, tuple(settled.held.values()), left
 
     def _keep_caches(self, recorder: Recorder) -> None:
@@ -206,8 +209,10 @@ class _Tracer:
 
     def _empty(self) -> None:
         """Empty the caches of functions that hold what a run has made."""
-        for function in self.caches:
-            function.cache_clear()
+        for one in self.caches:
+            if one.changed:
+                self.filled[id(one.container)] = one
+                one.restore()
 
     def _drawing(self) -> Drawing | None:
         """Run once more to find out who draws."""

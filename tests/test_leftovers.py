@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that cache the tensors they make: what a capture puts into their caches is taken out again."""
+"""Tensors that a forward keeps for later, in caches of functions, classes or globals: no fake tensor stays in them."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -51,6 +52,79 @@ class Tabled(nn.Module):
         """Use both."""
         made: Tensor = self.table(x.shape[1]) @ self.linear(x) * self.scale
         return made
+
+
+class Keeping(nn.Module):
+    """A linear, and a mask that is kept in one of several places."""
+
+    table: ClassVar[dict[int, Tensor]] = {}
+    mask: Tensor | None = None
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(WIDTH, WIDTH), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the mask."""
+        made: Tensor = PLACES[self.where](x.shape[1]) @ self.linear(x)
+        return made
+
+
+def made(length: int) -> Tensor:
+    """Return a mask."""
+    return torch.ones(length, length).tril() / 3
+
+
+def of_class(length: int) -> Tensor:
+    if Keeping.mask is None or len(Keeping.mask) != length:
+        Keeping.mask = made(length)
+    return Keeping.mask
+
+
+def of_local(length: int) -> Tensor:
+    if not hasattr(local, "kept"):
+        local.kept = {}
+    return local.kept.setdefault(length, made(length))
+
+
+def of_object(length: int) -> Tensor:
+    if length not in box.kept:
+        box.kept[length] = [made(length)]
+    return box.kept[length][0]
+
+
+class Box:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[Tensor]] = {}
+
+
+local, box = threading.local(), Box()
+PLACES: dict[str, Callable[[int], Tensor]] = {
+    "a dict of a class": lambda length: Keeping.table.setdefault(length, made(length)),
+    "a class": of_class,
+    "a thread's own": of_local,
+    "an object": of_object,
+}
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("where", PLACES)
+def test_what_a_forward_keeps_elsewhere_is_exact_and_never_fake(where: str, backward: Any) -> None:
+    model = nn.Sequential(Keeping(where), nn.ReLU(), Keeping(where))
+    x, y = batch(4)
+    how = one_f_one_b(2, 4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=["2"], backward=backward)
+    assert type(model(x)) is Tensor
+    assert fpipe.verify(pipe, model, (x,), y, steps=2).eager
+    x, y = batch(6)
+    assert fpipe.verify(pipe, model, (x,), y).eager
+    assert type(model(x)) is Tensor
+    Keeping.table.clear()
+    Keeping.mask = None
+    box.kept.clear()
+    vars(local).clear()
 
 
 def masks(maxsize: int | None) -> Any:

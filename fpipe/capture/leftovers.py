@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs on fake tensors leave where a snapshot does not look: in caches of functions, classes and other files.
+
+Problem. A forward may keep a mask or a table that it made: by `functools.lru_cache`, in a dict of a class, in a global
+of another file. On fake tensors that is a fake, for the next run of a capture to find, and for the user after it.
+
+Idea. Most models have none, so look for them only if a run has failed, as the second run of a capture does when it
+finds such a fake. All files that are not of a library are searched, and the classes of the model's modules. What is
+found is removed, and belongs to the state that later runs restore.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fpipe.capture.snapshot import CACHED, LIBRARIES, Attributes, Names, Walk, contents
+
+OTHERS: Final = LIBRARIES.union(sys.stdlib_module_names, ("fpipe", "schedules", "sympy", "pytest", "hypothesis")) - {
+    "__main__"
+}
+CONTAINERS: Final = (dict, list, set, deque)
+CLOSED: Final = (type, ModuleType, FunctionType, Tensor, nn.Module)
+DEPTH: Final = 4
+
+
+def removed(model: nn.Module, loss: object) -> list[Any]:
+    """Remove fake tensors from all containers outside of a model; return those that held some."""
+    found = [one for one in _containers(model, loss) if _holds_fakes(one)]
+    for one in found:
+        _remove(one)
+    return found
+
+
+def _containers(model: nn.Module, loss: object) -> Iterator[Any]:
+    """Yield containers that a forward may write to."""
+    walk = Walk()
+    walk.enter()
+    walk.follow([model, loss])
+    yield from [one for one in walk.containers.values() if isinstance(one, CACHED)]
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in OTHERS:
+            yield from _of_file(module)
+    kinds = {base for one in model.modules() for base in type(one).__mro__}
+    for kind in kinds:
+        yield from _of_class(kind) if kind.__module__.partition(".")[0] not in OTHERS else ()
+
+
+def _of_file(module: ModuleType) -> Iterator[Any]:
+    table = vars(module)
+    for name, value in list(table.items()):
+        if isinstance(value, type):
+            yield from _of_class(value) if value.__module__ == module.__name__ else ()
+        elif type(value) is FakeTensor:
+            yield Names(table, (name,))
+        else:
+            yield from _inside(value)
+
+
+def _of_class(kind: type) -> Iterator[Any]:
+    for name, value in list(vars(kind).items()):
+        if type(value) is FakeTensor:
+            yield Attributes(kind, (name,))
+        else:
+            yield from _inside(value.__func__ if isinstance(value, classmethod | staticmethod) else value)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yield what a global or a class attribute is, or holds in its attributes, if that is a container."""
+    if isinstance(value, (*CONTAINERS, CACHED)):
+        yield value
+    elif isinstance(value, threading.local) or vars(object)["__getattribute__"] is type(value).__getattribute__:
+        held = getattr(value, "__dict__", None) if not isinstance(value, CLOSED) else None
+        yield from [held] if type(held) is dict else []
+
+
+def _holds_fakes(value: Any, depth: int = DEPTH) -> bool:
+    """Return whether a value is, or has inside, a fake tensor."""
+    if isinstance(value, FakeTensor | Names | Attributes):
+        return True
+    if isinstance(value, CACHED):
+        return any(_holds_fakes(one, depth) for one in gc.get_referents(value))  # its keys, its results, or both
+    if not depth or not isinstance(value, (*CONTAINERS, tuple)):
+        return False
+    return any(_holds_fakes(one, depth - 1) for one in contents(value))
+
+
+def _remove(container: Any) -> None:
+    """Remove fake tensors from a container and from those inside it; a variable that is one becomes `None`."""
+    if isinstance(container, Names):
+        container.table.update(dict.fromkeys(container.names))
+    elif isinstance(container, Attributes):
+        for name in container.names:
+            setattr(container.kind, name, None)
+    elif isinstance(container, CACHED):
+        container.cache_clear()
+    elif isinstance(container, dict):
+        for key, value in list(dict.items(container)):
+            _drop(value, lambda key=key: dict.pop(container, key))
+    else:
+        for value in list(container):
+            _drop(value, lambda value=value: container.remove(value))
+
+
+def _drop(value: Any, drop: Any) -> None:
+    """Empty a container of fakes; drop anything else that is a fake or has one inside."""
+    if isinstance(value, CONTAINERS):
+        _remove(value)
+    elif _holds_fakes(value):
+        drop()
