@@ -20,7 +20,7 @@ from fpipe.capture.contract import Captured, FrontEnd
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.fake import fake_mode
 from fpipe.capture.gradient_hooks import Hooks
-from fpipe.capture.leftovers import removed
+from fpipe.capture.leftovers import caches, files, kinds, removed
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.originals import require_own_state
 from fpipe.capture.questions import Answer, Ask, Question, refuse_questions
@@ -99,11 +99,10 @@ class Captures:
         try:
             with nullcontext(Reads()) if self.front_end is dynamo else reading(places) as reads:  # it bypasses patches
                 captured = self._capture(variant, microbatch, answer)
-        except BaseException:
-            removed(self.model, self.loss)
-            raise
-        if not self.runs_python:
-            removed(self.model, self.loss)
+        finally:
+            if not self.runs_python:
+                classes = kinds(self.model)
+                removed(files(classes, self.loss), classes, caches(self.model, self.loss))
         require_own_state(captured.moved, {*reads.original, *self.watching.shared})
         self.made[variant, told], self.reads[variant, told] = captured, reads
         return told

@@ -4,9 +4,9 @@
 Problem. A forward may keep a mask or a table that it made: by `functools.lru_cache`, in a dict of a class, in a global
 of another file. On fake tensors that is a fake, for the next run of a capture to find, and for the user after it.
 
-Idea. Most models have none, so look for them only if a run has failed, as the second run of a capture does when it
-finds such a fake. All files that are not of a library are searched, and the classes of the model's modules. What is
-found is removed, and belongs to the state that later runs restore.
+Idea. Most models have none, so look for them only if a run has failed: in the files in which the classes of the model's
+modules and the loss are defined, and in all files that are not of a library if the second run of a capture has found
+such a fake. What is found is removed, and belongs to the state that later runs restore.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import gc
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
@@ -32,26 +32,49 @@ CLOSED: Final = (type, ModuleType, FunctionType, Tensor, nn.Module)
 DEPTH: Final = 4
 
 
-def removed(model: nn.Module, loss: object) -> list[Any]:
-    """Remove fake tensors from all containers outside of a model; return those that held some."""
-    found = [one for one in _containers(model, loss) if _holds_fakes(one)]
+def removed(files: Iterable[str], kinds: Iterable[type], others: Iterable[Any] = ()) -> list[Any]:
+    """Remove fake tensors from containers in these files, classes and others; return those that held some."""
+    found = [one for one in (*_containers(files, kinds), *others) if _holds_fakes(one)]
     for one in found:
         _remove(one)
     return found
 
 
-def _containers(model: nn.Module, loss: object) -> Iterator[Any]:
-    """Yield containers that a forward may write to."""
+def kinds(model: nn.Module) -> set[type]:
+    """Return the user's classes of which a model's modules are."""
+    bases = {base for one in model.modules() for base in type(one).__mro__}
+    return {kind for kind in bases if _is_open(kind.__module__)}
+
+
+def files(kinds: Iterable[type], loss: object) -> set[str]:
+    """Return the names of the files in which classes and a loss are defined."""
+    found = {kind.__module__ for kind in kinds} | {str(getattr(loss, "__module__", "__main__"))}
+    return {name for name in found if _is_open(name)}
+
+
+def every_file() -> list[str]:
+    """Return the names of all files that are not of a library."""
+    return [name for name in list(sys.modules) if _is_open(name)]
+
+
+def caches(*roots: object) -> list[Any]:
+    """Return the cached functions that objects reach."""
     walk = Walk()
     walk.enter()
-    walk.follow([model, loss])
-    yield from [one for one in walk.containers.values() if isinstance(one, CACHED)]
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] not in OTHERS:
-            yield from _of_file(module)
-    kinds = {base for one in model.modules() for base in type(one).__mro__}
+    walk.follow(roots)
+    return [one for one in walk.containers.values() if isinstance(one, CACHED)]
+
+
+def _is_open(name: str) -> bool:
+    return name.partition(".")[0] not in OTHERS
+
+
+def _containers(files: Iterable[str], kinds: Iterable[type]) -> Iterator[Any]:
+    """Yield containers that a forward may write to."""
+    for module in [sys.modules.get(name) for name in files]:
+        yield from _of_file(module) if isinstance(module, ModuleType) else ()
     for kind in kinds:
-        yield from _of_class(kind) if kind.__module__.partition(".")[0] not in OTHERS else ()
+        yield from _of_class(kind)
 
 
 def _of_file(module: ModuleType) -> Iterator[Any]:

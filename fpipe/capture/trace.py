@@ -30,7 +30,7 @@ from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.generators import Drawing, Generators, refusal
 from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
 from fpipe.capture.interception import intercepted
-from fpipe.capture.leftovers import removed
+from fpipe.capture.leftovers import every_file, files, kinds, removed
 from fpipe.capture.losses import Loss, Objective
 from fpipe.capture.marks import parameter
 from fpipe.capture.originals import moved
@@ -46,6 +46,7 @@ from fpipe.capture.settling import fill_caches, real, settle
 from fpipe.capture.skeleton import Absent, skeleton
 from fpipe.capture.snapshot import CACHED, Held, Snapshot, Walk, contents
 from fpipe.capture.tape import Span, Tape
+from fpipe.capture.values import KeptError
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.tree import flatten, names
 
@@ -141,8 +142,10 @@ class _Tracer:
         """Run the model; if it fails and leaves something behind, watch that and run it again."""
         try:
             return copy_context().run(self._settled)
-        except CaptureError:
-            self.left = removed(self.model, self.objective.loss)
+        except CaptureError as error:
+            classes = kinds(self.model)
+            near = files(classes, self.objective.loss)
+            self.left = removed(every_file() if isinstance(error, KeptError) else near, classes)
             if not self.left:
                 raise
             return copy_context().run(self._settled)

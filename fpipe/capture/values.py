@@ -19,6 +19,10 @@ from fpipe.capture.tape import tensors_at
 from fpipe.errors import CaptureError
 
 
+class KeptError(CaptureError):
+    """A run has found a fake tensor of an earlier run."""
+
+
 class Values:
     """Numbers tensors as they appear.
 
@@ -79,7 +83,7 @@ class Values:
                 "get no gradient. Register it as a parameter of the model, or detach it."
             )
         if isinstance(tensor, FakeTensor):
-            raise CaptureError(
+            raise KeptError(
                 f"{self.here()}: got a tensor of shape {list(tensor.shape)} that an earlier call made and kept (in an "
                 "attribute or a cache), expected a forward without state of its own but buffers. Make it a buffer, or "
                 "fill the cache before the pipeline is built, by calling the model once."
