@@ -29,7 +29,6 @@ from fpipe.capture.front_ends import front_end
 from fpipe.capture.gradient_hooks import gradient_hooks, require_exact
 from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
-from fpipe.capture.originals import shared
 from fpipe.capture.skeleton import skeleton
 from fpipe.capture.snapshot import put_back
 from fpipe.captures import Captures
@@ -370,7 +369,7 @@ def _captures(
     """Return the captures of a model, none of them made yet. They hold none of the user's tensors."""
     mode = fake_mode()
     model = skeleton(module, lambda tensor: fake(mode, tensor, batchings[True].home))
-    watching = Watching(Origin.of(module), loss, how is not None, shared(module, loss))
+    watching = Watching(Origin.of(module), loss, how is not None)
     return Captures(model, loss, batchings, seen_by, cuts, schedule.backward, gradient_hooks(module), watching)
 
 

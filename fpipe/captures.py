@@ -103,7 +103,8 @@ class Captures:
             if not self.runs_python:
                 classes = kinds(self.model)
                 removed(files(classes, self.loss), classes, caches(self.model, self.loss))
-        require_own_state(captured.moved, {*reads.original, *self.watching.shared})
+        if captured.moved:
+            require_own_state(captured.moved, {*reads.original, *self.watching.shared()})
         self.made[variant, told], self.reads[variant, told] = captured, reads
         return told
 

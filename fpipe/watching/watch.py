@@ -23,6 +23,7 @@ from types import CodeType
 from typing import Any
 
 from fpipe.capture.contract import Call
+from fpipe.capture.originals import shared
 from fpipe.capture.settings import frozen
 from fpipe.errors import InputError
 from fpipe.watching.handle import Difference, Plain, Table
@@ -104,15 +105,18 @@ def _refuse(found: Sequence[Difference], when: str) -> None:
 class Watching:
     """The inputs of a watch: the model that a pipeline was built from, its loss, and whether stages are `recorded`.
 
-    - `shared`: attributes of the model whose contents the loss reaches by itself.
     - `codes`: a cache of the names in code objects.
     """
 
     origin: Origin
     loss: Any
     recorded: bool
-    shared: frozenset[str] = frozenset()
     codes: dict[CodeType, Names] = field(default_factory=dict)
+
+    def shared(self) -> frozenset[str]:
+        """Return the attributes of the model whose contents the loss reaches by itself."""
+        model = self.origin.modules[""][0].ref()
+        return frozenset() if model is None else shared(model, self.loss)
 
     def watch(self, reads: Reads, training: bool, opened: Sequence[Call] | None) -> Watch:
         """Return what a capture with these `reads` assumed; code of `opened` calls (of all, if `None`) was recorded."""
