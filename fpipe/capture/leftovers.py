@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on fake tensors leave where a snapshot does not look: in caches of functions, classes and other files.
+"""Tensors that runs on fakes leave where a snapshot does not look: in caches of functions, classes and other files.
 
 Problem. A forward may keep a mask or a table that it made: by `functools.lru_cache`, in a dict of a class, in a global
 of another file. On fake tensors that is a fake, for the next run of a capture to find, and for the user after it.
