@@ -26,11 +26,11 @@ import fpipe
 from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import Reach, most, row
-from fpipe.consensus import connect
-from fpipe.spec import Spec
-from fpipe.transport.contract import Message
-from fpipe.transport.envelope import Envelope
-from fpipe.variant import TRAINING
+from fpipe.ir.variant import TRAINING
+from fpipe.pipelines.consensus import connect
+from fpipe.runtime.transport.envelope import Envelope
+from fpipe.runtime.transport.interface import Message
+from fpipe.tensors.spec import Spec
 from schedules import one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 64, 4, 256, 32, 16, 4
@@ -60,7 +60,7 @@ def measured() -> dict[str, float]:
 
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
-    from fpipe import consensus
+    from fpipe.pipelines import consensus
 
     what = TRAINING, pipe.captures.batchings[True].example
     pipe.ranks.agree(lambda: [*pipe.agreed[what], *consensus._of_moment(None)])

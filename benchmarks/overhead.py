@@ -29,13 +29,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 import fpipe
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
-from fpipe.differentiation.ways import Backward
-from fpipe.executor import Execution, Inputs, Port, StageLike
-from fpipe.linking import link
-from fpipe.step import scatter
-from fpipe.transport.contract import Transport
-from fpipe.transport.local import LocalRanks
-from fpipe.variant import TRAINING
+from fpipe.autodiff.backends import Backward
+from fpipe.ir.variant import TRAINING
+from fpipe.pipelines.step import scatter
+from fpipe.runtime.executor import Execution, Inputs, Port, StageLike
+from fpipe.runtime.instructions import link
+from fpipe.runtime.transport.interface import Transport
+from fpipe.runtime.transport.local import LocalRanks
 from schedules import Action, B, F, Schedule, Span, gpipe, interleaved_1f1b, lower, one_f_one_b, zb_h1
 
 STAGES, MICROBATCHES, WIDTH, ROUNDS = 4, 32, 8, 60

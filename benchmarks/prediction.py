@@ -30,12 +30,12 @@ import fpipe
 import schedules
 from benchmarks.common import ranks
 from benchmarks.common.rows import most, row
-from fpipe.executor import Execution
-from fpipe.linking import link
-from fpipe.stage import Stage
-from fpipe.step import scatter
-from fpipe.transport.contract import Transport
-from fpipe.variant import TRAINING
+from fpipe.ir.variant import TRAINING
+from fpipe.pipelines.step import scatter
+from fpipe.runtime.executor import Execution
+from fpipe.runtime.instructions import link
+from fpipe.runtime.transport.interface import Transport
+from fpipe.stages.stage import Stage
 from schedules import Costs, Schedule, simulate
 
 UNIT: Final = 0.020  # seconds

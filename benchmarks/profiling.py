@@ -26,14 +26,14 @@ from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import timed, without_collection
-from fpipe import random
-from fpipe.executor import Execution, Inputs, Outcome
-from fpipe.pipe import Pipeline
-from fpipe.plan import Plan
-from fpipe.recording import Record
-from fpipe.step import scatter
-from fpipe.transport.contract import Transport
-from fpipe.variant import TRAINING
+from fpipe.ir.variant import TRAINING
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step import scatter
+from fpipe.runtime.executor import Execution, Inputs, Outcome
+from fpipe.runtime.recording import Record
+from fpipe.runtime.transport.interface import Transport
+from fpipe.tensors import random
 from schedules import Span, one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 256, 8, 256, 64

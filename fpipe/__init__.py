@@ -15,12 +15,12 @@ from fpipe.errors import (
     TransportError,
     VocabularyError,
 )
-from fpipe.materialisation.checkpoint import safetensors
-from fpipe.parts import ModuleGraph, Part
-from fpipe.pipe import Pipeline
-from fpipe.step import Step
+from fpipe.model.parts import ModuleGraph, Part
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import Step
 from fpipe.timelines import costs, timeline
-from fpipe.verification import Verification
+from fpipe.verification.comparison import Verification
+from fpipe.weights.safetensors import safetensors
 
 __all__ = [
     "CaptureError",

@@ -15,40 +15,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fpipe import random
-from fpipe.ambient import lifted, require_gradients
-from fpipe.answers import Answering
-from fpipe.arguments import require_arguments, require_backward, require_trained
+from fpipe.autodiff.backends import Backward, Way, way
 from fpipe.batching.batch import Batch, Batching
 from fpipe.batching.memory import require_apart
 from fpipe.batching.weights import Weight
-from fpipe.capture.contract import FrontEnd
-from fpipe.capture.copying import require_own_buffers
-from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.front_ends import front_end
-from fpipe.capture.gradient_hooks import gradient_hooks, require_exact
-from fpipe.capture.losses import Loss
 from fpipe.capture.modules import as_module
-from fpipe.capture.skeleton import skeleton
-from fpipe.capture.snapshot import put_back
-from fpipe.captures import Captures
-from fpipe.consensus import connect, enter, meet
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Asked, Cuts, asked
-from fpipe.differentiation.ways import Backward, Way, way
-from fpipe.launch import launched
-from fpipe.one_device import one_device, orders
-from fpipe.pipe import Pipeline
-from fpipe.recording import Record
-from fpipe.state import require_flags, require_state
-from fpipe.step import State, Step, gather, gradients, joined, keys
-from fpipe.ties import Tied, summed
-from fpipe.trial import descended, gathered, held, placed
-from fpipe.turns import turn
-from fpipe.variant import EVALUATION, TRAINING, Variant
-from fpipe.verification import Computed, Verification, eagerly, require_equal, require_numbers
+from fpipe.ir.captured import FrontEnd
+from fpipe.ir.objective import Loss
+from fpipe.ir.variant import EVALUATION, TRAINING, Variant
+from fpipe.model.copying import require_own_buffers
+from fpipe.model.gradient_hooks import gradient_hooks, require_exact
+from fpipe.model.snapshot import put_back
+from fpipe.model.stateless import skeleton
+from fpipe.pipelines.ambient import lifted, require_gradients
+from fpipe.pipelines.answers import Answering
+from fpipe.pipelines.arguments import require_arguments, require_backward, require_trained
+from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.consensus import connect, enter, meet
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import State, Step, gather, gradients, joined, keys
+from fpipe.runtime.launch import launched
+from fpipe.runtime.recording import Record
+from fpipe.runtime.turns import turn
+from fpipe.stages.ties import Tied, summed
+from fpipe.tensors import random
+from fpipe.tensors.fake import fake, fake_mode
+from fpipe.verification.comparison import Computed, Verification, eagerly, require_equal, require_numbers
+from fpipe.verification.one_device import one_device, orders
+from fpipe.verification.trial import descended, gathered, held, placed
 from fpipe.watching.origin import Origin
 from fpipe.watching.watch import Watching
+from fpipe.weights.state import require_flags, require_state
 from schedules import Schedule
 
 

@@ -4,8 +4,8 @@
 Problem. Every process has the spans of its own ranks, by its own clock.
 
 Idea. A span is a row of numbers, so rows travel as tensors. Each process converts its times to the first one's clock
-(`fpipe.transport.clocks`) before it sends them. The result has the form of `schedules.spans`, so it can be summarized,
-drawn and simulated in the same way.
+(`fpipe.runtime.transport.clocks`) before it sends them. The result has the form of `schedules.spans`, so it can be
+summarized, drawn and simulated in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.pipe import Pipeline
+from fpipe.pipelines.pipeline import Pipeline
 from schedules import KINDS, Action, Costs, Span, estimate
 
 WORDS: Final = tuple(KINDS)

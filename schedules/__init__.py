@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as plain values: write, check, lower, simulate and draw them. Uses only the standard library."""
 
-from schedules.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
-from schedules.authoring import Factory, Limits, Schedule, schedule
-from schedules.connecting import connect
-from schedules.costs import Costs, Link, Sizes
-from schedules.critical import CriticalPath, critical_path
+from schedules.analysis.critical_path import CriticalPath, critical_path
+from schedules.analysis.estimation import estimate
+from schedules.analysis.simulation import Timeline, memory_over_time, simulate, spans, summarize
+from schedules.checking.rules import check
 from schedules.errors import (
     GraphError,
     PipelineError,
@@ -15,7 +14,6 @@ from schedules.errors import (
     TableError,
     VocabularyError,
 )
-from schedules.estimation import estimate
 from schedules.families import (
     breadth_first,
     chimera,
@@ -41,15 +39,17 @@ from schedules.families import (
     zb_h2,
     zb_v,
 )
-from schedules.graph import Graph, chain, dag
-from schedules.lowering import Program, lower
-from schedules.mirroring import mirror
-from schedules.overlapping import overlap
-from schedules.placement import Placement, bidirectional, linear, looped, vee, wave
-from schedules.replay import Span
-from schedules.rules import check
-from schedules.simulation import Timeline, memory_over_time, simulate, spans, summarize
-from schedules.transforms import defer_weights, forwards, merge_backward, recompute, split_backward, transform
+from schedules.language.actions import KINDS, Action, B, C, F, G, I, R, U, W, parse
+from schedules.language.costs import Costs, Link, Sizes
+from schedules.language.graph import Graph, chain, dag
+from schedules.language.placement import Placement, bidirectional, linear, looped, vee, wave
+from schedules.language.schedule import Factory, Limits, Schedule, schedule
+from schedules.lowering.program import Program, lower
+from schedules.replay.engine import Span
+from schedules.transforms.connect import connect
+from schedules.transforms.mirror import mirror
+from schedules.transforms.overlap import overlap
+from schedules.transforms.split import defer_weights, forwards, merge_backward, recompute, split_backward, transform
 
 __all__ = [
     "KINDS",

@@ -14,9 +14,9 @@ import sys
 from inspect import getdoc
 from math import inf
 
-from schedules.commands import questions
+from schedules.commands import options as questions
 from schedules.commands.answers import check, list_all, show, simulate
-from schedules.commands.comparing import compare
+from schedules.commands.compare import compare
 from schedules.errors import PipelineError
 
 

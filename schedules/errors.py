@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from schedules.actions import Action
+    from schedules.language.actions import Action
 
 
 class PipelineError(Exception):
@@ -60,7 +60,8 @@ class GraphError(PipelineError, ValueError):
 class ProgramError(PipelineError, RuntimeError):
     """A program cannot run to its end, or computes something other than the whole model.
 
-    Raised by `schedules.interpreter`, which runs programs on formulas. If `check` has passed, it is a bug of ours.
+    Raised by `schedules.proof.interpreter`, which runs programs on formulas. If `check` has passed, it is a bug of
+    ours.
     """
 
 
@@ -82,7 +83,8 @@ class ScheduleError(PipelineError, ValueError):
     """A schedule breaks a rule.
 
     Raised by `check`, and by `lower` and `simulate` when they run into the violation. `rank`, `position` (index in that
-    rank's actions), `action`, `rule` (the function's name in `schedules.rules`) and `repair` say what is wrong where.
+    rank's actions), `action`, `rule` (the function's name in `schedules.checking.rules`) and `repair` say what is wrong
+    where.
     """
 
     def __init__(self, rule: str, rank: int, position: int, action: Action | None, problem: str, repair: str) -> None:

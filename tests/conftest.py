@@ -2,13 +2,9 @@
 """One thread, so that sums are made in one order; and how long Hypothesis looks."""
 
 import os
-import sys
-from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "distributed")]
 
 torch.set_num_threads(1)
 

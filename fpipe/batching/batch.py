@@ -24,11 +24,11 @@ from torch import Tensor
 from fpipe.batching.leaf import Leaf
 from fpipe.batching.memory import Memory
 from fpipe.batching.weights import Weight, scales
-from fpipe.capture.questions import Answer
 from fpipe.errors import InputError
-from fpipe.spec import Spec
-from fpipe.tangents import require_primal
-from fpipe.tree import Structure, broadcast, flatten, require_same_tree
+from fpipe.ir.questions import Answer
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tangents import require_primal
+from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
 
 Tensors = tuple[Tensor, ...]
 META = torch.device("meta")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.spec import Spec
+from fpipe.tensors.spec import Spec
 
 Dim: TypeAlias = int | Callable[[Tensor, int], Sequence[Tensor]] | None
 """A dimension, `None` for the whole leaf, or a function of the leaf and the number of microbatches."""

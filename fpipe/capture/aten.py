@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
-from fpipe import random
-from fpipe.capture.contract import (
+from fpipe.errors import CaptureError
+from fpipe.ir.captured import (
     Batch,
     Buffer,
     Call,
@@ -36,9 +36,9 @@ from fpipe.capture.contract import (
     Unit,
     Value,
 )
-from fpipe.capture.fake import fake
-from fpipe.errors import CaptureError
-from fpipe.tree import Structure, names
+from fpipe.tensors import random
+from fpipe.tensors.fake import fake
+from fpipe.tensors.tree import Structure, names
 
 
 def read(

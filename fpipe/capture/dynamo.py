@@ -20,15 +20,15 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as torch_pytree
 
 from fpipe.capture.aten import read
-from fpipe.capture.contract import Captured
 from fpipe.capture.disguise import undisguised
 from fpipe.capture.export import Flat
-from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.guards import blame, refuse_hooks, without_autocast
-from fpipe.capture.losses import Objective
-from fpipe.capture.skeleton import skeleton
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.tree import Structure
+from fpipe.ir.captured import Captured
+from fpipe.ir.objective import Objective
+from fpipe.model.stateless import skeleton
+from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.tree import Structure
 
 REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model instead of reading it.'
 

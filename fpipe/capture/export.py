@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from fpipe.capture.aten import read
-from fpipe.capture.contract import Captured, Tensors
-from fpipe.capture.fake import fake, fake_mode
 from fpipe.capture.guards import blame, plain_state, refuse_hooks, require_unchanged, watched
-from fpipe.capture.losses import Objective
-from fpipe.capture.skeleton import skeleton
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.tree import Structure, flatten, require_transparent
+from fpipe.ir.captured import Captured, Tensors
+from fpipe.ir.objective import Objective
+from fpipe.model.stateless import skeleton
+from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.tree import Structure, flatten, require_transparent
 
 
 def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
-from fpipe.capture.contract import FrontEnd
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.export import export
 from fpipe.capture.fx import fx
 from fpipe.capture.modules import modules
-from fpipe.capture.trace import trace
+from fpipe.capture.trace.front_end import trace
 from fpipe.errors import InputError
+from fpipe.ir.captured import FrontEnd
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
     {"trace": trace, "export": export, "fx": fx, "dynamo": dynamo, "modules": modules}

@@ -5,9 +5,9 @@ Problem. fx traces with proxies, which have neither shape nor value: sizes, and 
 graph nodes just like tensors. And it cannot see anything that is not a call on a proxy: grad modes, autocast, Python's
 in-place operators (`x += 1` becomes `x = x + 1`), random numbers that no input leads to.
 
-Idea. Run the graph on fake tensors as `fpipe.capture.trace` runs a model. Sizes then become numbers; what is left are
-torch calls, and calls of torch's own modules, which are called as is. Every node records whether gradients were enabled
-around it, our proxies support the in-place operators, and the rest is refused by name.
+Idea. Run the graph on fake tensors as `fpipe.capture.trace.front_end` runs a model. Sizes then become numbers; what is
+left are torch calls, and calls of torch's own modules, which are called as is. Every node records whether gradients
+were enabled around it, our proxies support the in-place operators, and the rest is refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.capture.contract import Captured
 from fpipe.capture.guards import (
     blame,
     here,
@@ -34,12 +33,13 @@ from fpipe.capture.guards import (
     watched,
     without_autocast,
 )
-from fpipe.capture.losses import Objective, call_model
-from fpipe.capture.recorder import Recorder
-from fpipe.capture.skeleton import on_meta, skeleton
-from fpipe.capture.trace import trace
+from fpipe.capture.trace.front_end import trace
+from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.tree import Structure, flatten, taken_apart
+from fpipe.ir.captured import Captured
+from fpipe.ir.objective import Objective, call_model
+from fpipe.model.stateless import on_meta, skeleton
+from fpipe.tensors.tree import Structure, flatten, taken_apart
 
 REPAIR = 'Take it out of the model, or choose capture="trace", which runs the model with its shapes.'
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.marks import refused_marks
-from fpipe.capture.settings import changed, settings
 from fpipe.errors import CaptureError
-from fpipe.tree import Structure, flatten
+from fpipe.tensors.attributes import refused_marks
+from fpipe.tensors.settings import changed, settings
+from fpipe.tensors.tree import Structure, flatten
 
 _HOOKS = (
     "_forward_hooks",

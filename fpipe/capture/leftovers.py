@@ -22,7 +22,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.capture.snapshot import CACHED, LIBRARIES, Attributes, Names, Walk, contents
+from fpipe.model.snapshot import CACHED, LIBRARIES, Attributes, Names, Walk, contents
 
 OTHERS: Final = LIBRARIES.union(sys.stdlib_module_names, ("fpipe", "schedules", "sympy", "pytest", "hypothesis")) - {
     "__main__"

@@ -6,7 +6,7 @@ first with the inputs, the loss with what the last returned. Whatever pytree a p
 non-tensors must be the same for every microbatch. A tensor that a part returns untouched stays the same value, so it
 goes straight to its next user.
 
-This is the recording of `fpipe.capture.trace` with the parts sealed.
+This is the recording of `fpipe.capture.trace.front_end` with the parts sealed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.capture.contract import Captured
-from fpipe.capture.losses import Objective
-from fpipe.capture.trace import trace
+from fpipe.capture.trace.front_end import trace
 from fpipe.errors import CaptureError, InputError
-from fpipe.parts import ModuleGraph, as_part
+from fpipe.ir.captured import Captured
+from fpipe.ir.objective import Objective
+from fpipe.model.parts import ModuleGraph, as_part
 
 
 class Chain(nn.Module):

@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from fpipe.capture.guards import torchs
-from fpipe.capture.snapshot import MISSING, Held, Snapshot, Walk
 from fpipe.errors import CaptureError
-from fpipe.tree import PLAIN
+from fpipe.model.snapshot import MISSING, Held, Snapshot, Walk
+from fpipe.tensors.tree import PLAIN
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 

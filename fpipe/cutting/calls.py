@@ -20,10 +20,10 @@ from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
-from fpipe.capture.contract import Call, Captured, Unit
 from fpipe.capture.modules import Chain
 from fpipe.errors import CutError
-from fpipe.parts import ModuleGraph
+from fpipe.ir.captured import Call, Captured, Unit
+from fpipe.model.parts import ModuleGraph
 
 Selector: TypeAlias = str | type
 WILDCARDS = "*?["

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from fpipe.capture.contract import Buffer, Captured, Constant, Observed, Parameter, Value
-from fpipe.capture.observation import observe
 from fpipe.cutting.balance import Forbidden, Positions, Refusal
-from fpipe.graph import ClashError, layouts
+from fpipe.cutting.routing import ClashError, layouts
+from fpipe.ir.captured import Buffer, Captured, Constant, Observed, Parameter, Value
+from fpipe.ir.effects import observe
 
 
 def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 
 from fpipe.capture.advice import LOSS
-from fpipe.capture.contract import Call, Captured, Parameter
 from fpipe.cutting.balance import Positions, Refusal, balance
 from fpipe.cutting.calls import Calls, Selector, is_pattern, said, selects
 from fpipe.cutting.clashes import refusals
 from fpipe.errors import CutError
+from fpipe.ir.captured import Call, Captured, Parameter
 from schedules import Schedule
 
 SLACK = 1.1

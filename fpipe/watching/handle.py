@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fpipe.spec import Spec
+from fpipe.tensors.spec import Spec
 
 PLAIN = (bool, Number, str, bytes, Enum, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 MAPPINGS = (dict, OrderedDict, defaultdict)

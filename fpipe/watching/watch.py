@@ -22,10 +22,10 @@ from functools import cached_property, partial
 from types import CodeType
 from typing import Any
 
-from fpipe.capture.contract import Call
 from fpipe.capture.originals import shared
-from fpipe.capture.settings import frozen
 from fpipe.errors import InputError
+from fpipe.ir.captured import Call
+from fpipe.tensors.settings import frozen
 from fpipe.watching.handle import Difference, Plain, Table
 from fpipe.watching.look import Look
 from fpipe.watching.names import Names

@@ -10,17 +10,19 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from schedules import drawing, rules, simulation
-from schedules.authoring import Factory, Schedule
+from schedules import drawing
+from schedules.analysis import simulation
+from schedules.analysis.critical_path import CriticalPath, critical_path
+from schedules.checking import rules
 from schedules.commands.files import written
 from schedules.commands.naming import Subject, built_in, parameters, transforms
-from schedules.commands.questions import costs_of, fitted, sizes_of, subject_of
+from schedules.commands.options import costs_of, fitted, sizes_of, subject_of
 from schedules.commands.terminal import columns, paint, table
-from schedules.costs import Costs
-from schedules.critical import CriticalPath, critical_path
 from schedules.errors import ScheduleError
-from schedules.interchange import Listing
-from schedules.replay import Span
+from schedules.files.csv import Listing
+from schedules.language.costs import Costs
+from schedules.language.schedule import Factory, Schedule
+from schedules.replay.engine import Span
 
 PAGE, SHARES, LONG = 120, 6, 100
 

@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from schedules import drawing
-from schedules.authoring import Schedule
-from schedules.costs import Sizes
-from schedules.graph import Graph
-from schedules.interchange import write_csv
-from schedules.replay import Span
+from schedules.files.csv import write_csv
+from schedules.language.costs import Sizes
+from schedules.language.graph import Graph
+from schedules.language.schedule import Schedule
+from schedules.replay.engine import Span
 
 NONE: Mapping[str, Collection[Span]] = MappingProxyType({})
 Timelines: TypeAlias = Mapping[str, Callable[[], Iterable[Span]]]

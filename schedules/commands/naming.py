@@ -28,11 +28,11 @@ from typing import NamedTuple, TypeAlias
 
 import schedules as package
 from schedules import families
-from schedules.authoring import Factory, Schedule
-from schedules.connecting import connect, edges
 from schedules.errors import UsageError
-from schedules.graph import chain
-from schedules.interchange import Listing, read_csv
+from schedules.files.csv import Listing, read_csv
+from schedules.language.graph import chain
+from schedules.language.schedule import Factory, Schedule
+from schedules.transforms.connect import connect, edges
 
 Value: TypeAlias = int | float | str | bool | None
 
@@ -58,8 +58,8 @@ class Phrase(NamedTuple):
 def subjects(words: Sequence[str], sizes: Mapping[str, int], graph: str | None = None) -> list[Subject]:
     """Return all schedules that `words` name, with the given sizes unless `words` override them.
 
-    `graph` lists the edges that connect the stages, as in `schedules.connecting`. Raise `UsageError` for names and
-    parameters that do not exist.
+    `graph` lists the edges that connect the stages, as in `schedules.transforms.connect`. Raise `UsageError` for names
+    and parameters that do not exist.
 
     >>> [one.title for one in subjects(["gpipe", "one_f_one_b", "split_backward"], {"ranks": 2, "microbatches": 3})]
     ['gpipe', 'split_backward(one_f_one_b)']

@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from schedules.actions import KINDS
-from schedules.costs import Sizes
 from schedules.drawing.palette import look
 from schedules.drawing.strips import Strip, strip
-from schedules.graph import Graph, chain
-from schedules.replay import Span
+from schedules.language.actions import KINDS
+from schedules.language.costs import Sizes
+from schedules.language.graph import Graph, chain
+from schedules.replay.engine import Span
 
 Event: TypeAlias = dict[str, Any]
 Made: TypeAlias = tuple[str, int, int, int | None]

@@ -11,19 +11,19 @@ from math import ceil, floor
 from sys import maxsize
 from typing import NamedTuple, TypeAlias
 
-from schedules.actions import Action
-from schedules.authoring import Schedule
-from schedules.costs import Costs
+from schedules.analysis.simulation import spans
+from schedules.checking.progress import Progress
+from schedules.checking.rules import rules_of
 from schedules.drawing.palette import MARKED, Paint, look, plain
 from schedules.drawing.strips import Strip, lanes, strip
 from schedules.errors import ScheduleError
-from schedules.fitting import Actions, compute_only, placed
-from schedules.graph import Graph
-from schedules.progress import Progress
-from schedules.replay import Span
-from schedules.rules import rules_of
-from schedules.simulation import spans
-from schedules.transforms import transform
+from schedules.language.actions import Action
+from schedules.language.costs import Costs
+from schedules.language.graph import Graph
+from schedules.language.membership import Actions, compute_only, placed
+from schedules.language.schedule import Schedule
+from schedules.replay.engine import Span
+from schedules.transforms.split import transform
 
 
 def text(

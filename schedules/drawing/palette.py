@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from schedules.actions import KINDS
+from schedules.language.actions import KINDS
 
 Paint: TypeAlias = Callable[[str, str], str]
 MARKED = "#ff3030"

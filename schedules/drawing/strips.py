@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 
-from schedules.actions import Action
-from schedules.costs import Sizes
+from schedules.analysis.simulation import UNITS, levels
 from schedules.drawing.palette import WAIT, look, shade
 from schedules.errors import TimelineError
-from schedules.replay import Span
-from schedules.simulation import UNITS, levels
+from schedules.language.actions import Action
+from schedules.language.costs import Sizes
+from schedules.replay.engine import Span
 
 
 @dataclass(frozen=True)

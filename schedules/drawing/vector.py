@@ -11,10 +11,10 @@ from math import floor, log10
 from types import MappingProxyType
 from typing import TypeAlias
 
-from schedules.costs import Sizes
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look
 from schedules.drawing.strips import Strip, lanes, strip
-from schedules.replay import Span
+from schedules.language.costs import Sizes
+from schedules.replay.engine import Span
 
 LEFT, RIGHT, TITLE, ROW, GRAPH, GAP, AXIS = 64, 48, 24, 22, 16, 4, 26  # pixels, as are all sizes here
 SHORTEST = 1e-300  # shorter times count as zero: their inverse is not finite

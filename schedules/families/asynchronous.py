@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.actions import Action, U
-from schedules.authoring import Limits, schedule
 from schedules.errors import SizeError
 from schedules.families.one_forward_one_backward import one_f_one_b
-from schedules.placement import linear
+from schedules.language.actions import Action, U
+from schedules.language.placement import linear
+from schedules.language.schedule import Limits, schedule
 
 
 def _in_flight(rank: int, ranks: int, microbatches: int) -> int:

@@ -13,11 +13,11 @@ from heapq import merge
 from itertools import count
 from typing import TypeAlias
 
-from schedules.actions import Action, B, F
-from schedules.authoring import Limits, schedule
 from schedules.errors import SizeError
-from schedules.mirroring import sums
-from schedules.placement import bidirectional, vee
+from schedules.language.actions import Action, B, F
+from schedules.language.placement import bidirectional, vee
+from schedules.language.schedule import Limits, schedule
+from schedules.transforms.mirror import sums
 
 
 def _even(factory: str) -> Callable[..., None]:

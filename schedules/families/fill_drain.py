@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.actions import Action, B, F
-from schedules.authoring import Limits, schedule
-from schedules.placement import linear
+from schedules.language.actions import Action, B, F
+from schedules.language.placement import linear
+from schedules.language.schedule import Limits, schedule
 
 
 @schedule(placement=linear, limits=Limits(memory=lambda rank, ranks, microbatches: microbatches))

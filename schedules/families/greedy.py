@@ -14,11 +14,11 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from schedules.actions import Action
-from schedules.authoring import Limits, schedule
-from schedules.costs import Costs
 from schedules.errors import SizeError
-from schedules.placement import linear
+from schedules.language.actions import Action
+from schedules.language.costs import Costs
+from schedules.language.placement import linear
+from schedules.language.schedule import Limits, schedule
 
 
 class Taste(NamedTuple):

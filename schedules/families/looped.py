@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from schedules.actions import Action, B, F, I, W
-from schedules.authoring import Limits, schedule
 from schedules.families.one_forward_one_backward import Pass, alternate, passes
-from schedules.placement import looped
+from schedules.language.actions import Action, B, F, I, W
+from schedules.language.placement import looped
+from schedules.language.schedule import Limits, schedule
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from typing import TypeAlias, TypeVar
 
-from schedules.actions import Action, B, F
-from schedules.authoring import Limits, schedule
 from schedules.errors import SizeError
-from schedules.placement import linear
+from schedules.language.actions import Action, B, F
+from schedules.language.placement import linear
+from schedules.language.schedule import Limits, schedule
 
 Step = TypeVar("Step")
 Pass: TypeAlias = Callable[[int, int], Action]

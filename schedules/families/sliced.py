@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.actions import Action, B, F
-from schedules.authoring import Limits, schedule
 from schedules.families.one_forward_one_backward import alternate
-from schedules.placement import linear
+from schedules.language.actions import Action, B, F
+from schedules.language.placement import linear
+from schedules.language.schedule import Limits, schedule
 
 
 def _memory(rank: int, ranks: int, microbatches: int, slices: int) -> float:

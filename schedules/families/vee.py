@@ -3,8 +3,9 @@
 
 Idea. A microbatch goes down the ranks and back up, forward, then down and back up, backward. If its activations live
 long in one chunk of a rank, they live briefly in the other, so all ranks need the same memory, as little as a third of
-that of 1F1B (arXiv 2405.15362, section 3). All members repeat one building block (`schedules.blocks`), whose offsets
-follow from the memory: the later the backwards after the forwards, the more is in flight, and the less ranks wait.
+that of 1F1B (arXiv 2405.15362, section 3). All members repeat one building block (`schedules.families.blocks`), whose
+offsets follow from the memory: the later the backwards after the forwards, the more is in flight, and the less ranks
+wait.
 
 A block reserves slots for passes that have not begun at first and are over in the end. So the first microbatches run
 on every rank as early as they can, and the last backwards as late as they can without delaying another rank. Each rank
@@ -20,11 +21,11 @@ from itertools import chain, count, islice, repeat
 from math import inf
 from typing import NamedTuple
 
-from schedules.actions import Action, B, F, I
-from schedules.authoring import Limits, schedule
-from schedules.blocks import every, in_order, passes
 from schedules.errors import SizeError
-from schedules.placement import vee
+from schedules.families.blocks import every, in_order, passes
+from schedules.language.actions import Action, B, F, I
+from schedules.language.placement import vee
+from schedules.language.schedule import Limits, schedule
 
 INTERVAL = 6  # slots that one microbatch takes on a rank
 

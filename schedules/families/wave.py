@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.actions import Action
-from schedules.authoring import Limits, schedule
 from schedules.families.looped import legs, rounds
 from schedules.families.one_forward_one_backward import alternate, passes
-from schedules.placement import wave
+from schedules.language.actions import Action
+from schedules.language.placement import wave
+from schedules.language.schedule import Limits, schedule
 
 
 def _memory(rank: int, ranks: int, microbatches: int, waves: int) -> float:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from schedules.actions import Action
-from schedules.authoring import Limits, schedule
 from schedules.families.one_forward_one_backward import eager_1f1b, one_f_one_b
-from schedules.placement import linear
-from schedules.transforms import defer_weights, split_backward
+from schedules.language.actions import Action
+from schedules.language.placement import linear
+from schedules.language.schedule import Limits, schedule
+from schedules.transforms.split import defer_weights, split_backward
 
 
 def _once(rank: int, ranks: int, microbatches: int) -> int:

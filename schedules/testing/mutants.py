@@ -13,11 +13,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from schedules.actions import KINDS, Action
-from schedules.authoring import Schedule
-from schedules.channels import Lowered
-from schedules.graph import Graph
-from schedules.transforms import transform
+from schedules.checking.channels import Lowered
+from schedules.language.actions import KINDS, Action
+from schedules.language.graph import Graph
+from schedules.language.schedule import Schedule
+from schedules.transforms.split import transform
 
 Rows = list[list[Action]]
 EDITS = ("drop", "duplicate", "swap", "neighbours", "move", "away", "stage", "microbatch", "slice", "kind", "peer")

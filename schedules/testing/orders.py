@@ -12,14 +12,14 @@ from itertools import count, pairwise
 
 from hypothesis import strategies as st
 
-from schedules.actions import KINDS, Action
-from schedules.authoring import Schedule
+from schedules.checking.rules import check
 from schedules.errors import ScheduleError
-from schedules.graph import Graph
-from schedules.interchange import table
-from schedules.placement import Placement
-from schedules.replay import makes, needs
-from schedules.rules import check
+from schedules.files.csv import table
+from schedules.language.actions import KINDS, Action
+from schedules.language.graph import Graph
+from schedules.language.placement import Placement
+from schedules.language.schedule import Schedule
+from schedules.replay.engine import makes, needs
 from schedules.testing.strategies import graphs
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from schedules.authoring import SIZES, Schedule
-from schedules.costs import Costs
 from schedules.errors import SizeError
-from schedules.graph import Edge, Graph
+from schedules.language.costs import Costs
+from schedules.language.graph import Edge, Graph
+from schedules.language.schedule import SIZES, Schedule
 
 RANKS, MICROBATCHES, CHUNKS = 8, 12, 4
 

@@ -14,23 +14,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import schedules as package
-from schedules.actions import KINDS, Action
-from schedules.authoring import Factory, Schedule
-from schedules.channels import Lowered, target_of
-from schedules.connecting import connect
-from schedules.costs import Costs
+from schedules.analysis.simulation import simulate
+from schedules.checking.channels import Lowered, target_of
+from schedules.checking.rules import check
 from schedules.drawing import text
 from schedules.errors import ScheduleError
-from schedules.graph import Edge, Graph, chain
-from schedules.interchange import table
-from schedules.interpreter import prove
-from schedules.lowering import lower
-from schedules.networks import receive_of, send_of
-from schedules.replay import makes, needs
-from schedules.rules import check
-from schedules.simulation import simulate
+from schedules.files.csv import table
+from schedules.language.actions import KINDS, Action
+from schedules.language.costs import Costs
+from schedules.language.graph import Edge, Graph, chain
+from schedules.language.schedule import Factory, Schedule
+from schedules.lowering.program import lower
+from schedules.proof.interpreter import prove
+from schedules.proof.networks import receive_of, send_of
+from schedules.replay.engine import makes, needs
 from schedules.testing.strategies import costs, graphs, schedules
 from schedules.testing.timing import require_same_times
+from schedules.transforms.connect import connect
 
 ALMOST = 1e-6  # sums of thirds and the like are not exact
 

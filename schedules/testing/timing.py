@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from schedules.actions import KINDS, Action
-from schedules.authoring import Schedule
-from schedules.channels import Lowered, target_of
-from schedules.costs import Costs
-from schedules.graph import Graph
-from schedules.lowering import lower
-from schedules.networks import send_of
-from schedules.parcels import Parcel, carried, needed
-from schedules.replay import Span
-from schedules.simulation import spans
+from schedules.analysis.simulation import spans
+from schedules.checking.channels import Lowered, target_of
+from schedules.language.actions import KINDS, Action
+from schedules.language.costs import Costs
+from schedules.language.graph import Graph
+from schedules.language.schedule import Schedule
+from schedules.lowering.program import lower
+from schedules.proof.inflight import Parcel, carried, needed
+from schedules.proof.networks import send_of
+from schedules.replay.engine import Span
 from schedules.testing.mutants import edited
 
 ALMOST = 1e-6  # sums of thirds and the like are not exact

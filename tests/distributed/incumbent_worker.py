@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from schedules.interchange import read_csv
+from schedules.files.csv import read_csv
 
 
 def step(path, rank):

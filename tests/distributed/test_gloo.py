@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import worker
-from models import SCHEDULES, ZOO, build, run
 
-from fpipe.tree import same_bits
+from fpipe.tensors.tree import same_bits
+from tests.common.models import SCHEDULES, ZOO, build, run
+from tests.distributed import worker
 
 WORKER = Path(worker.__file__)
 LIMIT = 1800  # seconds; what hangs ends by the timeout of its group, long before

@@ -23,40 +23,24 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import test_absent_gradients as gates
-import test_collectives as collectives
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import (
-    SCHEDULES,
-    WORDS,
-    ZOO,
-    Result,
-    assert_same,
-    build,
-    descending,
-    eval_loop,
-    linears,
-    loop,
-    looped_fill_drain,
-    run,
-    run_reference,
-    vee_fill_drain,
-)
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import distributed_c10d
 
 import fpipe
-from fpipe import recording
-from fpipe.fingerprint import described
-from fpipe.materialisation.initialisation import initialised, leaves, reset_parameters
-from fpipe.transport import clocks
-from fpipe.transport.envelope import Envelope
-from fpipe.tree import same_bits
+import tests.fpipe.autodiff.test_absent_gradients as gates
+import tests.fpipe.tensors.test_collectives as collectives
+from fpipe.runtime import recording
+from fpipe.runtime.fingerprint import described
+from fpipe.runtime.transport import clocks
+from fpipe.runtime.transport.envelope import Envelope
+from fpipe.tensors.tree import same_bits
+from fpipe.weights.initialization import initialised, leaves, reset_parameters
 from schedules import (
     Action,
     B,
@@ -72,6 +56,22 @@ from schedules import (
     split_backward,
     zb_h1,
     zb_v,
+)
+from tests.common.models import (
+    SCHEDULES,
+    WORDS,
+    ZOO,
+    Result,
+    assert_same,
+    build,
+    descending,
+    eval_loop,
+    linears,
+    loop,
+    looped_fill_drain,
+    run,
+    run_reference,
+    vee_fill_drain,
 )
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
@@ -982,7 +982,7 @@ def a_head_that_is_read_late(rank, size):
 @case
 def functions_are_described_alike(rank, size):
     """In every process, each of which hashes strings in its own way."""
-    import test_fingerprint
+    from tests.fpipe.runtime import test_fingerprint
 
     for one, two in test_fingerprint.DIFFERENT.values():
         found = gathered((described(one), described(two)))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to differentiate a stage, by the names that users pass.
+
+- `"autograd"`: by autograd, for every microbatch. Works for every model as it is.
+- `"graph"`: forward and backward are recorded once, and from then on only torch's operators are called: the same bits
+  with less Python. A stage always repeats what was recorded; Python side effects of modules (counting calls, printing)
+  happen only while recording.
+- `"inductor"`, or any other backend of `torch.compile`, by name or as a callable: the same graphs, compiled. The
+  results are close, but not the same bits.
+
+A stage that can't be recorded is left to autograd, and says so (`print(pipe)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from fpipe.autodiff.autograd import Autograd
+from fpipe.autodiff.graph.codegen import Run, adding, function
+from fpipe.autodiff.graph.compiler import Compiler, added, compiled
+from fpipe.autodiff.graph.joint_graph import Examples, record
+from fpipe.autodiff.graph.phases import Phase, divide
+from fpipe.autodiff.interface import Functions
+from fpipe.autodiff.recorded import Recorded
+from fpipe.errors import InputError
+
+Backward: TypeAlias = str | Compiler
+Way: TypeAlias = Callable[[Autograd, Examples], Functions]
+Make: TypeAlias = Callable[[Phase], Run]
+
+
+def way(backward: Backward) -> Way | None:
+    """Return how to differentiate stages, `None` for plain autograd; raise `InputError` for an unknown name."""
+    if backward == "autograd":
+        return None
+    if backward == "graph":
+        return partial(recorded, function, adding, "as a graph")
+    compiler, name = _compiler(backward), backward if isinstance(backward, str) else repr(backward)
+    run, add = partial(compiled, compiler=compiler), partial(added, compiler=compiler)
+    return partial(recorded, run, add, f"as a graph, compiled by {name}")
+
+
+def _compiler(backward: Backward) -> Compiler:
+    if callable(backward):
+        return backward
+    known = ["autograd", "graph", *torch._dynamo.list_backends(exclude_tags=())]
+    if backward not in known:
+        raise InputError(
+            f"backward: got {backward!r}, expected one of {', '.join(known)}, or a backend of torch.compile itself. "
+            "Choose one of them."
+        )
+    return cast("Compiler", torch._dynamo.lookup_backend(backward))
+
+
+def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examples) -> Functions:
+    """Return the functions of a stage as phases of a graph; or `eager`, with the reason, if that fails.
+
+    `run` turns a phase into a function, and `add` into one that may be given sums to add to.
+    """
+    if eager.unrecordable:
+        return replace(eager, remark=f"by autograd: {eager.unrecordable}")
+    try:
+        phases = divide(record(eager, examples), eager.wiring)
+        return Recorded(
+            views=function(phases.views),
+            forward=run(phases.forward),
+            backward=add(phases.backward),
+            backward_input=run(phases.input),
+            backward_weight=add(phases.weight),
+            evaluation=partial(run, phases.evaluation),
+            undeferred=phases.early,
+            below_autograd=run is function,
+            remark=remark,
+        )
+    except Exception as error:  # whatever tracers or compilers reject, autograd can run
+        return replace(eager, remark=f"by autograd: {remark} it raises {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> Any:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

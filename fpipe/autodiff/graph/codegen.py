@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a phase of a stage to a function: a line of Python for each node.
+
+The function empties the lists of tensors that were kept for it, and deletes every value after its last use; so nothing
+lives longer than needed. Operators are called as directly as Python allows: by torch's own binding if one maps to
+exactly this operator (`DIRECT`), else bypassing the dispatcher's Python frame.
+
+Outputs are copied if their layout is not the inferred one: fake tensors can be wrong about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fpipe.autodiff.graph.joint_graph import CONSTANT
+from fpipe.autodiff.graph.phases import Phase
+from fpipe.autodiff.graph.simplification import is_item, value_of, written_by
+from fpipe.tensors.spec import Spec
+
+Run: TypeAlias = Callable[..., Any]
+"""Takes the groups of `Phase.takes` and returns those of `Phase.gives`; a single group is returned by itself."""
+
+aten = torch.ops.aten
+DIRECT: Mapping[Any, Any] = MappingProxyType(
+    {
+        aten.mm.default: Tensor.mm,
+        aten.bmm.default: Tensor.bmm,
+        aten.addmm.default: Tensor.addmm,
+        aten.baddbmm.default: Tensor.baddbmm,
+        aten.t.default: Tensor.t,
+        aten.transpose.int: Tensor.transpose,
+        aten.permute.default: Tensor.permute,
+        aten.view.default: Tensor.view,
+        aten.expand.default: Tensor.expand,
+        aten.unsqueeze.default: Tensor.unsqueeze,
+        aten.sum.dim_IntList: Tensor.sum,
+        aten.sum.default: Tensor.sum,
+        aten.mean.default: Tensor.mean,
+        aten.pow.Tensor_Scalar: Tensor.pow,
+        aten.add.Tensor: Tensor.add,
+        aten.sub.Tensor: Tensor.sub,
+        aten.mul.Tensor: Tensor.mul,
+        aten.mul.Scalar: Tensor.mul,
+        aten.div.Tensor: Tensor.div,
+        aten.div.Scalar: Tensor.div,
+        aten.relu.default: Tensor.relu,
+        aten.tanh.default: Tensor.tanh,
+        aten.gelu.default: torch._C._nn.gelu,
+        aten.native_layer_norm.default: torch.native_layer_norm,
+    }
+)
+NUMBERED = frozenset(
+    {
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.mul.Tensor,
+        aten.mul.Scalar,
+        aten.div.Tensor,
+        aten.div.Scalar,
+    }
+)
+"""Operators of two tensors; given a number, they convert it to a tensor in every call."""
+
+
+def function(phase: Phase) -> Run:
+    """Return the phase as a function."""
+    return _compiled(phase, None)
+
+
+def adding(phase: Phase) -> Run:
+    """Return the phase as a function with an optional last argument: a sum per tensor of the last group it gives.
+
+    It adds each tensor to its sum as soon as it is computed (at the end, if the phase writes anything in place), and
+    returns the sums. Without sums it returns the tensors themselves.
+    """
+    return _compiled(phase, function(phase))
+
+
+def _compiled(phase: Phase, alone: Run | None) -> Run:
+    """Return the function. If sums may be passed, `alone` is the function to run without them."""
+    adding = alone is not None
+    sums = tuple(f"s{k}" for k in range(len(phase.gives[-1] or ()))) if adding else ()
+    writer, last = _Writer(phase), _last_uses(phase, adding)
+    added = _added(phase, sums)
+    lines = writer.beginning(sums, alone)
+    for node in (None, *phase.nodes):
+        lines += [writer.call(node)] if node is not None else []
+        lines += [f"{total}.add_({writer.text(grad)})" for total, grad in added.get(node, ())]
+        lines += writer.dropped(last.get(node, []))
+    lines.append(writer.end(adding))
+    return writer.function(lines)
+
+
+def _added(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
+    """Return which gradient is added to which sum after which node; `None` is the beginning."""
+    writes = any(written_by(node) for node in phase.nodes)
+    found: dict[Node | None, list[tuple[str, Node]]] = {}
+    for total, grad in zip(sums, phase.gives[-1] or (), strict=False):
+        behind = phase.nodes[-1] if writes else grad if grad in phase.nodes else None
+        found.setdefault(behind, []).append((total, grad))
+    return found
+
+
+def _tuple(entries: Iterable[str]) -> str:
+    return f"({''.join(f'{entry}, ' for entry in entries)})"
+
+
+def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
+    """Return, for each node, the values last used there that are not returned; under `None`, those never used.
+
+    If anything is written in place, gradients that are added to sums are used until the end.
+    """
+    last: dict[Node, Node | None] = dict.fromkeys(phase.taken, None)
+    for node in phase.nodes:
+        for used in (node, *(one for one in node.all_input_nodes if one in last)):
+            last[used] = node
+    if adding and any(written_by(node) for node in phase.nodes):
+        last.update({grad: phase.nodes[-1] for grad in phase.gives[-1] or () if grad in last})
+    returned = {node for group in (phase.gives[:-1] if adding else phase.gives) for node in group or ()}
+    found: dict[Node | None, list[Node]] = {}
+    for value, user in last.items():
+        if value not in returned:
+            found.setdefault(user, []).append(value)
+    return found
+
+
+class _Writer:
+    """Writes the lines of a phase; `namespace` holds the objects that they refer to."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.phase = phase
+        self.names = {node: f"v{k}" for k, node in enumerate((*phase.taken, *phase.nodes))}
+        self.namespace: dict[str, Any] = {}
+        self.known: dict[Any, str] = {}
+
+    def function(self, lines: Iterable[str]) -> Run:
+        """Compile the lines, of which the first is the signature, to a function."""
+        exec(compile("\n    ".join(lines), "<stage>", "exec"), self.namespace)
+        made: Run = self.namespace["run"]
+        return made
+
+    def beginning(self, sums: Sequence[str], alone: Run | None) -> list[str]:
+        """Return the lines that unpack the groups, and the sums if there may be any; without sums they run `alone`."""
+        takes = self.phase.takes
+        groups = [self.names[group] if isinstance(group, Node) else f"g{k}" for k, group in enumerate(takes)]
+        lines = [f"def run({', '.join(groups)}{', onto=()' if alone else ''}):"]
+        if alone is not None:
+            lines += ["if not onto:", f"    return {self._named(alone)}({', '.join(groups)})", f"{_tuple(sums)} = onto"]
+        for name, group in zip(groups, takes, strict=True):
+            if group and not isinstance(group, Node):
+                lines.append(f"{self.text(tuple(group))} = {name}")
+                lines += [f"{name}.clear()"] * isinstance(group, list)
+        return lines
+
+    def end(self, adding: bool) -> str:
+        """Return the line that returns the groups."""
+        first, *rest = [self.text(group) for group in self.phase.gives]
+        if self.phase.layouts:
+            first = _tuple(map(self._laid_out, self.phase.gives[0] or (), self.phase.layouts))
+        groups = [first, *rest]
+        if adding:
+            groups[-1] = "onto"
+        return f"return {_tuple(groups) if rest else groups[0]}"
+
+    def _laid_out(self, node: Node, spec: Spec) -> str:
+        name = self.text(node)
+        return f"{name} if {name}.stride() == {self._named(spec.stride)} else {self._named(spec.like)}({name})"
+
+    def call(self, node: Node) -> str:
+        """Return the line of a node."""
+        name = self.names[node]
+        if is_item(node):
+            return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
+        arguments = [self.text(one) for one in _arguments(node)]
+        arguments += [f"{keyword}={self.text(one)}" for keyword, one in node.kwargs.items()]
+        return f"{name} = {self._named(_callable(node))}({', '.join(arguments)})"
+
+    def dropped(self, nodes: list[Node]) -> list[str]:
+        """Return the line that deletes these values."""
+        return [f"del {', '.join(self.names[node] for node in nodes)}"] if nodes else []
+
+    def text(self, argument: Any) -> str:
+        """Return the source of an argument or a returned value."""
+        if isinstance(argument, Node):
+            return self.names[argument] if argument in self.names else self._named(argument.meta[CONSTANT])
+        if isinstance(argument, list):
+            return f"[{', '.join(map(self.text, argument))}]"
+        if isinstance(argument, tuple):
+            return _tuple(map(self.text, argument))
+        return repr(argument) if argument is None or isinstance(argument, bool | int) else self._named(argument)
+
+    def _named(self, value: Any) -> str:
+        if id(value) not in self.known:
+            self.known[id(value)] = name = f"c{len(self.known)}"
+            self.namespace[name] = value
+        return self.known[id(value)]
+
+
+def _callable(node: Node) -> Any:
+    """Return what to call; for methods, that of `Tensor`."""
+    target: Any = node.target
+    if target in DIRECT and isinstance(node.args[0], Node):
+        return DIRECT[target]
+    return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    """Return a call's arguments in torch's fastest form: an int for a list of one dimension, a tensor for a number."""
+    if node.target is aten.sum.dim_IntList and isinstance(node.args[1], list) and len(node.args[1]) == 1:
+        return (node.args[0], *node.args[1], *node.args[2:])
+    if node.target in NUMBERED and (number := _number(node)) is not None:
+        return (node.args[0], number, *node.args[2:])
+    return node.args
+
+
+def _number(node: Node) -> Tensor | None:
+    """Return the second argument, if it is a number, as the tensor that the kernel would make of it.
+
+    There is none for reduced-precision floats and for accelerators: their kernels read the number unrounded.
+    """
+    number, made, taken = node.args[1], value_of(node), node.args[0]
+    value = value_of(taken) if isinstance(taken, Node) else None
+    if type(number) not in (int, float) or made is None or value is None or value.dtype != made.dtype:
+        return None
+    if made.device.type != "cpu" or made.dtype not in (torch.float32, torch.float64):
+        return None
+    dtype = torch.float64 if isinstance(number, float) else None
+    return torch.tensor(number, dtype=dtype).to(made.dtype)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a phase of a stage to a function, through a compiler: a backend of `torch.compile`.
+
+A compiler fuses operators and so adds in a different order: the results are close, but not the same bits. It knows
+nothing of seeds, so a phase that draws random numbers is not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node
+
+from fpipe.autodiff.graph.codegen import Run, function
+from fpipe.autodiff.graph.joint_graph import CONSTANT
+from fpipe.autodiff.graph.phases import Phase
+from fpipe.tensors import random
+
+Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
+"""`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
+
+
+def compiled(phase: Phase, compiler: Compiler) -> Run:
+    """Return the phase as a function compiled by `compiler`; operator by operator if there is nothing to compile."""
+    if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
+        return function(phase)
+    takes = [node for node in phase.taken if "val" in node.meta]
+    run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), function(phase)
+
+    def call(*groups: Any) -> Any:
+        taken = [value for group in groups if isinstance(group, tuple | list) for value in group]
+        given = [value for value in taken if isinstance(value, Tensor)]  # not the key
+        del taken
+        if any(isinstance(tensor, FakeTensor) for tensor in given):  # kernels would read memory that isn't there
+            return plain(*groups)
+        for group in groups:
+            if isinstance(group, list):
+                group.clear()
+        with torch.no_grad():
+            found = _grouped(phase, run(*given))
+        return found if len(found) > 1 else found[0]
+
+    return call
+
+
+def added(phase: Phase, compiler: Compiler) -> Run:
+    """Return the same function with an optional last argument: sums, to which it adds the last group."""
+    run, count = compiled(phase, compiler), len(phase.takes)
+
+    def call(*groups: Any) -> Any:
+        found, onto = run(*groups[:count]), groups[count] if groups[count:] else ()
+        if onto:
+            torch._foreach_add_(onto, found[-1] if len(phase.gives) > 1 else found)
+        return (*found[:-1], onto) if onto and len(phase.gives) > 1 else onto or found
+
+    return call
+
+
+def _grouped(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the groups that a phase gives; the first gets the phase's layouts."""
+    left = iter(tensors)
+    kinds: list[Any] = [type(group) for group in phase.gives]
+    groups = [
+        None if group is None else kind(islice(left, len(group)))
+        for kind, group in zip(kinds, phase.gives, strict=True)
+    ]
+    if phase.layouts:
+        groups[0] = tuple([spec.like(tensor) for spec, tensor in zip(phase.layouts, groups[0] or (), strict=True)])
+    return tuple(groups)
+
+
+def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
+    graph, to = Graph(), dict[Node, Node]()
+    holder = torch.nn.Module()
+    for k, node in enumerate(takes):
+        to[node] = graph.placeholder(f"taken_{k}")
+        to[node].meta = node.meta
+
+    def placed(node: Node) -> Node:
+        """Return a node's copy; a constant is copied at its first use."""
+        if node not in to:
+            holder.register_buffer(str(node.target), node.meta[CONSTANT])
+            to[node] = graph.get_attr(str(node.target))
+        return to[node]
+
+    for node in phase.nodes:
+        to[node] = graph.node_copy(node, placed)
+    graph.output(tuple(map(placed, phase.given)))
+    return GraphModule(holder, graph)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A joint graph cut into phases: the forward, the backward, and the two halves of the backward.
+
+The forward is what was recorded before the backward began. The weight half is found backwards from each gradient: a
+node belongs to it as long as all its results go to the weight half and it is a product, a view before one, or something
+cheap after one (views, casts, sums, scaling). So only operands of products are kept between the halves: for linear
+layers, their inputs and the gradients of their outputs. Everything else is computed in the input half.
+
+Invariants. Every phase runs its nodes in the order of the recording. The weight half neither reads nor views memory
+that the backward writes in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.fx import Graph, Node
+
+from fpipe.autodiff.graph.joint_graph import Joint
+from fpipe.autodiff.graph.simplification import is_item, simplified, value_of, written_by
+from fpipe.autodiff.interface import Wiring
+from fpipe.ir.effects import memory
+from fpipe.tensors.spec import Spec
+
+aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.convolution_backward.default,
+        aten.embedding_dense_backward.default,
+    }
+)
+VIEWS = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
+SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
+LIGHT = VIEWS | SUMS | SCALED | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
+
+
+Group: TypeAlias = Sequence[Node]
+
+
+class Phase(NamedTuple):
+    """Nodes that run together.
+
+    - `takes`, `gives`: groups of nodes. A list is what one phase keeps for another, which empties it; `None` means that
+      nothing is kept. A node taken by itself is not in a group.
+    - `layouts`: the layouts of the tensors in the first group given, where they matter.
+    """
+
+    nodes: tuple[Node, ...]
+    takes: tuple[Group | Node | None, ...]
+    gives: tuple[Group | None, ...]
+    layouts: tuple[Spec, ...]
+
+    @property
+    def taken(self) -> Iterator[Node]:
+        """All nodes that it takes."""
+        for group in self.takes:
+            yield from (group,) if isinstance(group, Node) else group or ()
+
+    @property
+    def given(self) -> Iterator[Node]:
+        """All nodes that it gives."""
+        return (node for group in self.gives for node in group or ())
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The functions of a stage as phases of a graph.
+
+    - `views` takes parameters; gives them and views of them, once per step. `forward` takes all of these as its
+      parameters.
+    - `forward` takes parameters, buffers, inputs and the key; gives outputs, buffers, and residuals.
+    - `evaluation` takes the same; gives outputs and buffers.
+    - `backward` takes residuals and cotangents; gives outgoing cotangents and gradients.
+    - `input` takes the same as `backward`; gives outgoing cotangents and what `weight` takes, which gives gradients.
+    - `early`: the gradients that `input` computes, by number, and why.
+    """
+
+    views: Phase
+    forward: Phase
+    evaluation: Phase
+    backward: Phase
+    input: Phase
+    weight: Phase
+    early: Mapping[int, str]
+
+
+def divide(joint: Joint, wiring: Wiring) -> Phases:
+    """Cut a joint graph into phases."""
+    views, joint = _viewed(simplified(joint))
+    forward, backward = _whole(joint, wiring)
+    halves = _halved(joint)
+    first, second = _halves(halves, wiring)
+    early = {k: _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
+    evaluation = forward._replace(gives=forward.gives[:2])
+    return Phases(views, forward, evaluation, backward, first, second, early)
+
+
+def _viewed(joint: Joint) -> tuple[Phase, Joint]:
+    """Return the phase that makes views of parameters, and the graph that takes them."""
+    known = dict.fromkeys(joint.params)
+    for node in joint.calls:
+        if node.target in VIEWS and known.keys() >= set(node.all_input_nodes):
+            known[node] = None
+    views = tuple(node for node in known if node not in joint.params)
+    return Phase(views, (joint.params,), (tuple(known),), ()), replace(joint, params=tuple(known))
+
+
+def _whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
+    early = [node for node in joint.calls if node in joint.forward]
+    late = [node for node in joint.calls if node not in joint.forward]
+    takes = joint.params, joint.buffers, joint.inputs, joint.key
+    made = {*early, *joint.params, *joint.buffers, *joint.inputs, joint.key}
+    kept = _across(made, late, (*joint.outgoing, *joint.grads)) if wiring.leaves else None
+    outputs = tuple(spec for _, spec in wiring.outputs)
+    return (
+        Phase(tuple(early), takes, (joint.outputs, joint.updated, kept), outputs),
+        Phase(tuple(late), (kept, joint.cotangents), (joint.outgoing, joint.grads), wiring.cotangents),
+    )
+
+
+def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[Node]) -> list[Node]:
+    """Return the nodes made before a cut that are used after it (`behind`) or returned, each once."""
+    used = [*(operand for node in behind for operand in node.all_input_nodes), *returned]
+    return list(dict.fromkeys(node for node in used if node in made))
+
+
+def _maker(node: Node) -> str:
+    """Return what computes a gradient."""
+    while node.target in VIEWS or is_item(node):
+        node = node.all_input_nodes[0]
+    return f"computed by {getattr(node.target, '__name__', node.target)}"
+
+
+def _halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
+    _, backward = _whole(joint, wiring)
+    deferred = _deferred(joint, backward)
+    first = [node for node in backward.nodes if node not in deferred]
+    second = [node for node in backward.nodes if node in deferred]
+    rest = _across({*first, *backward.taken}, second, joint.grads) if wiring.leaves else None
+    return (
+        Phase(tuple(first), backward.takes, (joint.outgoing, rest), wiring.cotangents),
+        Phase(tuple(second), (rest,), (joint.grads,), ()),
+    )
+
+
+def _deferred(joint: Joint, backward: Phase) -> frozenset[Node]:
+    """Return the nodes of the weight half."""
+    candidates = _candidates(joint, backward)
+    worth = _worth(candidates, backward.nodes)
+    for node in reversed(backward.nodes):  # views before nodes that are worth deferring
+        if node.target in VIEWS and node in candidates and node.users and worth.issuperset(node.users):
+            worth.add(node)
+    return frozenset(worth)
+
+
+def _candidates(joint: Joint, backward: Phase) -> set[Node]:
+    """Return the deferrable nodes whose results are only used by other such nodes, or are gradients."""
+    needed, untouched = set(joint.outgoing), _untouched(backward.nodes)
+    found: set[Node] = set()
+    for node in reversed(backward.nodes):
+        if node not in needed and _deferrable(node) and untouched(node) and found.issuperset(_users(node)):
+            found.add(node)
+    return found
+
+
+def _deferrable(node: Node) -> bool:
+    return node.target in PRODUCTS or node.target in LIGHT or is_item(node)
+
+
+def _users(node: Node) -> Iterator[Node]:
+    return (user for user in node.users if user.op != "output")
+
+
+def _worth(candidates: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
+    """Return the candidate products, the nodes after them, and sums of their operands, which are kept anyway."""
+    taken = {_origin(operand) for node in candidates if node.target in PRODUCTS for operand in node.all_input_nodes}
+    found: set[Node] = set()
+    for node in nodes:
+        if node in candidates:
+            behind = not found.isdisjoint(node.all_input_nodes)
+            summed = node.target in SUMS and taken.issuperset(map(_origin, node.all_input_nodes))
+            if node.target in PRODUCTS or behind or summed:
+                found.add(node)
+    return found
+
+
+def _origin(node: Node) -> Node:
+    """Return the node that this one is a view of."""
+    while node.target in VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _untouched(nodes: Iterable[Node]) -> Any:
+    """Return a predicate: whether a node neither is nor reads memory that one of `nodes` writes in place."""
+    values = [value_of(argument) for node in nodes for argument in written_by(node)]
+    touched = {memory(value) for value in values if value is not None}
+
+    def check(node: Node) -> bool:
+        values = [value_of(one) for one in (node, *node.all_input_nodes)]
+        return not touched or all(value is None or memory(value) not in touched for value in values)
+
+    return check
+
+
+def _item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
+    """Copy a getitem, pointing it to the node of the pair that computes its item."""
+    first = item.args[1] == 0
+    return graph.node_copy(item, lambda _: pair[0] if first else pair[1])
+
+
+def _is_both(node: Node) -> bool:
+    """Return whether a node computes a convolution's gradients of both the input and weights."""
+    mask: Any = node.args[-1] if node.target is aten.convolution_backward.default else (False,)
+    return bool(mask[0]) and any(mask[1:])
+
+
+def _halved(joint: Joint) -> Joint:
+    """Split each convolution backward in two: the gradient that earlier layers wait for, and those of weights."""
+    graph = Graph()
+    to: dict[Node, Node] = {}
+    for node in joint.graph.nodes:
+        if node not in joint.forward and _is_both(node):
+            *args, mask = node.args
+            given = [to[one] if isinstance(one, Node) else one for one in args]
+            masks = [mask[0], False, False], [False, *mask[1:]]
+            pair = [graph.call_function(node.target, (*given, one)) for one in masks]
+            to.update({item: _item(graph, item, pair) for item in node.users})
+            to[node] = pair[0]
+        elif node not in to:
+            to[node] = graph.node_copy(node, lambda used: to[used])
+    return joint.mapped(graph, to)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage differentiated as a graph, recorded once: the functions of `autograd`, without autograd.
+
+State kept between functions is a list of tensors; the function that consumes it empties it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from fpipe.autodiff.graph.codegen import Run
+from fpipe.ir.captured import Tensors
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The functions of a stage, as phases of a graph.
+
+    - `views` takes the parameters and returns what `forward` takes as its parameters.
+    - `evaluation` makes the forward that keeps nothing.
+    - `below_autograd`: whether the functions call the recorded operators and nothing else.
+    - `undeferred`: the gradients that the input half computes, and why.
+    - `remark`: how the phases are run.
+    """
+
+    views: Run
+    forward: Run
+    backward: Run
+    backward_input: Run
+    backward_weight: Run
+    evaluation: Callable[[], Run]
+    undeferred: Mapping[int, str]
+    below_autograd: bool
+    remark: str
+
+    @cached_property
+    def evaluate(self) -> Run:
+        """The forward that keeps nothing, made at its first use."""
+        return self.evaluation()
+
+    def leaves(self, params: Tensors) -> Tensors:
+        """Return the parameters, detached, and views of them that every microbatch needs."""
+        leaves: Tensors = self.views(tuple([tensor.detach() for tensor in params]))
+        return leaves

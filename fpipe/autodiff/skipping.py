@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded stage whose only cotangent may be absent, depending on data; if it is, nothing is computed.
+
+A graph is recorded with all cotangents of a stage. If there are several, some may arrive and others not; such a stage
+is left to autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fpipe.autodiff.accumulation import Gradients, owned
+from fpipe.autodiff.interface import Wiring
+from fpipe.autodiff.recorded import Recorded
+
+
+def skipping(stage: Recorded, wiring: Wiring) -> Recorded:
+    """Return the same stage, with a backward that returns no gradients for an absent cotangent."""
+    outgoing = (None,) * len(wiring.cotangents)
+    grads = (None,) * (len(wiring.leaves) - len(outgoing))
+
+    def backward(residuals: Any, cotangents: Gradients, onto: Gradients = ()) -> tuple[Gradients, Gradients]:
+        if cotangents[0] is None:
+            return outgoing, onto or grads
+        if _is_sum(onto):
+            found: tuple[Gradients, Gradients] = stage.backward(residuals, cotangents, onto)
+            return found
+        made, first = stage.backward(residuals, cotangents)
+        return made, owned(first) if onto else first
+
+    def backward_input(residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
+        if cotangents[0] is None:
+            return outgoing, None
+        made, deferred = stage.backward_input(residuals, cotangents)
+        return made, (deferred,)
+
+    def backward_weight(deferred: Any, onto: Gradients = ()) -> Gradients:
+        if deferred is None:
+            return onto or grads
+        if _is_sum(onto):
+            totals: Gradients = stage.backward_weight(*deferred, onto)
+            return totals
+        first: Gradients = stage.backward_weight(*deferred)
+        return owned(first) if onto else first
+
+    return replace(stage, backward=backward, backward_input=backward_input, backward_weight=backward_weight)
+
+
+def _is_sum(onto: Gradients) -> bool:
+    """Return whether there is a sum; a stage's gradients arrive all together or not at all."""
+    return bool(onto) and onto[0] is not None

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs of microbatches, joined again: the inverse of splitting, in `fpipe.batching.batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import Structure, broadcast
+
+Dim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
+"""A dimension, `None` if every microbatch has the same, or a function of all of them."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How the tensors of a tree of outputs are joined; `dims` has one entry for each."""
+
+    structure: Structure
+    dims: tuple[Dim, ...]
+
+    @classmethod
+    def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]]) -> Joining:
+        """Return how to join outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
+
+        Raises `InputError` for a dimension along which they can't be joined.
+        """
+        found = broadcast("output_dims", dims, structure)
+        for path, dim, specs in zip(structure.names, found, parts, strict=True):
+            _require_joinable(f"outputs{path}", dim, specs)
+        return cls(structure, tuple(found))
+
+    def join(self, columns: Sequence[Sequence[Tensor]]) -> Any:
+        """Return the tree, given the microbatches of each tensor."""
+        return self.structure.unflatten([join(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
+
+
+def join(parts: Sequence[Tensor], dim: Dim = 0) -> Any:
+    """Return a leaf of all microbatches: joined along a dimension (stacked if it has none), the first, or `dim(parts)`.
+
+    >>> join([torch.zeros(2, 1), torch.ones(1, 1)]).tolist(), join([torch.tensor(1), torch.tensor(2)]).tolist()
+    ([[0.0], [0.0], [1.0]], [1, 2])
+    """
+    if dim is None:
+        return parts[0]
+    if callable(dim):
+        return dim(parts)
+    return torch.cat(tuple(parts), dim) if parts[0].dim() else torch.stack(tuple(parts))
+
+
+def _require_joinable(name: str, dim: object, specs: Sequence[Spec]) -> None:
+    if dim is None or callable(dim):
+        return
+    shapes = list(dict.fromkeys(spec.shape for spec in specs))
+    rank = len(shapes[0])
+    if not isinstance(dim, int) or isinstance(dim, bool) or (rank and not -rank <= dim < rank):
+        raise InputError(
+            f"{name}: got shape {list(shapes[0])} to be joined along dimension {dim!r}, expected one of its {rank} "
+            "dimensions. Say in output_dims which one, None to take the first microbatch's, or a function of all."
+        )
+    rest = {tuple(size for k, size in enumerate(shape) if not rank or k != dim % rank) for shape in shapes}
+    if len(rest) > 1:
+        raise InputError(
+            f"{name}: got shapes {[list(shape) for shape in shapes]} in different microbatches, expected them to "
+            f"differ in dimension {dim} only, along which they are joined. Say in output_dims how to join them: "
+            "another dimension, None to take the first microbatch's, or a function of all of them, such as tuple."
+        )

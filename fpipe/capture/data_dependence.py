@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assumptions about values that fake tensors lack: false, zero, nothing found; except that all is finite.
+
+So `if not torch.isfinite(x).all()` takes the usual path, whose gradients are laid out in memory as on most batches.
+
+This is only for modules that always run as is: the path they take on fake tensors decides nothing but the shapes of
+their outputs; on real tensors they take the right one. torch's own checks of all elements are assumed to pass; they are
+part of what is played back, and are made then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+from fpipe.capture.disguise import disguised, tolist
+from fpipe.capture.fast_paths import as_in_eager
+from fpipe.tensors.fake import Fakes
+
+UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+FINITE = "_fpipe_finite"
+"""The attribute that marks a fake tensor as telling whether values are finite."""
+
+
+ASKING_FINITE = frozenset({torch.isfinite, Tensor.isfinite})
+
+
+def _none(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return the indices of nonzero elements: none."""
+    return tensor.new_empty((0, tensor.dim()), dtype=torch.int64)
+
+
+def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_none(condition).unbind(1))
+
+
+def _selected(tensor: Tensor, index: Any) -> Tensor:
+    """Return what an index with masks selects: nothing."""
+    items = index if isinstance(index, tuple) else (index,)
+    return tensor[tuple(one for item in items for one in _indices(item))]
+
+
+def _indices(item: Any) -> list[Any]:
+    """Return an index item, or for a mask an empty index for each of its dimensions."""
+    if not isinstance(item, Tensor) or item.dtype not in (torch.bool, torch.uint8):
+        return [item]
+    return [item.new_empty((0,), dtype=torch.int64)] * item.dim()
+
+
+def _masked(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Return what `masked_select` selects: nothing."""
+    return tensor.new_empty((0,))
+
+
+def _zeros(shape: Sequence[int]) -> Any:
+    return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
+
+
+ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        Tensor.__bool__: lambda tensor: hasattr(tensor, FINITE),
+        Tensor.item: lambda _: 0,
+        Tensor.__int__: lambda _: 0,
+        Tensor.__float__: lambda _: 0.0,
+        tolist: lambda tensor: _zeros(tensor.shape),
+        Tensor.nonzero: _none,
+        torch.nonzero: _none,
+        Tensor.argwhere: _none,
+        torch.argwhere: _none,
+        torch.where: _nowhere,
+        Tensor.__getitem__: _selected,
+        torch.masked_select: _masked,
+        Tensor.masked_select: _masked,
+    }
+)
+
+
+def computed(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a torch function; raise the same error for all that read values, conversion to numpy included."""
+    if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
+        raise DataDependentOutputException(function)
+    return marked(function, args, function(*args, **kwargs))
+
+
+def marked(function: Any, args: Any, out: Any) -> Any:
+    """Return the result of a torch call, marked if it tells whether values, or all of them, are finite."""
+    finite = function in ASKING_FINITE or (function in (Tensor.all, torch.all) and hasattr(args[0], FINITE))
+    if finite and isinstance(out, FakeTensor):
+        setattr(out, FINITE, True)
+    return out
+
+
+def reading(tensor: Tensor) -> None:
+    """Note, for torch function modes, that what happens from here on depends on the values of `tensor`."""
+    if has_torch_function_unary(tensor):
+        handle_torch_function(reading, (tensor,), tensor)
+
+
+READING = frozenset(
+    {reading, tolist}
+    | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
+    | {Tensor.nonzero, torch.nonzero}
+)
+"""Calls after which execution may depend on tensor values, even if a fake tensor knows its value."""
+
+
+class Attached(torch.autograd.Function):
+    """Connects a fake output of a module that branches on data to everything it may depend on.
+
+    Nodes of this class mark where gradients may or may not flow; see `surely_reached`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        """Return a tensor with the same layout in memory of its own, so that it may be changed in place."""
+        ctx.save_for_backward(*others)
+        return tensor.new_empty_strided(tensor.shape, tensor.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the output's gradient, and expanded zeros for the others, so as not to fix their gradients' layout."""
+        return *grads, *[tensor.new_zeros(()).expand_as(tensor) for tensor in ctx.saved_tensors]
+
+
+def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return the outputs of a module that branches on data, connected to all of `others` that require a gradient.
+
+    Connect them only while shapes are inferred: in a step the branch taken decides, as on one device.
+    """
+    if active_fake_mode() is None or not torch.is_grad_enabled():
+        return made
+    wanting = [tensor for tensor in others if tensor.requires_grad]
+    apply: Any = Attached.apply
+    return tuple([apply(t, *wanting) if wanting and (t.is_floating_point() or t.is_complex()) else t for t in made])
+
+
+def surely_reached(roots: Iterable[Tensor]) -> frozenset[int]:
+    """Return the ids of the leaves that gradients reach from `roots`, whichever way modules branch."""
+    queue = [get_gradient_edge(root).node for root in roots]
+    seen = dict.fromkeys(queue)
+    for node in queue:
+        if node.name() != f"{Attached.__name__}Backward":
+            after = [one for one, _ in node.next_functions if one is not None and one not in seen]
+            seen.update(dict.fromkeys(after))
+            queue += dict.fromkeys(after)
+    return frozenset(id(node.variable) for node in seen if hasattr(node, "variable"))
+
+
+check: Any = torch._check_tensor_all_with
+
+
+def checked(error_type: Any, cond: Tensor, message: Any = None) -> None:
+    """Run torch's check that all elements are true; let a fake tensor pass."""
+    if not isinstance(cond, FakeTensor):
+        check(error_type, cond, message)
+
+
+is_all_true: Any = torch._is_all_true
+
+
+def all_true(valid: Tensor) -> bool:
+    """Run torch's check of a distribution's arguments; let a fake tensor pass, and check values in every step."""
+    if isinstance(valid, FakeTensor):
+        reading(valid)
+    elif not is_all_true(valid):
+        raise ValueError(
+            "got arguments or samples that a distribution does not allow, expected such as its constraints say. Run "
+            "the module eagerly to see which, or pass validate_args=False."
+        )
+    return True
+
+
+@contextmanager
+def assuming(mode: FakeTensorMode) -> Iterator[Answers]:
+    """Answer reads of values from fake tensors of `mode` inside; yield a record of whether there were any."""
+    answers = Answers()
+    with (
+        patch.object(torch, "_check_tensor_all_with", checked),
+        patch.object(torch, "_is_all_true", all_true),
+        disguised(),
+        as_in_eager(answers.note_nested),
+        _finding_nothing(mode, answers),
+        answers,
+    ):
+        yield answers
+
+
+class Answers(TorchFunctionMode):
+    """Answers from `ASSUMED`.
+
+    - `given`: whether it has answered: another value may lead elsewhere.
+    - `nested`: whether torch nests real tensors here, which fake ones do not support.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = self.nested = False
+
+    def note_nested(self) -> None:
+        """Note that real tensors are nested here."""
+        self.nested = True
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return marked(func, args, func(*args, **(kwargs or {})))
+        except UNKNOWN:
+            if func not in ASSUMED:
+                raise
+            self.given = True
+            return ASSUMED[func](*args, **(kwargs or {}))
+
+    def nothing(self, tensor: Tensor) -> Tensor:
+        """Answer `nonzero` with no indices; a backward calls it where no torch function mode sees it."""
+        self.given = True
+        return _none(tensor)
+
+
+@contextmanager
+def _finding_nothing(mode: FakeTensorMode, answers: Answers) -> Iterator[None]:
+    """Let the mode itself answer `nonzero`, if it supports that."""
+    if not isinstance(mode, Fakes):
+        yield
+        return
+    before, mode.nothing = mode.nothing, answers.nothing
+    try:
+        yield
+    finally:
+        mode.nothing = before

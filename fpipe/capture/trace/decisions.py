@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that a module leaves in attributes after it has branched on data.
+
+Problem. A module in `unsplittable` runs as is, and on fake tensors it takes one path of many. If it sets an attribute
+to a number, whoever reads it elsewhere would get the number of that path in every step.
+
+Idea. Note such assignments and reads. The innermost call that contains both is never opened: it runs as is too, and its
+Python hands over the number that the step's data led to.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from torch import nn
+
+from fpipe.capture.trace.call_stack import Spans
+from fpipe.ir.tape import Span
+from fpipe.tensors.tree import PLAIN
+
+
+class Decision(NamedTuple):
+    """An assignment: the path of the module, and the calls that it happened in, outermost first."""
+
+    path: str
+    calls: list[Span]
+
+
+class Decisions:
+    """The attributes that hold such numbers. Reads are noticed, by a patch that `stack` removes, once there are any."""
+
+    def __init__(self, spans: Spans, stack: ExitStack) -> None:
+        self.spans, self.stack = spans, stack
+        self.made: dict[tuple[int, str], Decision] = {}
+
+    def assigned(self, module: nn.Module, name: str, value: object) -> None:
+        """Note an assignment to an attribute of a module."""
+        branching = self.spans.opaque and self.spans.outermost_branching.branching
+        if not branching or not isinstance(value, PLAIN):
+            self.made.pop((id(module), name), None)
+            return
+        if not self.made:
+            self._notice_reads()
+        self.made[id(module), name] = Decision(self.spans.paths.get(id(module), ""), [*self.spans.stack])
+
+    def _notice_reads(self) -> None:
+        get: Any = nn.Module.__getattribute__
+
+        def getting(module: nn.Module, name: str) -> Any:
+            decision = self.made.get((id(module), name))
+            if decision is not None:
+                self._read(name, decision)
+            return get(module, name)
+
+        self.stack.enter_context(patch.object(nn.Module, "__getattribute__", getting))
+
+    def _read(self, name: str, decision: Decision) -> None:
+        """Seal the innermost call that contains both the assignment and this read."""
+        around = {id(span) for span in decision.calls}
+        both = [span for span in self.spans.stack if id(span) in around and not span.checkpoint]
+        if both and not both[-1].sealed:
+            both[-1].sealed = f"a read of {name!r}, which module {decision.path} sets after branching on data"

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring to a recorder what a `TorchFunctionMode` cannot see.
+
+That is: calls of modules, custom autograd functions, checkpointed functions, function transforms, assignments to
+attributes, and contexts that change how calls inside them run: autocast, saved-tensor hooks, the choice of attention
+kernels. Each is patched at its one place in torch for the duration of the recording.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._functorch import apis, eager_transforms
+from torch.utils import checkpoint
+
+from fpipe.capture.data_dependence import all_true, checked
+from fpipe.capture.disguise import disguised
+from fpipe.capture.fast_paths import as_in_eager, attention
+from fpipe.capture.guards import torchs
+from fpipe.capture.trace.decisions import Decisions
+from fpipe.capture.trace.recorder import Recorder
+from fpipe.errors import CaptureError
+from fpipe.runtime.segments.reentrant import Node, Reentrant, require_arguments
+from fpipe.tensors.attributes import refused_marks
+
+TRANSFORMS = (
+    (apis, "vmap_impl"),
+    (eager_transforms, "grad_impl"),
+    (eager_transforms, "grad_and_value_impl"),
+    *((torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
+)
+SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+@contextmanager
+def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) -> Iterator[None]:
+    """Bring everything that happens inside to `recorder`; seal the modules of `model` named in `whole`."""
+    patched = _Patched.now()
+    with ExitStack() as stack:
+        watching = _Watching(recorder, model, whole, patched, Decisions(recorder.spans, stack))
+        for owner, name, function in watching.replacements():
+            stack.enter_context(patch.object(owner, name, function))
+        stack.enter_context(refused_marks())
+        stack.enter_context(disguised())
+        stack.enter_context(as_in_eager(watching.nests))
+        stack.enter_context(recorder)
+        try:
+            yield
+        finally:
+            watching.active = False
+
+
+class _Patched(NamedTuple):
+    """torch's own functions, as they were before patching."""
+
+    call: Any
+    apply: Any
+    assign: Any
+    register: Any
+    saved: Any
+    entered: Any
+    left: Any
+    checkpointed: Any
+    scripted: Any
+
+    @classmethod
+    def now(cls) -> _Patched:
+        return cls(
+            nn.Module.__call__,
+            torch.autograd.Function.apply,
+            nn.Module.__setattr__,
+            nn.Module.register_buffer,
+            torch.autograd.graph.saved_tensors_hooks.__enter__,
+            torch.autocast.__enter__,
+            torch.autocast.__exit__,
+            checkpoint._checkpoint_without_reentrant_generator,
+            torch.jit.ScriptFunction.__call__,
+        )
+
+
+class _Watching:
+    """Replacements for torch's functions that do the same and notify the recorder.
+
+    Code that kept a bound method may call one after the recording too; `active` is off by then.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        whole: Collection[str],
+        patched: _Patched,
+        decisions: Decisions,
+    ) -> None:
+        self.recorder, self.spans, self.whole, self.torch = recorder, recorder.spans, whole, patched
+        self.decisions = decisions
+        self.ours = {id(module) for module in model.modules() if not torchs(module)}
+        self.active = True
+
+    @property
+    def idle(self) -> bool:
+        """True if the recorder need not see what happens now."""
+        return self.recorder.inside or not self.active
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield each patched owner, the name there, and the replacement."""
+        yield nn.Module, "__call__", _function(self._called)
+        yield nn.Module, "__setattr__", _function(self._assigned)
+        yield nn.Module, "register_buffer", _function(self._registered)
+        yield torch.autograd.Function, "apply", classmethod(_function(self._applied))
+        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _function(self._saved)
+        yield torch.autocast, "__enter__", _function(self._entered)
+        yield torch.autocast, "__exit__", _function(self._left)
+        yield torch.jit.ScriptFunction, "__call__", _function(self._scripted)
+        yield torch, "manual_seed", self._seeded
+        yield torch, "_check_tensor_all_with", self._transform(checked)
+        yield torch, "_is_all_true", self._transform(all_true)
+        yield torch, "_native_multi_head_attention", self._transform(attention)
+        yield checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed
+        for owner, name in TRANSFORMS:
+            yield owner, name, self._transform(getattr(owner, name))
+
+    def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        path = self.spans.paths.get(id(module))
+        if path is None or self.idle:
+            return self.torch.call(module, *args, **kwargs)
+        sealed = "parts, which are never cut," if path in self.whole else _backward_hook(module)
+        span = self.recorder.span(path, type(module), module, args, kwargs, sealed)
+        return self.recorder.called(span, lambda: self.torch.call(module, *args, **kwargs))
+
+    def _assigned(self, module: nn.Module, name: str, value: object) -> None:
+        if id(module) in self.ours and self.active:
+            if name in module._parameters and value is not module._parameters[name]:
+                raise CaptureError(
+                    f"{self.spans.here()}: got an assignment to the parameter {name!r}, expected parameters to be read "
+                    "only; the new value would be lost. Compute a new tensor from it (torch.nn.utils.parametrize)."
+                )
+            if name not in module._buffers:  # assigning a buffer goes through register_buffer
+                self.spans.assigned(module, name, value, self.recorder.values)
+                self.decisions.assigned(module, name, value)
+        self.torch.assign(module, name, value)
+
+    def _registered(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if id(module) in self.ours and self.active and name in module._buffers:
+            if self.recorder.inside:
+                raise CaptureError(
+                    f"{self.spans.here()}: got an assignment to the buffer {name!r} inside a torch call, such as a "
+                    "custom autograd function, expected one in a forward. Return the tensor, and assign it outside."
+                )
+            tensor = self.recorder.reassigned.assign(module, name, tensor, self.recorder.call)
+            self.spans.assigned(module, name, tensor, self.recorder.values)
+        self.torch.register(module, name, tensor, *args, **kwargs)
+
+    def _applied(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction and not self.idle:
+            return self._reentrant(*args)
+        function = self.torch.apply.__func__.__get__(cls)
+        unseen = self.idle or cls is Node
+        return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
+
+    def _reentrant(self, function: Any, preserve: bool, *args: Any) -> Any:
+        """Replace torch's node with one that supports gradients of chosen inputs, and record a span."""
+        outer, recorder = self.spans.stack[-1], self.recorder
+        if not preserve:
+            raise CaptureError(
+                f"{self.spans.here()}: got a reentrant checkpoint with preserve_rng_state=False, expected the same "
+                "random numbers in both runs. Drop the argument."
+            )
+        recorder.hooked.append(len(recorder.units))
+        span = recorder.span(outer.path, outer.kind, Reentrant(), (function, *args), {}, "activation checkpointing")
+        span.checkpoint = span.reentrant = True
+
+        def run(*args: Any) -> Any:
+            return recorder.own(span, function(*args))
+
+        with self.spans.running(span):
+            out = Reentrant()(run, *args)
+        recorder.ended(span, out)
+        tensors, given = recorder.values.tensors, recorder.values.within(args)
+        wanting = frozenset(value for value, tensor in tensors.items() if tensor.requires_grad)
+        require_arguments(span, recorder.units, wanting, [*given, *recorder.values.sources])
+        return out
+
+    def _transform(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if self.idle else self.recorder.call(function, args, kwargs)
+
+        return recorded
+
+    def _scripted(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Record a call of a function that `torch.jit.script` made; its torch calls run in C++, unseen."""
+        if self.idle:
+            return self.torch.scripted(function, *args, **kwargs)
+        first = self.recorder.tick
+        out = self.recorder.call(function, args, kwargs)
+        if self.recorder.draws.has_from(first):
+            raise CaptureError(
+                f"{self.spans.here()}: got the torch.jit.script function {function.name!r} that draws random numbers, "
+                "expected ones that follow from the step's seed. Call the function without torch.jit.script."
+            )
+        return out
+
+    def _saved(self, hooks: Any) -> None:
+        self.recorder.hooked.append(len(self.recorder.units))
+        if not isinstance(hooks, checkpoint._checkpoint_hook):
+            self.spans.seal("saved-tensor hooks around what it calls")
+        self.torch.saved(hooks)
+
+    def _entered(self, context: Any) -> Any:
+        if not self.idle:
+            self.recorder.regions += not self.recorder.depth
+            self.recorder.depth += 1
+        entered = self.torch.entered(context)
+        if self.active:
+            torch.set_autocast_cache_enabled(False)  # so that every use is seen to cast; exit restores it
+        return entered
+
+    def _left(self, context: Any, *error: Any) -> Any:
+        self.recorder.depth -= not self.idle
+        return self.torch.left(context, *error)
+
+    def nests(self) -> None:
+        """Note that the module nests real tensors, and takes another path on fake ones."""
+        self.spans.seal("an encoder with a padding mask, which nests tensors")
+
+    def _seeded(self, *_: object) -> None:
+        raise CaptureError(
+            f"{self.spans.here()}: got a forward that seeds the generator itself, expected random numbers that follow "
+            "from the step's seed. Drop torch.manual_seed."
+        )
+
+    def _checkpointed(self, function: Any, *settings: Any, **kwargs: Any) -> Iterator[None]:
+        """Wrap torch's generator around a checkpointed function, and record a span.
+
+        What the function returned is a local variable of `checkpoint`, which drives the generator.
+        """
+        generator = self.torch.checkpointed(function, *settings, **kwargs)
+        if self.idle:
+            yield from generator
+            return
+        how, args = dict(zip(SETTINGS, settings, strict=False)), settings[len(SETTINGS) :]
+
+        def again(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
+
+        outer = self.spans.stack[-1]
+        next(generator)
+        span = self.recorder.span(outer.path, outer.kind, again, (function, *args), kwargs, "activation checkpointing")
+        span.checkpoint = True
+        with self.spans.running(span):
+            yield
+        self.recorder.ended(span, sys._getframe(1).f_locals["ret"])
+        if span.stream is not None or self.recorder.draws.has_from(span.first_tick):
+            how["preserve_rng_state"] = True  # else the rerun draws from whatever state the schedule left
+        yield from generator
+
+
+def _function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound method as a plain function, to become a method of another class."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
+
+
+def _backward_hook(module: nn.Module) -> str:
+    """Name a hook that torch attaches to the autograd graph around a module's call; empty if it has none."""
+    hooks: list[Any] = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    return f"the backward hook {getattr(hooks[0], '__qualname__', repr(hooks[0]))}" if hooks else ""

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that a forward assigns anew: `self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)`.
+
+Problem. A step puts buffers into their modules and takes them out again, so what a forward assigns there would be lost.
+
+Idea. After the run, compare the tensor in a buffer's place with the buffer. If it has the same shape, strides, dtype
+and device, it is the buffer's next value, and the stage that assigns it returns it. If not, it is a cache that was
+rebuilt, say for a longer sequence. That is fine as long as every run would build the same one: from constants, and from
+buffers that never change. Everything else is refused.
+
+Invariant: an assigned tensor gets its own value, an alias of it, so the unit that makes this value is where the
+assignment happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.capture.trace.origins import Origin
+from fpipe.capture.trace.values import Values
+from fpipe.errors import CaptureError
+from fpipe.ir.captured import Buffer, Constant, Parameter, Source, Unit, Value
+from fpipe.ir.tape import Span, checkpointed
+from fpipe.tensors.spec import Spec
+
+Table = dict[str, Tensor | None]
+
+
+class Reassigned(NamedTuple):
+    """A buffer that was assigned anew.
+
+    - `table`, `name`: its place. `first`: what was there before the run; `buffer`: its value, if it has one.
+    - `new`: the value that is there now. `where`: the module that assigned it.
+    """
+
+    table: Table
+    name: str
+    first: Tensor | None
+    buffer: Value | None
+    new: Value
+    where: str
+
+
+class Reassignments:
+    """The buffers that a run assigns anew; `values` are the run's tensors, and `here` returns where it is.
+
+    - `found`: by place; `assigned`: all values that were ever assigned.
+    """
+
+    def __init__(self, values: Values, here: Callable[[], str]) -> None:
+        self.values, self.here = values, here
+        self.found: dict[tuple[int, str], Reassigned] = {}
+        self.assigned: set[Value] = set()
+
+    def assign(self, module: nn.Module, name: str, value: object, call: Callable[..., Any]) -> Any:
+        """Return what to put in a buffer's place for `value`; `call` runs and records a torch call."""
+        table, key = module._buffers, (id(module._buffers), name)
+        known = self.found.get(key)
+        first = table[name] if known is None else known.first
+        if value is table[name]:
+            return value
+        if value is first:  # the original is back
+            del self.found[key]
+            return value
+        self._require_plain(name, value)
+        new = call(Tensor.detach, (value,), {})
+        number, old = self.values.known[id(new)], self.values.known.get(id(first), -1)
+        buffer = old if isinstance(self.values.sources.get(old), Buffer) else None
+        self.found[key] = Reassigned(table, name, first, buffer, number, self.here())
+        self.assigned.add(number)
+        return new
+
+    def _require_plain(self, name: str, value: object) -> None:
+        with torch._C.DisableTorchFunction():
+            is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if isinstance(value, Tensor) and is_tensor and not value.requires_grad:
+                return
+        got = "a tensor that requires a gradient" if is_tensor else f"a {type(value).__name__}"
+        raise CaptureError(
+            f"{self.here()}: got an assignment of {got} to the buffer {name!r}, expected a tensor that requires none: "
+            f"buffers are carried from microbatch to microbatch without a graph. Write self.{name} = (...).detach(), "
+            "or compute it under torch.no_grad()."
+        )
+
+    def restore(self) -> None:
+        """Restore what was in these places before the run."""
+        for one in self.found.values():
+            one.table[one.name] = one.first
+
+    @property
+    def now(self) -> dict[Value, Value]:
+        """The value in each assigned buffer's place, by buffer."""
+        return {one.buffer: one.new for one in self.found.values() if one.buffer is not None}
+
+    @property
+    def next(self) -> dict[Value, Value]:
+        """The value that each carried buffer has after the run, by buffer."""
+        return {one.buffer: one.new for one in self.found.values() if one.buffer is not None and self._is_alike(one)}
+
+    @property
+    def caches(self) -> list[Reassigned]:
+        """The reassigned buffers that are rebuilt rather than carried."""
+        return [one for one in self.found.values() if one.buffer is None or not self._is_alike(one)]
+
+    def _is_alike(self, one: Reassigned) -> bool:
+        new = self.values.tensors[one.new]
+        return one.first is not None and _layout(one.first) == _layout(new)
+
+    # ---------------------------------------------------------------------------------------------------------- checks
+
+    def require_carried(self, written: Collection[int], origin: Callable[[Sequence[Value]], Origin]) -> None:
+        """Raise `CaptureError`, naming the buffer, unless assigned tensors can be carried on, or made again.
+
+        `written` is the memory that the run modifies in place; `origin` returns what values were computed from.
+        """
+        for one in self.caches:
+            self._require_constant(one, written, origin((one.new,)))
+        for one in self.found.values():
+            if one.buffer in self.next:
+                self._require_apart(one, written)
+
+    def _require_constant(self, one: Reassigned, written: Collection[int], origin: Origin) -> None:
+        """Refuse a cache that another run might build differently."""
+        changing = {other.buffer for other in self.found.values()}
+
+        def is_fixed(value: Value, source: Source) -> bool:
+            if isinstance(source, Buffer):
+                return value not in changing and self.values.storage[value] not in written
+            return isinstance(source, Constant)
+
+        others = [source for value, source in origin.sources.items() if not is_fixed(value, source)]
+        if not others and not any(unit in origin.history.random for unit in origin.units):
+            return
+        got, expected = _said(self.values.tensors[one.new]), "None" if one.first is None else _said(one.first)
+        raise CaptureError(
+            f"{one.where}: got an assignment of {got} to the buffer {one.name!r}, which is {expected}, expected the "
+            "same shape, strides and dtype, or a cache that follows from shapes and constants alone; this one depends "
+            f"on {_named(others[0]) if others else 'random numbers'}. Register it as {got}, or write "
+            f"self.{one.name}.copy_(...)."
+        )
+
+    def _require_apart(self, one: Reassigned, written: Collection[int]) -> None:
+        """Refuse a buffer that would share memory with something that changes independently."""
+        storage, sources, mine = self.values.storage, self.values.sources, {one.buffer, one.new}
+        others = {**sources, **{new: sources[buffer] for buffer, new in self.next.items()}}
+        in_place = one.buffer is not None and storage[one.buffer] in written
+        for value, source in others.items():
+            if storage[value] != storage[one.new] or value in mine:
+                continue
+            changes = isinstance(source, Parameter) or (isinstance(source, Buffer) and storage[value] in written)
+            if in_place or changes:
+                raise CaptureError(
+                    f"{one.where}: got an assignment to the buffer {one.name!r} of memory that {_named(source)} has "
+                    "too, expected memory of its own: when one changes in place, so would the other. Write "
+                    f"self.{one.name} = (...).clone()."
+                )
+
+    def require_not_repeated(self, spans: Sequence[Span], units: Sequence[Unit]) -> None:
+        """Raise `CaptureError` if a checkpointed function uses such a buffer: its backward would use the new value."""
+        tensors = self.values.tensors
+        changing = self.assigned | {one.buffer for one in self.found.values()}
+        for span in checkpointed(spans):
+            inside = units[span.start : span.stop]
+            used = {value for unit in inside for value in (*unit.reads, *unit.makes)} - {*span.invocation.reads}
+            if changing & used and any(tensors[value].requires_grad for value in span.returned.values()):
+                names = sorted({one.name for one in self.found.values()})
+                raise CaptureError(
+                    f"module {span.path or '(root)'}: got a checkpointed function that uses or assigns a buffer that "
+                    f"the forward assigns anew ({', '.join(names)}), expected none: the backward runs the function "
+                    "again, on the new value. Assign it outside of the checkpoint, and pass what the function uses of "
+                    "it as an argument."
+                )
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a tensor's shape, the strides of its dimensions longer than 1, its dtype and its device."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(tensor.shape), [step for size, step in pairs if size > 1], tensor.dtype, tensor.device
+
+
+def _said(tensor: Tensor) -> str:
+    spec = Spec.of(tensor)
+    return str(spec) if tensor.is_contiguous() else f"{spec} of strides {list(spec.stride)}"
+
+
+def _named(source: Source) -> str:
+    if isinstance(source, Parameter | Buffer):
+        return f"the {type(source).__name__.lower()} {source.name!r}"
+    return "a constant" if isinstance(source, Constant) else "the batch"

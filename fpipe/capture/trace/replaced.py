@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about tensors that a capture replaces.
+
+In a step, the tensors in a module are the step's: parameters, but not the ones that an optimizer holds. They are
+instances of `nn.Parameter` and leaves, and what a stage receives is neither; but `.grad` cannot be answered, because on
+one device it holds the sum of earlier microbatches. And on fake tensors, calls raise that would not on real ones: a
+forward that catches the error takes another path in the capture than in a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import dropwhile
+from traceback import walk_stack
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fpipe.capture.data_dependence import UNKNOWN
+from fpipe.capture.guards import asking_line
+from fpipe.errors import CaptureError, PipelineError
+
+GRAD: Any = vars(torch._C.TensorBase)["grad"]
+UNANSWERABLE: Mapping[Any, str] = MappingProxyType({GRAD.__get__: "is asked for", GRAD.__set__: "is assigned to"})
+"""What torch calls when a tensor's `.grad` is used."""
+ASKING: tuple[Any, ...] = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "is_leaf"))
+"""What torch calls when a tensor is asked whether it was computed."""
+ELSEWHERE = (Tensor.numpy, Tensor.__array__)
+"""Calls that fake tensors refuse with various errors."""
+GATHERING = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
+"""Calls that copy the values of tensors in lists, where no operator shows it."""
+
+
+def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any], str], here: Callable[[], str]) -> None:
+    """Raise `CaptureError` for a tensor's address, values gathered from a list, or a parameter's gradient.
+
+    `name` maps a tensor to its parameter's name; `here` returns where the forward is. torch's own modules may ask, in
+    `nn.Module.to` say, because they only move the tensor.
+    """
+    if function is Tensor.data_ptr and not _is_torchs():
+        raise CaptureError(
+            f"{here()}: got a forward that asks for the address of a tensor, expected one that works wherever tensors "
+            "are: in a step they are elsewhere, and others. Compare tensors by `is`, or drop it."
+        )
+    if function in GATHERING and any(isinstance(arg, list | tuple) and _holds_fakes(arg) for arg in args):
+        raise CaptureError(
+            f"{here()}: got {function.__name__}() of a list with tensors in it{asking_line()}, expected numbers, "
+            "since it copies values out of sight. Write torch.stack() or torch.cat(); or do it before the step, and "
+            "pass the result."
+        )
+    if function not in UNANSWERABLE or not name(args[0]) or _is_torchs():
+        return
+    raise CaptureError(
+        f"{here()}: got a forward in which the .grad of parameter {name(args[0])} {UNANSWERABLE[function]}, expected "
+        "one that leaves gradients alone: a step returns them, and keeps none. Use those that the step returns."
+    )
+
+
+def _holds_fakes(items: Sequence[Any]) -> bool:
+    """Return whether nested lists hold nonempty fake tensors."""
+    return any(
+        _holds_fakes(one) if isinstance(one, list | tuple) else isinstance(one, FakeTensor) and one.numel() > 0
+        for one in items
+    )
+
+
+def _is_torchs() -> bool:
+    """Return whether the innermost caller outside of fpipe is torch."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe(1)))
+    caller = next(dropwhile("fpipe".__eq__, (module.partition(".")[0] for module in modules)))
+    return bool(caller == "torch")
+
+
+def refusal(function: Any, error: Exception, here: Callable[[], str]) -> PipelineError | None:
+    """Return the error to raise if the forward catches one that a torch call raised because tensors are fake."""
+    if isinstance(error, PipelineError):
+        return error
+    if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == fake_tensor.__name__):
+        return None
+    return CaptureError(
+        f"{here()}: got {type(error).__name__}: {error}, which the forward caught, expected one that needs no values: "
+        "in a step it would go another way. Take the call out of its try, or, if shapes do not depend on it, name the "
+        "module in unsplittable."
+    )

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check whether calls do the same again when each torch call returns what it returned before.
+
+Problem. Calls are rehearsed to see what Python state they find. Running their torch calls on fake tensors again, and
+recording them, takes as long as the recording itself.
+
+Idea. Compare each torch call with the next one of the tape, and return what that one returned; run nothing but Python
+code. A call that is not a plain torch function on plain arguments ends the replay, and so does everything that a
+recorder must be notified of. The calls must then be recorded again to see whether they differ.
+
+Invariant: a replay in which an operator is dispatched, or any torch call is a different one, never counts as the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import (
+    BuiltinFunctionType,
+    EllipsisType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    NoneType,
+    WrapperDescriptorType,
+)
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from fpipe.capture.data_dependence import FINITE
+from fpipe.capture.disguise import disguised
+from fpipe.capture.fast_paths import as_in_eager
+from fpipe.capture.trace.patches import TRANSFORMS
+from fpipe.capture.trace.recorder import SEALING
+from fpipe.ir.effects import Effects
+from fpipe.ir.modes import contexts, in_force
+from fpipe.ir.tape import Returned, Span, Tape, constants_at, tensors_at
+from fpipe.model.snapshot import attributes_restored
+from fpipe.tensors.attributes import MARKS
+from fpipe.tensors.fake import Fakes
+from fpipe.tensors.tree import taken_apart
+
+BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
+EXECUTED = frozenset({*SEALING, Tensor.__deepcopy__})
+"""torch functions that run user code, or change their arguments."""
+SETTING: Any = torch._C._set_grad_enabled
+"""Sets a mode. Others that take no tensors and return `None` may set something, too."""
+TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
+NUMBERS = frozenset({bool, int, float, NoneType})
+CLASSES = (complex, str, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
+DATA = NUMBERS.union(CLASSES)
+"""Classes of arguments in which neither code nor state can hide. Subclasses do not count."""
+ENDING = (
+    *((torch, "manual_seed"), (torch, "_check_tensor_all_with"), (torch, "_is_all_true")),
+    *((torch, "_native_multi_head_attention"), (torch.jit.ScriptFunction, "__call__")),
+    (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+    *TRANSFORMS,
+)
+"""Where else recorders patch torch, except autocast contexts, which are part of each call's comparison."""
+
+
+class DifferentError(Exception):
+    """Ends a replay."""
+
+
+class Replay(TorchFunctionMode):
+    """Makes calls of a tape again, inside `begun`.
+
+    - `tick`: the tick of the next torch call; `coming`: for each running call, innermost last, its inner calls still to
+      come. `ended`: whether anything differed; a forward may have swallowed the exception.
+    - `expected`: by tick, the arguments of torch calls that can be compared.
+    - `attributes`: the attributes every fake tensor has.
+    - `active`: whether a call runs. Code that kept a replacement for a torch function gets torch's own afterwards.
+    - `depth`: the number of dispatch modes.
+    """
+
+    def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
+        super().__init__()
+        self.tape, self.mode = tape, mode
+        self.attributes = {"_is_param", FINITE, MARKS}.union(*mode.states.values())
+        self._unmark()
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
+        self.effects = Effects()
+        self.effects.calling = self._dispatched
+        self.expected: dict[int, list[Any]] = {}
+        self.coming: list[Iterator[Span]] = []
+        self.tick = self.depth = 0
+        self.active = self.ended = False
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Patch torch inside, in the places where a recording patches it."""
+        with ExitStack() as stack:
+            stack.enter_context(self.mode.watched(self.effects))
+            for owner, name, function in self._replacements():
+                stack.enter_context(patch.object(owner, name, function))
+            stack.enter_context(disguised())
+            stack.enter_context(as_in_eager(self.end))
+            stack.enter_context(self)
+            self.depth = torch._C._len_torch_dispatch_stack()
+            try:
+                yield
+            finally:
+                self._unmark()
+
+    def _marked(self) -> list[Tensor]:
+        """Return the tensors of the tape on which someone has set attributes."""
+        fakes = [tensor for tensor in self.tape.fakes.values() if type(tensor) is FakeTensor]
+        return [tensor for tensor in fakes if not vars(tensor).keys() <= self.attributes]
+
+    def _unmark(self) -> None:
+        """Remove attributes that the recording or a replay has set: the next would find them too early."""
+        for tensor in self._marked():
+            for name in vars(tensor).keys() - self.attributes:
+                del vars(tensor)[name]
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield each patched owner, the name there, and the replacement."""
+        yield nn.Module, "__call__", _function(self._called)
+        yield nn.Module, "__setattr__", _function(self._assigned)
+        yield nn.Module, "register_buffer", _function(self._registered)
+        apply: Any = torch.autograd.Function.apply
+        yield torch.autograd.Function, "apply", classmethod(self._ending(apply.__func__))
+        for owner, name in ENDING:
+            yield owner, name, self._ending(getattr(owner, name))
+
+    def _ending(self, function: Callable[..., Any]) -> Any:
+        def ending(*args: Any, **kwargs: Any) -> Any:
+            return self.end() if self.active else function(*args, **kwargs)
+
+        return ending
+
+    def first_open(self, spans: Sequence[Span]) -> Span | None:
+        """Make calls again; return the first that is not known to do the same, or `None` if all do."""
+        return next((span for span in spans if not self._is_again(span)), None)
+
+    def _is_again(self, span: Span) -> bool:
+        """Make a call again, and return whether it is known to do the same."""
+        function, fakes = span.invocation.function, self.tape.fakes
+        self.tick, self.ended = span.first_tick, False
+        self.coming = [iter([span] if id(function) in self.paths else span.inner)]
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(attributes_restored(span.touched))
+                stack.enter_context(torch.enable_grad())  # restored however a forward exits
+                for context in contexts(span.modes):
+                    stack.enter_context(context())
+                out = self._run(span)
+                self._leave(span, out)
+                kept = {(one.module, one.name): one.value for one in span.assigned}
+                same: bool = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
+                return bool(same and constants_at(out) == span.constants and not self.ended)
+        except Exception:  # whatever a forward raises that misses the state it expects
+            return False
+
+    def _run(self, span: Span) -> Any:
+        self.active = True
+        try:
+            return span.invocation([self.tape.fakes[value] for value in span.invocation.reads])
+        finally:
+            self.active = False
+
+    def end(self, *_: Any, **__: Any) -> NoReturn:
+        """End the replay: something differs, or cannot be compared."""
+        self.ended = True
+        raise DifferentError
+
+    def _dispatched(self, *_: Any) -> None:
+        if self.active:
+            self.end()
+
+    # --------------------------------------------------------------------------------------------------------- results
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        try:
+            return self._returned(func, args, kwargs)
+        finally:
+            if func is SETTING:  # also at the end: contexts restore the previous mode
+                func(*args, **kwargs)
+
+    def _returned(self, function: Any, args: Any, kwargs: Any) -> Any:
+        one = self.tape.returned.get(self.tick)
+        foreign = torch._C._len_torch_dispatch_stack() != self.depth  # another mode, which would see operators
+        if self.ended or foreign or one is None or not self._is_same(one, function, args, kwargs):
+            self.end()
+        self.tick = one.last
+        return one.out
+
+    def _is_same(self, old: Returned, function: Any, args: Any, kwargs: Any) -> bool:
+        """Compare a torch call with a recorded one."""
+        invocation = old.invocation
+        if function is not invocation.function and function != invocation.function:
+            return False
+        expected = self._expected(old)
+        leaves, spec = taken_apart((args, kwargs))
+        same = old.modes == in_force() and len(leaves) == len(expected) and spec == invocation.spec
+        return bool(same and all(map(_is_same, leaves, expected)))
+
+    def _expected(self, old: Returned) -> list[Any]:
+        """Return the arguments of a recorded call; end the replay if it must be recorded to be compared."""
+        if self.tick not in self.expected:
+            arguments = self._arguments(old)
+            setting = old.out is None and not old.invocation.reads and old.invocation.function is not SETTING
+            if setting or not (_is_torchs(old.invocation.function) and all(map(_is_plain, (*arguments, old.out)))):
+                self.end()
+            self.expected[self.tick] = arguments
+        return self.expected[self.tick]
+
+    def _arguments(self, old: Returned) -> list[Any]:
+        invocation, leaves = old.invocation, list(old.invocation.leaves)
+        for leaf, read in invocation.holes:
+            leaves[leaf] = self.tape.fakes[invocation.reads[read]]
+        return leaves
+
+    # ----------------------------------------------------------------------------------------------------------- spans
+
+    def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or id(module) not in self.paths:
+            return self.call(module, *args, **kwargs)
+        span = next(self.coming[-1], None)
+        if span is None or span.invocation.function is not module or span.first_tick != self.tick:
+            self.end()
+        self.coming.append(iter(span.inner))
+        try:
+            out = self.call(module, *args, **kwargs)
+            self._leave(span, out)
+        finally:
+            self.coming.pop()
+        return out
+
+    def _leave(self, span: Span, out: Any) -> None:
+        """Check a call that has returned."""
+        expected, got = {k: self.tape.fakes[v] for k, v in span.returned.items()}, tensors_at(out)
+        same = len(got) == len(expected) and all(got.get(k) is tensor for k, tensor in expected.items())
+        if not same or self.tick != span.last_tick or span.branching or next(self.coming[-1], None) is not None:
+            self.end()
+
+    def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
+        if self.active and name in module._parameters and value is not module._parameters[name]:
+            self.end()
+        self.assign(module, name, value)
+
+    def _registered(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
+        if self.active and (name not in module._buffers or tensor is not module._buffers[name]):
+            self.end()
+        self.register(module, name, tensor, *args, **kwargs)
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    return new is old or (type(new) is type(old) and type(old) not in TENSORS and bool(new == old))
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Return whether something is a tensor or data, or a tuple of them."""
+    kind = type(leaf)
+    if isinstance(leaf, tuple):
+        return all(map(_is_plain, leaf))
+    if kind is slice:
+        return {type(leaf.start), type(leaf.stop), type(leaf.step)} <= NUMBERS
+    return kind in DATA or kind in TENSORS
+
+
+def _is_torchs(function: Any) -> bool:
+    """Return whether a function runs only torch's code."""
+    if function in EXECUTED:
+        return False
+    if isinstance(function, FunctionType):
+        return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
+    return isinstance(function, BUILTIN)
+
+
+def _function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound method as a plain function, to become a method of another class."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function

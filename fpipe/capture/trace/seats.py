@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that parameters and buffers stay in place while a model runs.
+
+A step puts tensors where the modules keep theirs, and takes them out again. A forward that replaces one unseen, or
+assigns to its `.data`, would lose what it put there, from the second step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fpipe.capture.trace.recorder import Recorder
+from fpipe.errors import CaptureError
+from fpipe.ir.captured import Buffer, Value
+from fpipe.ir.effects import memory
+
+
+def require_seated(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[str, Any], str]]) -> None:
+    """Raise `CaptureError` unless all seats of a parameter or buffer hold it, or what the run assigned there."""
+    values = recorder.values
+    source, tensor = values.sources[value], values.tensors[recorder.reassigned.now.get(value, value)]
+    if (
+        all(table.get(name) is tensor for table, name in seats)
+        and memory(values.tensors[value]) == values.storage[value]
+    ):
+        return
+    _, name = seats[0]
+    if isinstance(source, Buffer):
+        kind, repair = "buffer", f"Change it in place, as in self.{name}.copy_(...)"
+    else:
+        kind, repair = (
+            "parameter",
+            "Compute a new tensor from it (torch.nn.utils.parametrize), or change it between steps",
+        )
+    raise CaptureError(
+        f"{kind} {source[0]}: got a forward that replaces it, or assigns to its .data, expected one that leaves it in "
+        f"place: the new value would be lost. {repair}."
+    )

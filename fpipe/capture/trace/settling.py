@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring a model's Python state to a fixed point: each run leaves it as it found it.
+
+Models install hooks, register buffers and fill caches on their first call. The run that is recorded comes after that,
+so that played calls find what they found in the recording. Tensors that the first run left behind are computed for real
+if they follow from constants alone. No other fake tensor remains.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fpipe.capture.trace.recorder import Recorder
+from fpipe.ir.captured import Value
+from fpipe.model.snapshot import MISSING, Held, Snapshot, contents, fill
+
+
+def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeTensorMode) -> None:
+    """Replace the constants that a recorded run left behind with real tensors.
+
+    Remove one that cannot be computed, say on a device that this machine lacks: every run makes it anew.
+    """
+    values = {id(recorder.values.tensors[value]): value for value in recorder.constants().values}
+    for key, one in now.held.items():
+        wanted = {id(tensor) for part in one.contents for tensor in _fakes(part, mode)} & values.keys()
+        if wanted:
+            found = {k: tensor for k in wanted if (tensor := real(recorder, values[k])) is not None}
+            filled = one._replace(contents=tuple([_replaced(part, found) for part in one.contents]))
+            missing = len(found) < len(wanted)
+            fill(one.container, _without_fakes(filled, before.held.get(key), mode) if missing else filled.contents)
+
+
+def real(recorder: Recorder, value: Value) -> Tensor | None:
+    """Return the real tensor of a constant value; `None` if it cannot be computed, say on a missing device."""
+    try:
+        return recorder.real(value)
+    except Exception:  # whatever a missing device raises
+        return None
+
+
+def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[Held, ...]:
+    """End a capture: leave the model's copy as every run finds it, and restore the user's state as it was `before`.
+
+    Return the containers that any run changes, or the first run if they are the user's, with their contents after a
+    run.
+    """
+    written: list[Held] = []
+    for key, one in settled.held.items():
+        old = before.held.get(key)
+        written += [one] if one.changed or (one.outside and old is not None and old.changed) else []
+        one.restore()
+        if old is not None and one.outside:
+            old.restore()
+        elif any(True for part in one.contents for _ in _fakes(part, mode)):
+            fill(one.container, _without_fakes(one, old, mode))
+    return tuple([one._replace(contents=contents(one.container)) for one in _with_inner(written)])
+
+
+def _without_fakes(held: Held, old: Held | None, mode: FakeTensorMode) -> tuple[Any, ...]:
+    """Return the contents without fake tensors; replace those in dicts with the old value, if any."""
+    if not isinstance(held.container, dict):
+        return tuple([part for part in held.contents if not any(True for _ in _fakes(part, mode))])
+    was = {} if old is None else dict(zip(old.contents[::2], old.contents[1::2], strict=True))
+    kept: list[Any] = []
+    for key, value in zip(held.contents[::2], held.contents[1::2], strict=True):
+        value = was.get(key, MISSING) if any(True for _ in _fakes(value, mode)) else value
+        kept += [] if value is MISSING else [key, value]
+    return tuple(kept)
+
+
+def _fakes(part: Any, mode: FakeTensorMode) -> Iterator[Tensor]:
+    """Yield the fake tensors that are this part of a container's contents, or inside it if it is a tuple."""
+    if isinstance(part, tuple):
+        for one in part:
+            yield from _fakes(one, mode)
+    elif isinstance(part, FakeTensor) and part.fake_mode is mode:
+        yield part
+
+
+def _replaced(part: Any, real: Mapping[int, Tensor]) -> Any:
+    """Return `part` with the tensors of these ids replaced by real ones, in tuples too."""
+    if isinstance(part, tuple):
+        made = [_replaced(one, real) for one in part]
+        return type(part)(*made) if hasattr(part, "_fields") else tuple(made)
+    return real.get(id(part), part)
+
+
+def _with_inner(written: Iterable[Held]) -> Iterator[Held]:
+    """Yield the containers and those inside them.
+
+    A forward that begins with `self.found = []` fills a new list; played in part, it fills the one that it left behind.
+    """
+    seen, stack = set[int](), list(written)
+    while stack:
+        one = stack.pop()
+        if id(one.container) not in seen:
+            seen.add(id(one.container))
+            yield one
+            inner = [child for child in contents(one.container) if isinstance(child, dict | list | set | deque)]
+            stack += [Held(child, (), one.outside) for child in inner]

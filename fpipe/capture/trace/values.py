@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a recorded run, identified by `id`: the value of each, and the sources of those that no call made.
+
+All tensors seen are kept alive, so that ids stay unique.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fpipe.errors import CaptureError
+from fpipe.ir.captured import Constant, Parameter, Source, Value
+from fpipe.ir.effects import memory
+from fpipe.ir.tape import tensors_at
+
+
+class KeptError(CaptureError):
+    """A run has found a fake tensor of an earlier run."""
+
+
+class Values:
+    """Numbers tensors as they appear.
+
+    `sources` are tensors whose value is known beforehand; constants that the run meets are added. `here` returns where
+    the run is.
+    """
+
+    def __init__(self, sources: Mapping[Value, tuple[Source, Tensor]], here: Callable[[], str]) -> None:
+        self.here = here
+        self.sources = {value: source for value, (source, _) in sources.items()}
+        self.tensors = {value: tensor for value, (_, tensor) in sources.items()}
+        self.known = {id(tensor): value for value, tensor in self.tensors.items()}
+        self.storage = {value: memory(tensor) for value, tensor in self.tensors.items()}
+        self.memories = set(self.storage.values())
+        self.earlier: list[Tensor] = []
+
+    def made(self, tensor: Tensor) -> Value:
+        """Return the value for a new tensor."""
+        value = len(self.tensors)
+        with torch._C.DisableTorchFunction():  # not a call of the model
+            self.tensors[value], self.storage[value] = tensor, memory(tensor)
+        self.known[id(tensor)] = value
+        self.memories.add(self.storage[value])
+        return value
+
+    def know(self, tensors: Mapping[Value, Tensor]) -> None:
+        """Make these the tensors of these values from now on; the previous ones stay known."""
+        self.earlier += [self.tensors[value] for value in tensors if value in self.tensors]
+        with torch._C.DisableTorchFunction():  # not a call of the model
+            self.storage.update({value: memory(tensor) for value, tensor in tensors.items()})
+        self.tensors.update(tensors)
+        self.known.update({id(tensor): value for value, tensor in tensors.items()})
+        self.memories.update(self.storage.values())
+
+    def within(self, tree: Any) -> list[Value]:
+        """Return the values of the tensors in a tree, skipping unknown ones."""
+        return [self.known[id(tensor)] for tensor in tensors_at(tree).values() if id(tensor) in self.known]
+
+    def read(self, tensor: Tensor) -> Value:
+        """Return the value of a tensor that is used; raise `CaptureError` if it cannot be obtained in a step."""
+        if id(tensor) in self.known:
+            return self.known[id(tensor)]
+        self._require_constant(tensor)
+        value = self.made(tensor)
+        self.sources[value] = Constant(tensor)
+        return value
+
+    def _require_constant(self, tensor: Tensor) -> None:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            raise CaptureError(
+                f"{self.here()}: got a constant of layout {tensor.layout}, expected a dense one or one of layout "
+                f"{torch.sparse_coo}: others have no fake tensors. Keep it as what to_sparse_coo() returns."
+            )
+        if tensor.requires_grad or tensor.device.type == "meta":
+            raise CaptureError(
+                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that requires a gradient and is no "
+                "parameter of the model (reached through a closure, a global or an attribute), expected none: it would "
+                "get no gradient. Register it as a parameter of the model, or detach it."
+            )
+        if isinstance(tensor, FakeTensor):
+            raise KeptError(
+                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that an earlier call made and kept (in an "
+                "attribute or a cache), expected a forward without state of its own but buffers. Make it a buffer, or "
+                "fill the cache before the pipeline is built, by calling the model once."
+            )
+
+    def parameter(self, tensor: Any) -> str:
+        """Return the name of the parameter that `tensor` stands for; empty if none."""
+        source = self.sources.get(self.known.get(id(tensor), -1))
+        return source.name if isinstance(source, Parameter) else ""
+
+    def views(self) -> frozenset[Value]:
+        """Return the values that are views of others."""
+        return frozenset(value for value, tensor in self.tensors.items() if tensor._is_view())

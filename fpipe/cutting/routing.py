@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage graph: which values each stage reads, makes, gets and gives, once the units are cut into stages.
+
+The rules are those of one device, stage by stage:
+
+- A stage reads its part of the batch directly. A buffer lives where it is used.
+- A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it.
+  Each user adds its own contribution to what comes back, in the same order as one device adds them.
+- A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for its gradient they
+  treat it as a value: the cotangent goes back along the chain. Not so if its gradients are to be summed
+  (`fpipe.stages.ties`): then each of its users computes a gradient, as an owner does.
+
+An in-place write must not change what another stage sees; if it would, the cut is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from fpipe.errors import CutError
+from fpipe.ir.captured import Batch, Buffer, Captured, Constant, Observed, Parameter, Unit, Value
+
+Routes = Mapping[int, tuple[Value, ...]]
+
+
+class ClashError(CutError):
+    """A stage modifies memory in place that is used elsewhere. `value` is in that memory; other cuts may allow it."""
+
+    def __init__(self, message: str, stage: int, value: Value) -> None:
+        super().__init__(f"stage {stage}: {message}")
+        self.stage, self.value = stage, value
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The values of one stage. `gets` and `gives` are keyed by the stage at the other end, in stage order.
+
+    - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads.
+    - `gets`, `gives`: what travels forward, from earlier and to later stages.
+    - `results`: what leaves the pipeline here (the loss, outputs).
+    - `earlier`, `later`: the parameters that it shares with the previous and the next user, for their cotangents.
+    - `shares`: the parameters that other stages hold too, and whose gradient, or part of it, it computes.
+    - `modified`: what it modifies in place, and must therefore copy first.
+    - `reassigned`: buffers that it reassigns, and the values that they have afterwards.
+    """
+
+    units: tuple[Unit, ...]
+    parameters: tuple[Value, ...]
+    buffers: tuple[Value, ...]
+    constants: tuple[Value, ...]
+    batch: tuple[Value, ...]
+    gets: Routes
+    gives: Routes
+    results: tuple[Value, ...]
+    earlier: Routes
+    later: Routes
+    shares: Routes
+    modified: frozenset[Value]
+    reassigned: Mapping[Value, Value]
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """All values that the stage's function takes, in order."""
+        received = tuple(value for values in self.gets.values() for value in values)
+        return (*self.parameters, *self.buffers, *self.constants, *self.batch, *received)
+
+    @property
+    def leaving(self) -> tuple[Value, ...]:
+        """All values that leave the stage forward, in order: results, then what each later stage is given."""
+        return (*self.results, *[value for values in self.gives.values() for value in values])
+
+
+def layouts(
+    captured: Captured,
+    observed: Observed,
+    partition: Sequence[int],
+    results: tuple[Value, ...],
+    summed: frozenset[str] = frozenset(),
+) -> tuple[Layout, ...]:
+    """Cut the units at `partition`, and route every value; `results` leave from the last stage.
+
+    `summed` are the parameters whose gradients are summed over stages.
+    """
+    bounds = list(pairwise([0, *partition, len(captured.units)]))
+    stages = [captured.units[start:end] for start, end in bounds]
+    homes = {value: s for s, units in enumerate(stages) for unit in units for value in unit.makes}
+    users = _users(stages, results)
+    reassigned = _reassigned(captured, observed, stages, homes, users)
+    written = [frozenset().union(*(observed.written[unit] for unit in units)) for units in stages]
+    for s, memory in enumerate(written):
+        _refuse_shared_writes(s, memory, captured, observed, homes, users)
+    gives, later, shares = _routes(captured, homes, users, summed)
+    for s, units in enumerate(stages):
+        _refuse_stale_views(s, units, observed, frozenset(v for values in gives[s].values() for v in values))
+    return tuple(
+        Layout(
+            units,
+            parameters=_read(captured, users, s, Parameter),
+            buffers=_read(captured, users, s, Buffer),
+            constants=_read(captured, users, s, Constant),
+            batch=_read(captured, users, s, Batch),
+            gets=_reverse(gives, s),
+            gives=_frozen(gives[s]),
+            results=results if s == len(stages) - 1 else (),
+            earlier=_reverse(later, s),
+            later=_frozen(later[s]),
+            shares=_frozen(shares[s]),
+            modified=frozenset(
+                v for v in users if s in users[v] and homes.get(v) != s and observed.storage[v] in written[s]
+            ),
+            reassigned={buffer: new for buffer, new in reassigned.items() if homes[new] == s},
+        )
+        for s, units in enumerate(stages)
+    )
+
+
+def _users(stages: Sequence[Sequence[Unit]], results: tuple[Value, ...]) -> dict[Value, list[int]]:
+    """Return, per value, the stages that read it, ascending; the last stage reads the results."""
+    users: dict[Value, set[int]] = defaultdict(set)
+    for s, units in enumerate(stages):
+        for unit in units:
+            for value in unit.reads:
+                users[value].add(s)
+    for value in results:
+        users[value].add(len(stages) - 1)
+    return {value: sorted(found) for value, found in users.items()}
+
+
+def _reassigned(
+    captured: Captured,
+    observed: Observed,
+    stages: Sequence[Sequence[Unit]],
+    homes: Mapping[Value, int],
+    users: dict[Value, list[int]],
+) -> Mapping[Value, Value]:
+    """Return the reassigned buffers and their new values; the stage that reassigns a buffer counts as its user.
+
+    Raises `ClashError` if another stage uses the buffer, which it would have to be sent, or modifies the new value.
+    """
+    for buffer, new in captured.reassigned.items():
+        home, memory = homes[new], observed.storage[new]
+        later = [s for s, units in enumerate(stages) if s > home and any(memory in observed.written[u] for u in units)]
+        others = [s for s in (*users.get(buffer, ()), *later) if s != home]
+        if others:
+            raise ClashError(
+                f"got the buffer {captured.sources[buffer][0]!r} that is assigned anew there and used in stage "
+                f"{others[0]} too, expected all of it in one stage. Move the cut.",
+                home,
+                new,
+            )
+        users[buffer] = [home]
+    return captured.reassigned
+
+
+_Table = dict[int, dict[int, list[Value]]]
+
+
+def _routes(
+    captured: Captured, homes: Mapping[Value, int], users: Mapping[Value, list[int]], summed: frozenset[str]
+) -> tuple[_Table, _Table, _Table]:
+    """Return what each stage gives each other one: values; cotangents and gradients of shared parameters."""
+    gives, later, shares = (defaultdict[int, dict[int, list[Value]]](lambda: defaultdict(list)) for _ in range(3))
+    for value in sorted(users):
+        source = captured.sources.get(value)
+        if source is None:
+            chain = [homes[value], *[s for s in users[value] if s > homes[value]]]
+            for a, b in pairwise(chain):
+                gives[a][b].append(value)
+        elif isinstance(source, Parameter) and source.name in captured.trainable:
+            owners = users[value] if source.name in summed else users[value][:1]
+            for a, b in pairwise(users[value]) if source.name not in summed else ():
+                later[a][b].append(value)
+            for owner, holder in product(owners, users[value]):
+                if owner != holder:
+                    shares[owner][holder].append(value)
+    return gives, later, shares
+
+
+def _reverse(table: _Table, end: int) -> Routes:
+    return {start: tuple(table[start][end]) for start in range(end) if start in table and end in table[start]}
+
+
+def _frozen(row: Mapping[int, list[Value]]) -> Routes:
+    return {end: tuple(row[end]) for end in sorted(row)}
+
+
+def _read(captured: Captured, users: Mapping[Value, list[int]], stage: int, kind: type) -> tuple[Value, ...]:
+    return tuple(v for v, source in captured.sources.items() if isinstance(source, kind) and stage in users.get(v, ()))
+
+
+def _refuse_shared_writes(
+    stage: int,
+    memory: frozenset[int],
+    captured: Captured,
+    observed: Observed,
+    homes: Mapping[Value, int],
+    users: Mapping[Value, list[int]],
+) -> None:
+    """Raise `ClashError` if `stage` modifies something in place that was made outside it and is seen by others."""
+    outside = [v for v in users if observed.storage[v] in memory and homes.get(v, -1) < stage]
+    for value in outside:
+        source = captured.sources.get(value)
+        if isinstance(source, Parameter):
+            raise ClashError(
+                f"got a forward that modifies the parameter {source.name!r} in place, expected parameters to be read "
+                "only. Make it a buffer, or compute a new tensor.",
+                stage,
+                value,
+            )
+        if isinstance(source, Constant):
+            raise ClashError(
+                "got a forward that modifies a tensor in place that is neither parameter nor buffer, expected "
+                "registered buffers: nobody would carry the change on. Use register_buffer.",
+                stage,
+                value,
+            )
+        aliases = [v for v in outside if observed.storage[v] == observed.storage[value] and stage in users[v]]
+        seen = [s for s in users[value] if s > stage or (s != stage and isinstance(source, Buffer))]
+        if seen or len(aliases) > 1:
+            what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value from outside"
+            where = f"used in stage {seen[0]} too" if seen else "reaches it under two names (a view)"
+            raise ClashError(
+                f"got {what} that is modified in place there and {where}, expected in-place changes to stay within one "
+                "stage. Move the cut so that all of it is in one stage, or compute a new tensor instead.",
+                stage,
+                value,
+            )
+
+
+def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, leaving: frozenset[Value]) -> None:
+    """Raise `ClashError` if a view leaves `stage` after its base was modified in place.
+
+    Autograd regenerates such a view's graph at its next use. That would be in another stage, and change the order of
+    sums.
+    """
+    views: set[Value] = set()
+    for unit in units:
+        stale = [v for v in views if observed.storage[v] in observed.written[unit] and v not in unit.makes]
+        if stale:
+            raise ClashError(
+                "got a view that leaves it after its memory was modified in place, expected one or the other. Move the "
+                "cut, or take the view after the change.",
+                stage,
+                stale[0],
+            )
+        views |= {v for v in unit.makes if v in leaving and v in observed.views}

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side effects of units: which memory they write, and where they draw random numbers.
+
+All units run once on fake tensors, under a dispatch mode that sees every operator with its schema. Version counters
+would miss the statistics of batch normalization, whose operators do not declare what they write; the table `UNDECLARED`
+names the positions of these arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.errors import CaptureError
+from fpipe.ir.captured import Captured, Labels, Observed, Unit
+from fpipe.ir.validity import require_made
+from fpipe.tensors.random import label
+
+UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "aten::native_batch_norm": (3, 4),
+        "aten::cudnn_batch_norm": (3, 4),
+        "aten::miopen_batch_norm": (3, 4),
+    }
+)
+TRAINING = 5  # the position of the flag; without it, these write nothing
+
+
+def observe(captured: Captured) -> Observed:
+    """Return what the front end saw; if it did not look, run every unit once on fake tensors and watch it."""
+    if captured.observed is not None:
+        return captured.observed
+    values = dict(captured.fakes)
+    written: dict[Unit, frozenset[int]] = {}
+    random: dict[Unit, Labels] = {}
+    ordinals: dict[str, int] = {}
+    with captured.mode, torch.no_grad():
+        for unit in captured.units:
+            try:
+                with Watch() as watch:
+                    made = unit.call(*[values[value] for value in unit.reads])
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise CaptureError(
+                    f"module {unit.path or '(root)'}: got the operator {error}, whose result depends on the values of "
+                    "its input, expected shapes and control flow that do not. Rewrite that part."
+                ) from error
+            require_made(unit, made)
+            if watch.effects.unregistered:
+                raise CaptureError(
+                    f"module {unit.path or '(root)'}: got an in-place change of a tensor that is neither parameter nor "
+                    "buffer, expected registered buffers: nobody would carry the change on. Use register_buffer."
+                )
+            if watch.effects.foreign:
+                raise CaptureError(
+                    f"module {unit.path or '(root)'}: got a random operation with a generator of its own, expected the "
+                    "default generator, which is seeded from the step's seed. Drop the generator argument."
+                )
+            values.update(zip(unit.makes, made, strict=True))
+            written[unit] = frozenset(watch.effects.written)
+            if watch.effects.drawn:
+                ordinal = ordinals[unit.path] = ordinals.get(unit.path, -1) + 1
+                random[unit] = Labels(label(unit.path, ordinal), tuple(watch.effects.drawn))
+    storage = {value: memory(tensor) for value, tensor in values.items()}
+    views = frozenset(value for value, tensor in values.items() if tensor._is_view())
+    return Observed(storage, written, random, views)
+
+
+def memory(tensor: Tensor) -> int:
+    """Return an identifier of a live tensor's storage; a sparse tensor has none, and gets a unique one."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
+
+
+class Effects:
+    """The memory that operators write, their casts and their draws, noted as they are called.
+
+    `calling` is called with each operator, too.
+    """
+
+    def __init__(self) -> None:
+        self.written: set[int] = set()
+        self.cast: set[int] = set()
+        self.drawn: dict[torch.device, None] = {}
+        self.foreign = False
+        self.unregistered = False
+        self.calling: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the call of an operator."""
+        self.calling(func, args, kwargs)
+        for argument in written(func, args, kwargs):
+            self._write(argument)
+        if func is torch.ops.aten._to_copy.default:
+            self.cast.add(memory(args[0]))
+        self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
+
+    def returned(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note that it has returned."""
+        self.drawn.update(dict.fromkeys(drawn(func, args, kwargs, out)))
+
+    def _write(self, argument: Any) -> None:
+        for tensor in argument if isinstance(argument, tuple | list) else (argument,):
+            if isinstance(tensor, FakeTensor):
+                self.written.add(memory(tensor))
+            elif isinstance(tensor, Tensor):
+                self.unregistered = True
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the effects of the operators dispatched under it, in any fake mode."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.effects = Effects()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.effects.called(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self.effects.returned(func, args, kwargs, out)
+        return out
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that a call of an operator writes to."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return
+    if is_collective(func) and func._schema.name.endswith("_"):  # its first argument receives, undeclared
+        yield from args[0] if isinstance(args[0], list | tuple) else args[:1]
+        return
+    if not func._schema.is_mutable and func._schema.name not in UNDECLARED:
+        return
+    for position, declared in enumerate(func._schema.arguments):
+        undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING]
+        if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
+            yield args[position] if position < len(args) else kwargs.get(declared.name)
+
+
+def is_collective(func: Any) -> bool:
+    """Return whether an operator is one of torch.distributed's that write to their arguments and return a handle."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
+
+
+def drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
+    """Return the devices whose generators a call of an operator that returned `out` draws from."""
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return []
+    if _argument(func, "dropout_p", args, kwargs) == 0:
+        return []
+    tensors = out if isinstance(out, tuple | list) else (out,)
+    return list(dict.fromkeys(tensor.device for tensor in tensors if isinstance(tensor, Tensor)))
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a call passes for an operator's argument `name`; `None` if the operator has no such argument."""
+    for position, declared in enumerate(func._schema.arguments):
+        if declared.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, declared.default_value)
+    return None

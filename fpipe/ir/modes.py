@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modes that a torch call depends on besides its arguments: grad mode and autocast.
+
+Steps run under the modes of their recording. An autocast region is entered once for all of its steps, because autocast
+caches casts until the outermost context exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.ir.captured import Step, Tensors, Value, sequence
+
+
+class Modes(NamedTuple):
+    """The modes in force around a torch call: grad mode, and autocast by device type.
+
+    `region` distinguishes the outermost autocast contexts, which cache casts; it is 0 outside of any.
+    """
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    region: int
+
+
+Casts: TypeAlias = tuple[tuple[str, torch.dtype], ...]
+Items: TypeAlias = Sequence[tuple[Modes, Step]]
+Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
+
+
+def in_force() -> tuple[bool, Casts]:
+    """Return whether gradients are being recorded, and the autocast dtypes by device type."""
+    kinds = ("cpu", "cuda")
+    casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
+    return torch.is_grad_enabled(), casts
+
+
+def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
+    """Return the steps, joining those that ran under special modes into one step in the contexts they need.
+
+    An autocast region is entered once, because it casts a weight once for all of its uses.
+    """
+    steps: list[Step] = []
+    for region, later in _grouped(items, lambda modes: modes.region, outputs):
+        inner: list[Step] = []
+        for group, needed in _grouped(region, lambda modes: modes, later):
+            inner += _joined(contexts(group[0][0]), [step for _, step in group], needed)
+        modes = region[0][0]
+        steps += _joined(contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
+    return steps
+
+
+def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
+    """Return runs of steps with equal keys, each with the values needed after it."""
+    groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
+    later = {*outputs}
+    found: list[tuple[Items, set[Value]]] = []
+    for group in reversed(groups):
+        found.append((group, set(later)))
+        later |= {value for _, step in group for value in step.reads}
+    return found[::-1]
+
+
+def contexts(modes: Modes) -> Contexts:
+    """Return the contexts that put these modes in force."""
+    casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
+    off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
+    return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
+
+
+def _joined(around: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
+    """Return the steps, joined into one inside the contexts `around` if there are any."""
+    if not around:
+        return steps
+    made = tuple(value for step in steps for value in step.makes)
+    reads = tuple(dict.fromkeys(value for step in steps for value in step.reads if value not in made))
+    makes = tuple(value for value in made if value in needed)
+    run = sequence(steps, reads, makes)
+
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        with ExitStack() as stack:
+            for context in around:
+                stack.enter_context(context())
+            return run(key, *tensors)
+
+    return [Step(reads, makes, call)]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recording of a model's run: torch calls in order, and the module calls around them.
+
+A *tape* is a straight line of units, one per torch call, with nested *spans* over it: the calls of modules, of the
+loss, and of checkpointed functions. Either can be played: a unit repeats one torch call; a span repeats the original
+call, so that everything inside it happens as its author wrote it.
+
+A span can replace its units only if it can be called from outside: every tensor that it reads is an argument, or state
+put in place beforehand; every tensor that it makes and others use is returned, or assigned to an attribute. A span for
+which this does not hold is opened, and its contents are played instead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fpipe.errors import InputError
+from fpipe.ir.captured import Labels, Tensors, Unit, Value
+from fpipe.ir.modes import Casts, Modes
+from fpipe.ir.questions import Answer, Told
+from fpipe.tensors.closures import apart
+from fpipe.tensors.settings import Settings, settings
+from fpipe.tensors.tree import PLAIN, taken_apart
+
+HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
+
+
+class Invocation:
+    """A call that can be repeated with other tensors: a function and the tree of its arguments.
+
+    - `reads`: the values of the tensors among the arguments, each once.
+    - `opaque`: the class of an argument in which tensors or state may hide; empty if there is none.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Callable[[Tensor], Value]) -> None:
+        self.function = function
+        self.leaves, self.spec = apart((args, kwargs))
+        tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
+        self.reads = tuple(dict.fromkeys(tensors.values()))
+        self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
+        hiding = [type(leaf).__name__ for leaf in self.leaves if _hides(leaf)]
+        self.opaque = hiding[0] if hiding else ""
+        for k in tensors:
+            self.leaves[k] = None
+        flat = not kwargs and all(isinstance(argument, Tensor) for argument in args)
+        self.direct = flat and self.holes == [(k, k) for k in range(len(args))]  # just tensors, each once
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Call the function with `tensors`, the values of `reads`."""
+        if self.direct:
+            return self.function(*tensors)
+        leaves = list(self.leaves)
+        for leaf, read in self.holes:
+            leaves[leaf] = tensors[read]
+        args, kwargs = optree.tree_unflatten(self.spec, leaves)
+        return self.function(*args, **kwargs)
+
+
+def _hides(leaf: Any) -> bool:
+    """Return whether tensors or state may hide in an argument that was not flattened."""
+    if isinstance(leaf, partial):
+        return any(map(_hides, taken_apart((leaf.func, leaf.args, leaf.keywords))[0]))
+    return not isinstance(leaf, HARMLESS)
+
+
+def tensors_at(tree: Any) -> dict[int, Tensor]:
+    """Return the tensors of a tree, by leaf number."""
+    if isinstance(tree, Tensor):
+        return {0: tree}
+    return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, Tensor)}
+
+
+def constants_at(tree: Any) -> dict[int, Any]:
+    """Return the numbers, strings and flags of a tree, by leaf number."""
+    if isinstance(tree, Tensor):
+        return {}
+    return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, PLAIN)}
+
+
+def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> None:
+    """Raise `InputError` unless a call returned the same non-tensors as at capture."""
+    if expected and (got := constants_at(tree)) != expected:
+        raise InputError(
+            f"{where}: got {list(got.values())} among what it returned, expected {list(expected.values())} as at "
+            "capture: values that are no tensors are part of the program. Return the same ones every time."
+        )
+
+
+def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
+    """Return the tensors at the leaves `picks` of what a call returned; raise `InputError` if one is not a tensor."""
+    if isinstance(tree, Tensor) and len(picks) == 1:
+        return (tree,)
+    leaves = tensors_at(tree)
+    if not all(k in leaves for k in picks):
+        raise InputError(
+            f"{where}: got tensors at the leaves {list(leaves)} of what it returned, expected some at {list(picks)} as "
+            "at capture. Return the same structure every time."
+        )
+    return tuple([leaves[k] for k in picks])
+
+
+class Attribute(NamedTuple):
+    """A tensor that a forward assigned to an attribute of a module."""
+
+    module: nn.Module
+    name: str
+    value: Value
+
+
+@dataclass(eq=False)
+class Span:
+    """A call whose torch calls are units `start` to `stop`, excluding the latter.
+
+    - `path`, `kind`: the module's first name and its class; for a checkpointed function, those of the enclosing module.
+    - `returned`: the values of the returned tensors, by leaf; `constants`: the other leaves returned.
+    - `assigned`: tensors assigned to attributes during the call; `touched`: all attributes assigned.
+    - `first_tick`, `last_tick`: the range of torch calls, including those that left no unit.
+    - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function;
+      `reentrant`: whether torch would differentiate it by a backward inside the backward.
+    - `branching`: whether it branches on data. `settings`: those of torch when it began.
+    - `stream`: how all draws in it are keyed, if data decide what is drawn; `None` inside such a call, or outside.
+    """
+
+    path: str
+    kind: type
+    invocation: Invocation
+    modes: Modes
+    start: int
+    first_tick: int
+    checkpoint: bool = False
+    reentrant: bool = False
+    branching: bool = False
+    stream: Labels | None = None
+    stop: int = 0
+    last_tick: int = 0
+    sealed: str = ""
+    settings: Settings = field(default_factory=settings)
+    returned: Mapping[int, Value] = field(default_factory=dict)
+    constants: Mapping[int, Any] = field(default_factory=dict)
+    assigned: list[Attribute] = field(default_factory=list)
+    touched: list[tuple[nn.Module, str]] = field(default_factory=list)
+    inner: list[Span] = field(default_factory=list)
+
+
+class Returned(NamedTuple):
+    """The result of a torch call, the modes it was made in, and the tick of the next one."""
+
+    invocation: Invocation
+    modes: tuple[bool, Casts]
+    out: Any
+    last: int
+
+
+class Draw(NamedTuple):
+    """A torch call that draws random numbers: its tick, its function, and how it is keyed."""
+
+    tick: int
+    function: Any
+    label: int
+    devices: tuple[torch.device, ...]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A recorded run.
+
+    - `units`: the torch calls; `invocations`, `modes`, `ticks`: for each, the function and its arguments, the modes it
+      depends on, and the ticks between which it ran.
+    - `returned`: by tick, the result of each torch call not inside another, including those that left no unit.
+    - `casts`: for each unit, the values read that it casts to another dtype, as autocast does.
+    - `spans`: the outermost spans. `streams`: all spans that draw from a stream.
+    - `draws`: the calls that drew random numbers outside of streams, in order.
+    - `told`: the calls that read values and were answered, in order.
+    - `calls`: the ticks of all calls of each function that was answered; `outside`: the ticks of the calls of each
+      function that draws, outside of streams.
+    - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: calls
+      between the hooks and the first unit may have left no unit.
+    - `fused`: ticks at which torch's modules took their fast path, which they take only where no mode is on.
+    - `rewriters`: positions of the units that change buffers, and the memory of those buffers.
+    - `fakes`: the tensors of the run, by value.
+    """
+
+    units: tuple[Unit, ...]
+    invocations: Mapping[Unit, Invocation]
+    modes: Mapping[Unit, Modes]
+    ticks: Mapping[Unit, tuple[int, int]]
+    returned: Mapping[int, Returned]
+    casts: Mapping[Unit, frozenset[Value]]
+    spans: tuple[Span, ...]
+    streams: tuple[Span, ...]
+    draws: tuple[Draw, ...]
+    told: tuple[Told, ...]
+    calls: Mapping[Any, Sequence[int]]
+    outside: Mapping[Any, Sequence[int]]
+    hooked: Sequence[int]
+    fused: Sequence[int]
+    rewriters: Mapping[int, frozenset[int]]
+    fakes: Mapping[Value, Tensor]
+
+    def drawn(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
+        """Return the draws from tick `first` to `last`, by function and its call number in that range.
+
+        Leave out draws from a stream; do not count calls made there.
+        """
+        found = [draw for draw in self.draws if first <= draw.tick < last]
+        return {(draw.function, _number(self.outside[draw.function], draw.tick, first)): draw for draw in found}
+
+    def stream(self, tick: int) -> Labels | None:
+        """Return the stream that a call at `tick` draws from, if any."""
+        return next((one.stream for one in self.streams if one.first_tick <= tick < one.last_tick), None)
+
+    def counted(self, first: int, last: int) -> dict[Any, int]:
+        """Return how often each function that draws is called from tick `first` to `last`, outside of streams."""
+        functions = dict.fromkeys(draw.function for draw in self.draws if first <= draw.tick < last)
+        return {function: _number(self.outside[function], last, first) for function in functions}
+
+    def answered(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
+        """Return the answers given from tick `first` to `last`, by function and its call number in that range."""
+        found = [told for told in self.told if first <= told.tick < last]
+        return {(told.function, _number(self.calls[told.function], told.tick, first)): told.answer for told in found}
+
+
+def _number(ticks: Sequence[int], tick: int, first: int) -> int:
+    """Return how many of `ticks` are from `first` to `tick`, excluding the latter."""
+    return bisect_left(ticks, tick) - bisect_left(ticks, first)
+
+
+def checkpointed(spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield the outermost checkpointed functions."""
+    for span in spans:
+        yield from [span] if span.checkpoint else checkpointed(span.inner)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of functions that hold parts of a model, for a copy of that model.
+
+Problem. `copy.deepcopy` does not copy functions. A hook that closes over `self` would read and write the original from
+inside the copy: its buffers would be constants, and what the hook collects would be lost.
+
+Idea. Copy such a function with empty cells. Once the model has been copied, fill them with copies of what they held,
+made with the same memo. Functions that hold nothing of the model are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+from collections import deque
+from collections.abc import Collection
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from fpipe.errors import CaptureError
+from fpipe.ir.captured import Buffer, Captured, Constant
+from fpipe.ir.effects import observe
+from fpipe.model.snapshot import Walk, children, codes
+
+OPENED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
+
+
+class Functions:
+    """The functions around a model that hold parts of it; `made` has a copy of each, by the original's id."""
+
+    def __init__(self, model: nn.Module) -> None:
+        walk = Walk()
+        walk.follow([model])
+        own = {id(one) for one in walk.containers.values()}
+        walk.enter()
+        tensors = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+        for function in walk.functions:
+            _require_no_globals(function, tensors)
+        self.parts = tensors | own
+        self.cells: dict[int, tuple[CellType, CellType]] = {}
+        self.found = [one for one in walk.functions if self._holds_part(one)]
+        self.made: dict[int, Any] = {id(one): self._copy(one) for one in self.found}
+
+    def fill(self, memo: dict[int, Any]) -> None:
+        """Fill the copies with what their originals hold, copied with the `memo` used for the model."""
+        for old, new in self.cells.values():
+            new.cell_contents = copy.deepcopy(old.cell_contents, memo)
+        for function in self.found:
+            made = self.made[id(function)]
+            made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
+            made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+
+    def _copy(self, function: FunctionType) -> FunctionType:
+        """Return the function without defaults, with new cells in place of those that hold a part of the model."""
+        cells = tuple([self._cell(cell) for cell in function.__closure__ or ()])
+        made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+        vars(made).update(vars(function))
+        return made
+
+    def _cell(self, cell: CellType) -> CellType:
+        """Return the cell's replacement, one for all functions that share it; a cell without parts stays."""
+        return self.cells.setdefault(id(cell), (cell, CellType()))[1] if self._holds_part(cell) else cell
+
+    def _holds_part(self, holder: Any) -> bool:
+        """Return whether a function or cell holds a part of the model, through containers and functions too."""
+        stack, seen = [holder], set[int]()
+        while stack:
+            one = stack.pop()
+            if id(one) in self.parts or id(getattr(one, "__dict__", None)) in self.parts:
+                return True
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, FunctionType):
+                stack += [*(one.__closure__ or ()), one.__defaults__, one.__kwdefaults__]
+            elif isinstance(one, OPENED):
+                stack += children(one)
+        return False
+
+
+def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
+    """Raise `CaptureError` for a function that uses a part of the model as a global."""
+    names = [name for code in codes(function.__code__) for name in code.co_names]
+    for name in [name for name in names if id(function.__globals__.get(name)) in parts]:
+        steps = (step for code in codes(function.__code__) for step in dis.get_instructions(code))
+        if any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in steps):
+            raise CaptureError(
+                f"{function.__qualname__}: got the global {name!r}, which is a part of the model, expected none: "
+                "stages run a copy of the model, and this would use the original. Use the arguments (a hook's first "
+                "is the module), or a method or a function inside one, which are copied with the model."
+            )
+
+
+def require_own_buffers(model: nn.Module, captured: Captured) -> None:
+    """Raise `CaptureError` if the captured copy of `model` reads a changing buffer of the original."""
+    observed, sources = observe(captured), captured.sources
+    written = frozenset().union(*observed.written.values())
+    changed = {
+        source.name
+        for value, source in sources.items()
+        if isinstance(source, Buffer) and (observed.storage[value] in written or value in captured.reassigned)
+    }
+    buffers = {id(buffer): name for name, buffer in model.named_buffers() if name in changed}
+    for source in sources.values():
+        if isinstance(source, Constant) and id(source.tensor) in buffers:
+            raise CaptureError(
+                f"buffer {buffers[id(source.tensor)]}: got a use of it from outside the model, which changes it in "
+                "every step, expected uses through modules: stages run a copy of the model, and this would see the "
+                "original. Pass the module (a hook's first argument), or let the model return what is needed."
+            )

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on the gradients of parameters, as registered by `p.register_hook(f)`.
+
+One device calls them in the backward of every microbatch, with the microbatch's gradient over all uses, before it is
+accumulated. The stage that owns the parameter does the same: they are registered on its own leaf.
+
+Post-accumulation hooks receive the parameter and its sum so far, which differs between schedules; they are refused, and
+so are hooks that look at the model's own tensors, which a step does not receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias
+
+import optree
+from torch import Tensor, nn
+
+from fpipe.errors import CaptureError
+from fpipe.tensors.closures import held
+
+Hook: TypeAlias = Callable[[Tensor], Tensor | None]
+Hooks: TypeAlias = Mapping[str, tuple[Hook, ...]]
+
+
+def gradient_hooks(model: nn.Module) -> Hooks:
+    """Return the hooks on gradients by parameter name; raise `CaptureError` for those that a stage cannot call."""
+    own = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+    found = {name: tuple((p._backward_hooks or {}).values()) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"parameter {name}: got a gradient hook that runs after accumulation, expected none: sums of gradients "
+                "that are not finished differ between schedules. Remove it, and apply what it does to the gradients "
+                "that the step returns; or use register_hook, which sees the gradient of every microbatch."
+            )
+        for hook in found[name]:
+            if any(id(one) in own for one in _reached(hook)):
+                raise CaptureError(
+                    f"parameter {name}: got the gradient hook {getattr(hook, '__qualname__', hook)!r}, which holds a "
+                    "parameter, buffer or module of the model, expected one of the gradient alone: it would see what "
+                    "the model held when the pipeline was built. Apply what it does to the gradients that the step "
+                    "returns."
+                )
+    return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def require_exact(hooks: Hooks, summed: frozenset[str]) -> None:
+    """Raise `CaptureError` for hooks on a parameter for which each stage computes its own gradient."""
+    for name in hooks:
+        if name in summed:
+            raise CaptureError(
+                f"parameter {name}: got a gradient hook and tied={{{name!r}: 'sum'}}, expected one or the other: no "
+                "stage has the gradient of a microbatch that the hook is called with. Drop 'sum', or the hook."
+            )
+
+
+def _reached(hook: Any) -> Iterator[Any]:
+    """Yield what a hook holds, where visible: cells, defaults, arguments, its object, and globals by name."""
+    todo, seen = [hook], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, MethodType):
+            todo += [one.__self__, one.__func__]
+        elif isinstance(one, FunctionType):
+            names = [n for n in one.__code__.co_names if isinstance(one.__globals__.get(n), nn.Module | Tensor)]
+            todo += [*held(one), *(one.__defaults__ or ()), *[one.__globals__[name] for name in names]]
+        else:
+            todo += [*held(one), *(optree.tree_leaves(one) if isinstance(one, tuple | list | dict) else ())]  # type: ignore[arg-type]

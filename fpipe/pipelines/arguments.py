@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the user's arguments, made before anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from fpipe.errors import CaptureError, InputError
+from fpipe.ir.objective import Loss, without_parameters
+from fpipe.model.stateless import require_plain_tensors, require_registered
+from fpipe.runtime.handlers import HANDLERS
+from fpipe.stages.assembly import Assembly
+from schedules import KINDS, Schedule
+
+WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+
+
+def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any) -> None:
+    """Raise `InputError` or `CaptureError` for arguments from which no pipeline can be built."""
+    if not isinstance(schedule, Schedule):
+        raise InputError(
+            f"schedule: got {schedule!r}, expected a Schedule. Call the factory, as in one_f_one_b(ranks=4, "
+            "microbatches=8)."
+        )
+    if not isinstance(example, tuple | dict):
+        raise InputError(
+            f"example: got {type(example).__name__}, expected a tuple of positional or a dict of keyword arguments. "
+            "Write (x,) for one argument."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"model {name or '(root)'}: got a module of torch.jit, {module.original_name}, expected one in Python: "
+                "its parameters can't be replaced. Pass the module that it was made from."
+            )
+        if isinstance(module, WRAPPERS):
+            raise InputError(
+                f"model {name or '(root)'}: got {type(module).__name__}, expected a plain module: the wrapper's "
+                "gradient hooks do not run under autograd.grad. Pass the wrapped module, and reduce gradients over the "
+                "data-parallel group after the step."
+            )
+    require_loss(loss, schedule)
+    without_parameters(loss)
+    require_plain_tensors(model)
+    require_registered(model)
+    _require_runnable(schedule)
+
+
+def require_loss(loss: object, schedule: Schedule) -> None:
+    """Raise `InputError` for a loss that can't be called; a schedule without a backward may have none."""
+    if callable(loss) or (loss is None and not schedule.backward):
+        return
+    raise InputError(
+        f"loss: got {loss!r}, expected a function loss(outputs, targets) that returns a scalar: without one nothing is "
+        "trained. For a model that computes its own, write loss=lambda outputs: outputs.loss."
+    )
+
+
+def require_trained(assembly: Assembly, schedule: Schedule) -> None:
+    """Raise `CaptureError` if no parameter that requires a gradient gets one."""
+    trainable = sorted(assembly.captured.trainable)
+    if not trainable or not schedule.backward or any(stage.grads for stage in assembly.stages):
+        return
+    more = f" and {len(trainable) - 3} more" if len(trainable) > 3 else ""
+    raise CaptureError(
+        f"loss: got one that no parameter has a gradient of, expected one for some of {trainable[:3]}{more}, which "
+        "require it. Return the loss itself, not detached, not made into a new tensor and not computed under no_grad; "
+        "or freeze the model, if nothing is to train."
+    )
+
+
+def _require_runnable(schedule: Schedule) -> None:
+    """Raise `InputError` for a schedule that can be checked and simulated, but not run yet."""
+    repair = "Check and simulate it, or choose a synchronous schedule of whole microbatches to run."
+    if schedule.slices > 1:
+        raise InputError(f"schedule: got {schedule!r} of {schedule.slices} slices, expected whole ones. {repair}")
+    for rank in range(schedule.ranks):
+        for action in schedule.actions(rank):
+            if action.kind not in HANDLERS:
+                kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark)
+                raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
+
+
+def require_backward(schedule: Schedule) -> None:
+    """Raise `InputError` for a schedule without gradients."""
+    if not schedule.backward:
+        raise InputError(
+            f"schedule: got {schedule!r}, which has no backward, expected gradients. Call evaluate(pipe), or "
+            "choose another schedule."
+        )

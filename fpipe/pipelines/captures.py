@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The captured model, in train and eval mode, for the shapes of every kind of microbatch.
+
+A program is specialized to the shapes of one microbatch. So each kind is captured separately, once: the example's, a
+smaller last one, those of later batches. All are cut at the same modules, so that ranks hold the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from fpipe.batching.batch import Batch, Batching, Microbatch
+from fpipe.capture.dynamo import dynamo
+from fpipe.capture.leftovers import caches, files, kinds, removed
+from fpipe.capture.originals import require_own_state
+from fpipe.cutting import partition
+from fpipe.cutting.calls import Calls
+from fpipe.ir.captured import Captured, FrontEnd
+from fpipe.ir.objective import Loss, Objective
+from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
+from fpipe.ir.validity import name_of, require_valid
+from fpipe.ir.variant import TRAINING, Variant
+from fpipe.model.gradient_hooks import Hooks
+from fpipe.model.stateless import evaluation
+from fpipe.tensors.fake import fake_mode
+from fpipe.watching.reads import Reads, reading
+from fpipe.watching.watch import Watch, Watching, opened
+
+Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
+"""A captured model, and the positions of the units at which new stages begin."""
+
+
+@dataclass(frozen=True, eq=False)
+class Captures:
+    """A model's captures, made at their first use.
+
+    - `model`: its skeleton.
+    - `batchings`: how batches are split, with the loss and without.
+    - `backward`: whether gradients are ever computed. `hooks`: those on gradients of parameters.
+    - `watching`: how a capture's assumptions are watched.
+    - `asked`: what the model asks next about a microbatch, given its answers so far.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batchings: Mapping[bool, Batching]
+    front_end: FrontEnd
+    cuts: partition.Cuts
+    backward: bool
+    hooks: Hooks
+    watching: Watching
+    made: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
+    reads: dict[tuple[Variant, Microbatch], Reads] = field(default_factory=dict)
+    cut: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
+    asked: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
+    watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
+
+    def exemplified(self, example: Batch) -> Captures:
+        """Return the same captures, with the answers that the example gives."""
+        batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
+        return replace(self, batchings=batchings)
+
+    def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
+        """Return the model captured for a microbatch, and where it is cut; the same with and without outputs."""
+        what = replace(variant, outputs=True), microbatch
+        if what not in self.cut:
+            if what not in self.made:
+                told = self.explore(variant, microbatch, refuse_questions)
+                assert told == microbatch, "all answers are known, and none is left over"
+            self.cut[what] = self._positions(self.made[what], *what)
+            self.watches[what] = self._watch(*what)
+        return self.made[what], self.cut[what]
+
+    def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
+        """Return what the model asks next about a microbatch, if known."""
+        return self.asked.get((replace(variant, outputs=True), microbatch))
+
+    def knows(self, variant: Variant, microbatch: Microbatch) -> bool:
+        """Return whether the model was captured for such a microbatch, with these answers."""
+        return (replace(variant, outputs=True), microbatch) in self.made
+
+    def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
+        """Capture the model for a microbatch, and return it with all answers; `ask` gives those that it lacks."""
+        variant, known = replace(variant, outputs=True), iter(microbatch.answers)
+        told, places = replace(microbatch, answers=()), self.watching.origin.places
+
+        def answer(question: Question) -> Answer:
+            nonlocal told
+            self.asked[variant, told] = question
+            told = told.told(next(known, None) or ask(question))
+            return told.answers[-1]
+
+        try:
+            with nullcontext(Reads()) if self.front_end is dynamo else reading(places) as reads:  # it bypasses patches
+                captured = self._capture(variant, microbatch, answer)
+        finally:
+            if not self.runs_python:
+                classes = kinds(self.model)
+                removed(files(classes, self.loss), classes, caches(self.model, self.loss))
+        if captured.moved:
+            require_own_state(captured.moved, {*reads.original, *self.watching.shared()})
+        self.made[variant, told], self.reads[variant, told] = captured, reads
+        return told
+
+    def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
+        """Return what the captures for these microbatches assumed, which must still hold when they run."""
+        wanted = [(replace(variant, outputs=True), one) for one in dict.fromkeys(microbatches)]
+        return Watch.all(self.watches[what] for what in wanted)
+
+    @property
+    def runs_python(self) -> bool:
+        """True if modules run as Python in every step, where no cut goes through them."""
+        return name_of(self.front_end) in ("trace", "modules")
+
+    def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
+        what = variant, microbatch
+        calls = self.made[what].calls_at(self.cut[what]) if self.runs_python else None
+        recorded = None if calls is None else opened(calls, self.cut[what])
+        return self.watching.watch(self.reads[what], variant.training, recorded)
+
+    def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
+        """Return the computation to capture for such a microbatch."""
+        loss = self.loss if variant.loss else None
+        return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches, casts=variant.casts)
+
+    def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Captured:
+        with torch.inference_mode(False), fake_mode():
+            leaves = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device) for s in microbatch.leaves]
+        objective = replace(self.objective(variant, microbatch), ask=ask)
+        with torch.inference_mode(False), nullcontext() if variant.training else evaluation(self.model):
+            captured = self.front_end(self.model, objective, leaves)
+        require_valid(captured, name_of(self.front_end), self.model, objective, leaves)
+        return replace(captured, backward=variant.training and self.backward, hooks=self.hooks)
+
+    def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
+        """Return where to cut: at the same modules as for the example's first microbatch in training."""
+        batching, training = self.batchings[True], replace(TRAINING, outputs=True)
+        first = batching.split(batching.example)[0]
+        if (variant, microbatch) == (training, first):
+            return self.cuts.positions(captured, self.model)
+        known, positions = self.of(training, first)
+        what = f"{'in training' if variant.training else 'in eval mode'} with microbatches of {microbatch}"
+        return partition.followed(Calls.of(known, self.model), positions, Calls.of(captured, self.model), what)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline as text: stages, their modules and parameters, what crosses each cut, and which parameters are tied.
+
+The text stays readable for big models: consecutive numbered modules are one entry (`blocks.0-11`), and long lists are
+truncated with a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from textwrap import wrap
+
+from torch import nn
+
+from fpipe.cutting.calls import Calls, numbered, outermost
+from fpipe.ir.captured import Value
+from fpipe.runtime.executor import Port
+from fpipe.stages.assembly import Assembly
+from fpipe.stages.stage import Stage
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import names
+from schedules import Placement, Sizes
+from schedules.language.costs import of_stage
+
+COLUMNS = 98
+MOST = 12
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: Sizes, split: bool) -> str:
+    """Return a description of the stages of `model`, on their ranks; and of how their backwards are split, if they are.
+
+    `sizes` are what a microbatch holds, in bytes.
+    """
+    held = _held(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
+    shown = _Shown(assembly, Calls.of(assembly.captured, model))
+    lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
+    for stage in assembly.stages:
+        ranks = placement.replicas(stage.index)
+        lines += ["", f"stage {stage.index} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"]
+        lines += [f"  {line}" for line in (*shown.stage(stage), _kept(stage, sizes, split), *_backward(stage, split))]
+    tied = _shortened(list(_tied(assembly.stages, model)), "... {} more")
+    lines += ["", "tied parameters"] if tied else []
+    return "\n".join([*lines, *[line for one in tied for line in _lines(one, "  ", "    ")]])
+
+
+class _Shown:
+    """The stages of an assembly, and the calls of modules that lie entirely within each."""
+
+    def __init__(self, assembly: Assembly, calls: Calls) -> None:
+        self.assembly = assembly
+        stops = list(accumulate(len(layout.units) for layout in assembly.layouts))
+        self.bounds = list(zip([0, *stops], stops, strict=False))
+        self.whole = [outermost(c for c in calls.listed if a <= c.start and c.stop <= b) for a, b in self.bounds]
+        self.label = {call: numbered(call.path, ordinal) for call, ordinal in calls.ordinals()}
+        self.makers = {value: k for k, unit in enumerate(assembly.captured.units) for value in unit.makes}
+
+    def stage(self, stage: Stage) -> Iterator[str]:
+        """Yield what one stage holds, runs and gives."""
+        assembly, names = self.assembly, (*stage.parameters, *stage.unused)
+        yield from _wrapped("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
+        yield f"parameters  {_held(names, assembly.parameters, assembly.captured.trainable, '')}"
+        buffers = [name for name in (*stage.buffers, *stage.unused) if name in assembly.buffers]
+        if buffers:
+            yield f"buffers     {len(buffers)} ({_size(assembly.buffers[name] for name in buffers)})"
+        for port, values in zip(stage.gives, assembly.layouts[stage.index].gives.values(), strict=True):
+            back = [spec for other in stage.pulled_by if other.peer == port.peer for spec in other.specs]
+            cotangents = f"{_size(back)} of cotangents back" if back else "no cotangents back"
+            yield f"gives       stage {port.peer}: {_size(port.specs)} per microbatch, {cotangents}"
+            yield from _shortened(list(self._values(port, values)), "              ... {} more")
+        returned = {port.peer for port in stage.pulled_by} - {port.peer for port in stage.gives}
+        for port in stage.pulled_by:
+            if port.peer in returned:
+                yield f"gets        stage {port.peer}: {_size(port.specs)} of cotangents per microbatch"
+
+    def _modules(self, s: int) -> list[str]:
+        """Return the modules' names, with runs of numbered ones merged."""
+        runs: list[tuple[str, str, str]] = []
+        for call in self.whole[s]:
+            path, _, last = self.label[call].rpartition(".")
+            if runs and runs[-1][0] == path and last.isdecimal() and runs[-1][2] == str(int(last) - 1):
+                runs[-1] = (path, runs[-1][1], last)
+            else:
+                runs.append((path, last, last))
+        ends = [(path, first if first == last else f"{first}-{last}") for path, first, last in runs]
+        found = [f"{path}.{end}" if path else end or "the whole model" for path, end in ends]
+        return _shortened(found, "... {} more")
+
+    def _others(self, s: int) -> list[str]:
+        """Return how many operations the stage runs outside these modules."""
+        start, stop = self.bounds[s]
+        others = stop - start - sum(call.stop - call.start for call in self.whole[s])
+        return [_count(others, "other operation")] if others else []
+
+    def _values(self, port: Port, values: Sequence[Value]) -> Iterator[str]:
+        wide = max(len(str(spec)) for spec in port.specs)
+        for spec, value in zip(port.specs, values, strict=True):
+            yield f"              {spec!s:{wide}}  from {self._origin(self.makers[value])}"
+
+    def _origin(self, k: int) -> str:
+        """Return the module in which unit `k` runs, as shown in the unit's stage."""
+        inside = [call for calls in self.whole for call in calls if call.start <= k < call.stop]
+        path = self.label[inside[0]] if inside else self.assembly.captured.units[k].path
+        return path or "the model itself"
+
+
+def _kept(stage: Stage, sizes: Sizes, split: bool) -> str:
+    """Return what the stage holds from its forward on, and between the halves of its backward."""
+    activation, residual = of_stage(sizes.activation, stage.index), of_stage(sizes.residual or 0, stage.index)
+    halved = f", {_bytes(residual)} for the weight half of its backward" if split else ""
+    return f"keeps       {_bytes(activation)} per microbatch{halved}"
+
+
+def _backward(stage: Stage, split: bool) -> Iterator[str]:
+    """Yield a remark on how the stage is differentiated, if any; and the gradients that the input half computes."""
+    if stage.functions.remark:
+        yield from _lines(stage.functions.remark, "backward    ", " " * 12)
+    if not split:
+        return
+    for why in dict.fromkeys(stage.undeferred.values()):
+        names = [name for name, reason in stage.undeferred.items() if reason == why]
+        yield from _lines(f"{', '.join(_shortened(names, '{} more', 3))}: {why}", "undeferred  ", " " * 12)
+
+
+def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[str], noun: str) -> str:
+    """Return the number of elements of the leaves in `specs`, their size, and whether they are trained."""
+    held = {name: specs[name] for name in names if name in specs}
+    total = sum(prod(spec.shape) for spec in held.values())
+    trained = sum(prod(spec.shape) for name, spec in held.items() if name in trainable)
+    which = "all trainable" if trained == total else f"{trained:,} trainable" if trained else "all frozen"
+    number = _count(total, noun) if noun else f"{total:,}"
+    return f"{number} ({_size(held.values())}), {which}" if total else f"no {noun}s" if noun else "none"
+
+
+def _tied(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
+    """Yield the parameters with several names or in several stages, their stages, and the owner of their gradient."""
+    known: dict[str, list[str]] = {}
+    for name, first in names(model, "parameters").items():
+        known.setdefault(first, []).append(name)
+    for first, all_names in known.items():
+        users = [stage.index for stage in stages if first in stage.parameters]
+        owners = [stage.index for stage in stages if first in stage.grads]
+        if len(all_names) > 1 or len(users) > 1:
+            yield f"{' = '.join(_shortened(all_names, '{} more names', 3))}: {_where(users, owners)}"
+
+
+def _where(users: Sequence[int], owners: Sequence[int]) -> str:
+    if len(users) < 2:
+        return f"stage {users[0]}" if users else "read by no stage"
+    stages = f"stages {', '.join(map(str, users))}"
+    if len(owners) > 1:
+        return f"{stages}, gradients summed once a step"
+    return f"{stages}, owned by stage {owners[0]}" if owners else stages
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _size(specs: Iterable[Spec]) -> str:
+    """Return the size of what is stored or sent: an expanded dimension counts once."""
+    return _bytes(sum(spec.dtype.itemsize * prod(_once(spec)) for spec in specs))
+
+
+def _bytes(size: float) -> str:
+    power = next(k for k in range(5) if size < 1024 ** (k + 1) or k == 4)
+    return f"{size / 1024**power:,.1f} {UNITS[power]}" if power else f"{size} B"
+
+
+def _once(spec: Spec) -> Iterator[int]:
+    return (size if stride else min(1, size) for size, stride in zip(spec.shape, spec.stride, strict=True))
+
+
+def _shortened(lines: Sequence[str], rest: str, most: int = MOST) -> list[str]:
+    """Return the first `most` lines, and a last one that counts the rest."""
+    return list(lines) if len(lines) <= most + 1 else [*lines[:most], rest.format(len(lines) - most)]
+
+
+def _wrapped(title: str, entries: Sequence[str]) -> list[str]:
+    """Return the entries, separated by commas, in as many lines as they need."""
+    words = ", ".join(entry.replace(" ", "\0") for entry in entries)
+    return [line.replace("\0", " ") for line in _lines(words, title, " " * len(title))]
+
+
+def _lines(text: str, first: str, rest: str) -> list[str]:
+    """Return `text` in lines that begin with `first`, then `rest`, broken at spaces only."""
+    return wrap(
+        text, COLUMNS, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes a microbatch holds on each stage, before anything is allocated.
+
+Problem. Which schedule fits into memory depends on what stages keep between their actions, which is hard to predict:
+what autograd saves, what is left of it after the input half, what two operations save only once.
+
+Idea. A stage's own functions are run once on fake tensors. All memory that they allocate is tracked by weak references.
+The bytes that are still alive once everything but the result is dropped are what the stage keeps, in whatever way:
+saved by autograd, in a closure, on a custom function's context. So every kind of stage is counted in the same way.
+
+What counts is what comes and goes with a microbatch, each memory once per stage. Parameters, buffers, constants and the
+leaves of the batch stay for the whole step under any schedule, so they don't count: a microbatch of a batch is mostly a
+view of it. What arrives from other stages counts, as if it came from another rank. Gradients, results and messages in
+transit don't: no stage keeps them.
+
+Limits. A kernel that keeps a workspace whose size only it knows, as oneDNN's LSTM does, has none on fake tensors. And
+compiled functions are counted as the graphs that they were compiled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.capture.data_dependence import assuming
+from fpipe.ir.captured import Batch, Buffer, Parameter, Source, Tensors
+from fpipe.runtime.executor import Port
+from fpipe.stages.assembly import Assembly
+from fpipe.stages.stage import Stage
+from fpipe.tensors.random import preserved
+from fpipe.tensors.spec import OptionalSpec
+from schedules import Placement, Sizes
+
+
+class Footprint(NamedTuple):
+    """The bytes that a microbatch holds on a stage.
+
+    - `inputs`: after a checkpointed forward; `activation`: after a forward; `residual`: after the input half.
+    """
+
+    inputs: int
+    activation: int
+    residual: int
+
+
+def sizes(assembly: Assembly, placement: Placement) -> Sizes:
+    """Return the sizes of an assembly's stages in bytes, for `schedules.simulate`.
+
+    `weight` is the size of the stage's parameters, one version, without gradients. A parameter that several stages of a
+    rank use counts once.
+    """
+    found = footprints(assembly)
+    return Sizes(
+        activation=tuple(one.activation for one in found),
+        inputs=tuple(one.inputs for one in found),
+        residual=tuple(one.residual for one in found),
+        weight=_weights(assembly, placement),
+    )
+
+
+def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
+    """Return what a microbatch holds on each stage of an assembly, by running their functions once on fake tensors."""
+    captured = assembly.captured
+    fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
+    devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
+    with (
+        preserved(device for device in devices if device.type in ("cpu", "cuda")),
+        captured.mode,
+        assuming(captured.mode),
+        torch.enable_grad(),
+    ):
+        return tuple(_footprint(stage, fakes) for stage in assembly.stages)
+
+
+def _footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
+    """Return one stage's footprint. Memory still alive when everything is dropped was never the microbatch's."""
+    params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
+    batch = tuple([fakes[Batch(leaf)] for leaf in stage.batch])
+    with _Made() as made:
+        given = _versions(stage, fakes), _arriving(stage.gets)
+        inputs = made.alive()
+        _, _, residuals = stage.forward(params, given[0], (*batch, *given[1]), 0)
+        del given, _
+        activation = made.alive()
+        _, deferred = stage.backward_input(residuals, _arriving(stage.pulled_by))
+        del residuals, _
+        residual = made.alive()
+        del deferred
+        stays = made.alive().keys()
+    return Footprint(*[_total(then, stays) for then in (inputs, activation, residual)])
+
+
+def _total(held: Mapping[int, int], stays: Collection[int]) -> int:
+    return sum(size for number, size in held.items() if number not in stays)
+
+
+def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
+    """Return the stage's buffers; each microbatch has its own version of those that the stage changes."""
+    changed = stage.wiring.changed
+    buffers = [fakes[Buffer(name)] for name in stage.buffers]
+    return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
+
+
+def _arriving(ports: Sequence[Port]) -> Tensors:
+    """Return tensors like those from other stages, made as a transport makes them."""
+    specs = [spec.present if isinstance(spec, OptionalSpec) else spec for port in ports for spec in port.specs]
+    return tuple([spec.unpack(spec.buffer()) for spec in specs])
+
+
+def _weights(assembly: Assembly, placement: Placement) -> tuple[int, ...]:
+    """Return, per stage, the bytes of the parameters that no earlier stage already places on all of its ranks."""
+    here: list[set[str]] = []
+    for stage in assembly.stages:
+        ranks = set(placement.replicas(stage.index))
+        earlier = [names for s, names in enumerate(here) if ranks <= set(placement.replicas(s))]
+        here.append({*stage.parameters, *stage.unused}.difference(*earlier))
+    specs = assembly.parameters
+    return tuple(
+        sum(specs[name].dtype.itemsize * prod(specs[name].shape) for name in names & specs.keys()) for names in here
+    )
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tracks the memory of everything that operations return, without keeping it alive.
+
+    Invariant: a weak reference keeps the identifier of its storage from being reused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in optree.tree_leaves(found):
+            for dense in _dense(tensor):
+                storage = dense.untyped_storage()
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self.storages.setdefault(storage._cdata, (reference, storage.nbytes()))
+        return found
+
+    def alive(self) -> dict[int, int]:
+        """Return the size of each memory that is still alive."""
+        return {number: size for number, (storage, size) in self.storages.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+
+
+def _dense(leaf: object) -> tuple[Tensor, ...]:
+    """Return the tensors, each with its own memory, that a result consists of."""
+    if not isinstance(leaf, Tensor):
+        return ()
+    if leaf.layout is torch.sparse_coo:
+        return leaf._indices(), leaf._values()
+    return (leaf,) if leaf.layout is torch.strided else ()

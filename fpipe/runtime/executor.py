@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies a program to stages.
+
+One interpreter with one handler per kind of action (`fpipe.runtime.handlers`). It is a generator that yields the
+handles it must wait for; the driver decides how to wait. It knows actions, stages and messages, but neither
+torch.distributed nor models, and it is parametric in the stages: given symbolic stages, it computes formulas.
+
+Any overhead between two stage calls is paid for every microbatch on every stage. So programs are linked beforehand
+(`fpipe.runtime.instructions`): folded into instructions, each a compute action with the transfers around it.
+
+All state is in the running `Execution`. Messages are identified by number; a message between stages of the same rank is
+kept locally and never posted.
+
+Invariant: each entry is removed at its only use, so a microbatch's memory is freed as soon as it has been used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from fpipe.runtime.transport.interface import Handle, Message, Payload, Route, Transport
+from schedules import Action
+
+
+class Port(NamedTuple):
+    """One end of an edge: the stage at the other end, and the specs of the values that cross, in order."""
+
+    peer: int
+    specs: tuple[Any, ...]
+
+
+class StageLike(Protocol):
+    """The part of a stage that the executor uses; `fpipe.stages.stage.Stage` describes each member."""
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """The values that leave the pipeline here."""
+
+    @property
+    def gets(self) -> Sequence[Port]:
+        """Values from earlier stages."""
+
+    @property
+    def gives(self) -> Sequence[Port]:
+        """Values for later stages."""
+
+    @property
+    def pulls(self) -> Sequence[Port]:
+        """Cotangents for earlier stages."""
+
+    @property
+    def pulled_by(self) -> Sequence[Port]:
+        """Cotangents from later stages."""
+
+    @property
+    def totals(self) -> Sequence[Any]:
+        """Specs of this stage's gradients."""
+
+    @property
+    def shares(self) -> Sequence[Port]:
+        """Gradients for other stages that hold the same parameters."""
+
+    @property
+    def shared_by(self) -> Sequence[Port]:
+        """Gradients from other stages that hold the same parameters."""
+
+    def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:
+        """Return outputs, buffers, and residuals or `None`."""
+
+    def evaluate(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any]:
+        """Return the same outputs and buffers as `forward`."""
+
+    def backward(self, residuals: Any, cotangents: Payload, onto: Any) -> tuple[Payload, Any]:
+        """Return cotangents and gradients; if `onto` is not `()`, add the gradients to it and return that sum."""
+
+    def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
+        """Return cotangents and what the weight half needs."""
+
+    def backward_weight(self, deferred: Any, onto: Any) -> Any:
+        """Return gradients; if `onto` is not `()`, add them to it and return that sum."""
+
+    def accumulate(self, total: Any, grads: Any, count: int) -> Any:
+        """Return `total`, the sum of `count` gradients (at first `()`), plus one more. May be passed as `onto`."""
+
+    def finished(self, total: Any) -> Any:
+        """Return the sum of all gradients."""
+
+    def shared(self, total: Any, peer: int) -> Payload:
+        """Return the part of the summed gradients that stage `peer` needs."""
+
+
+class Inputs(NamedTuple):
+    """The arguments of one rank for one step.
+
+    - `params`: per microbatch and stage of the rank, in the form that the stage's functions take; `buffers`: per stage.
+    - `batch`: `batch(stage, microbatch)` returns the stage's part of the batch.
+    - `keys`: the random key of each microbatch.
+    """
+
+    params: Sequence[Mapping[int, Any]]
+    buffers: Mapping[int, Any]
+    batch: Callable[[int, int], Payload]
+    keys: Sequence[int]
+
+
+class Outcome(NamedTuple):
+    """The results of one rank.
+
+    - `buffers`, `grads`: per stage of the rank, after all microbatches; the sum of a stage without gradients is empty.
+    - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.
+    - `results`: per microbatch, the values that leave the pipeline on this rank.
+    """
+
+    buffers: dict[int, Any]
+    grads: dict[int, Any]
+    shared: dict[tuple[int, int], Payload]
+    results: dict[int, Payload]
+
+
+class Transfer(NamedTuple):
+    """A message between ranks: its number, its channel's number, and the specs of its values."""
+
+    number: int
+    channel: int
+    message: Message
+    specs: tuple[Any, ...]
+
+
+class Instruction(NamedTuple):
+    """At most one compute action, linked to its stage, and the transfers around it.
+
+    - `position`, `action`: the compute action and its position in the program; without one, those of the last transfer.
+    - `receives`: receives to post first.
+    - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages to wait for, in the order
+      of the handler's arguments.
+    - `made`: which slice of the handler's return value is which message.
+    - `sends`: sends to post last.
+    """
+
+    position: int
+    action: Action
+    stage: StageLike
+    handler: Handler
+    receives: tuple[Transfer, ...]
+    waits: tuple[int, ...]
+    awaited: tuple[int, ...]
+    made: tuple[tuple[int, slice], ...]
+    sends: tuple[Transfer, ...]
+
+
+class Linked(NamedTuple):
+    """One rank's program, linked to its stages."""
+
+    stages: tuple[int, ...]
+    channels: tuple[Route, ...]
+    instructions: tuple[Instruction, ...]
+
+
+Handler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload]
+
+
+class Execution:
+    """One rank's run of one program: its state and its current instruction, `at`.
+
+    - `kept`: payloads made on this rank, until they are sent or used here.
+    - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
+    - `residuals`, `deferred`: what a stage's forward, or input half, keeps for its backward, or weight half.
+    - `checkpoints`: what a forward is rerun from: the buffers as they were, and the inputs that had arrived.
+    """
+
+    at: Instruction | None = None
+
+    def __init__(self, program: Linked, transport: Transport, inputs: Inputs) -> None:
+        self.program, self.transport, self.inputs = program, transport, inputs
+        self.buffers = {s: inputs.buffers[s] for s in program.stages}
+        self.grads: dict[int, Any] = dict.fromkeys(self.buffers, ())
+        self.shared: dict[tuple[int, int], Payload] = {}
+        self.results: dict[int, Payload] = {}
+        self.residuals: dict[tuple[int, int], Any] = {}
+        self.deferred: dict[tuple[int, int], Any] = {}
+        self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
+        self.kept: dict[int, Payload] = {}
+        self.posted: dict[int, Handle] = {}
+
+    def run(self) -> Generator[Handle, None, Outcome]:
+        """Interpret the program: yield handles that are not done, then return the outcome."""
+        kept, posted = self.kept, self.posted
+        channels = [self.transport.channel(source, target) for source, target in self.program.channels]
+        for instruction in self.program.instructions:
+            self.at = instruction
+            _, action, stage, handler, receives, waits, awaited, made, sends = instruction
+            for number, channel, message, specs in receives:
+                posted[number] = channels[channel].receive(message, specs)
+            for number in waits:
+                handle = posted.pop(number)
+                if not handle.done:
+                    yield handle
+            arrived: Payload = ()
+            for number in awaited:
+                if number in posted:
+                    handle = posted.pop(number)
+                    if not handle.done:
+                        yield handle
+                    arrived += handle.take()
+                else:
+                    arrived += kept.pop(number)
+            values = handler(self, action, stage, arrived)
+            for number, part in made:
+                kept[number] = values[part]
+            del arrived, values
+            for number, channel, message, specs in sends:
+                posted[number] = channels[channel].send(message, kept.pop(number), specs)
+        return Outcome(self.buffers, self.grads, self.shared, self.results)

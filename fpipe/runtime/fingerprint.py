@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python values as lines of text that are the same in every process if the values are.
+
+Problem. Ranks must run the same program, and part of it are the user's own functions: losses, weights, ways to split a
+batch. A name says nothing about a body, an address nothing at all, and nothing may be unpickled from a peer.
+
+Idea. Each process describes its values in lines, one for each thing that can differ, and the lines are compared. A
+function is its bytecode, its constants, its defaults, the contents of its cells, and the globals that it names.
+
+Limits. Functions are followed into cells, defaults, partials, bound methods, and into functions of the same file that
+they name. Functions of torch and of the standard library are identified by name. Numbers, strings, containers and
+tensors are compared by value, devices by type, callable objects, dataclasses and modules by their contents, except for
+the values of parameters; any other object by its class. Of a container, the first `ENTRIES` entries count. What a file
+or an environment variable holds when a function runs is not seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
+from hashlib import blake2b
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.tensors.spec import Spec, as_bytes
+
+PLAIN: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format, type(None))
+ENTRIES: Final = 1000
+LINES: Final = 20_000
+BY_NAME: Final = frozenset({*sys.stdlib_module_names, "torch"}) - {"__main__"}
+
+
+def digest(lines: Iterable[str]) -> int:
+    """Return a 63-bit digest of lines of text."""
+    found = blake2b(digest_size=8)
+    for line in lines:
+        found.update(line.encode())
+        found.update(b"\n")
+    return int.from_bytes(found.digest()) >> 1
+
+
+def bits(tensor: Tensor) -> str:
+    """Return a digest of a tensor's values; `none` if it has no values.
+
+    >>> bits(torch.ones(2)) == bits(torch.ones(4)[:2]), bits(torch.ones(2)) == bits(torch.zeros(2))
+    (True, False)
+    """
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+        return "none"
+    if tensor.layout is not torch.strided:
+        return bits(tensor.detach().to_dense())
+    data = as_bytes(tensor.detach().cpu())
+    memory = (ctypes.c_char * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
+    return blake2b(memory, digest_size=8).hexdigest()
+
+
+def described(value: object) -> list[str]:
+    """Return the lines that describe a value.
+
+    >>> def scaled(factor): return lambda x, y: x * factor
+    >>> described(scaled(2)) == described(scaled(2)), described(scaled(2)) == described(scaled(3))
+    (True, False)
+    >>> [line for line in described(scaled(2)) if "factor" in line]
+    ['cell factor: 2']
+    """
+    return list(islice(_Described().lines("", value), LINES))
+
+
+class _Described:
+    """One description; nothing is described twice."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, object] = {}
+
+    def lines(self, path: str, value: Any) -> Iterator[str]:
+        """Yield the lines of the value at `path`."""
+        if isinstance(value, PLAIN):
+            yield _said(path, repr(value))
+        elif isinstance(value, torch.device):
+            yield _said(path, f"a device of type {value.type}")
+        elif isinstance(value, Tensor):
+            yield _said(path, f"{Spec.of(value)} of values {bits(value)}")
+        elif id(value) in self.seen:
+            yield _said(path, "as before")
+        else:
+            self.seen[id(value)] = value  # kept alive, so that no other gets its id
+            yield from self._composed(path, value)
+
+    def _composed(self, path: str, value: Any) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            yield _said(path, f"{type(value).__qualname__} of {len(value)}")
+            for key, held in islice(value.items(), ENTRIES):
+                yield from self.lines(f"{path}[{_key(key)}]", held)
+        elif isinstance(value, set | frozenset):
+            yield _said(path, f"{{{', '.join(sorted(_key(one) for one in value))}}}")
+        elif isinstance(value, list | tuple):
+            yield _said(path, f"{type(value).__qualname__} of {len(value)}")
+            for k, held in enumerate(value[:ENTRIES]):
+                yield from self.lines(f"{path}[{k}]", held)
+        elif isinstance(value, FunctionType):
+            yield from self._function(path, value)
+        elif isinstance(value, MethodType):
+            yield from self.lines(_joined(path, "function"), value.__func__)
+            yield from self.lines(_joined(path, "self"), value.__self__)
+        elif isinstance(value, partial):
+            yield from self.lines(_joined(path, "partial"), (value.func, value.args, value.keywords))
+        elif isinstance(value, type | ModuleType | BuiltinFunctionType):
+            yield _said(path, _name(value))
+        else:
+            yield from self._object(path, value)
+
+    def _function(self, path: str, function: FunctionType) -> Iterator[str]:
+        yield _said(path, f"function {_name(function)}")
+        if function.__module__ and function.__module__.split(".")[0] in BY_NAME:
+            return
+        for code in _codes(function.__code__):
+            yield _said(_joined(path, f"code of {code.co_name}"), digest_of(code))
+        yield from self.lines(_joined(path, "defaults"), (function.__defaults__, function.__kwdefaults__))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                held = cell.cell_contents
+            except ValueError:
+                held = None
+            yield from self.lines(_joined(path, f"cell {name}"), held)
+        named = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
+        for name in named:
+            if name in function.__globals__:
+                yield from self._named(_joined(path, f"global {name}"), function.__globals__[name], function)
+
+    def _named(self, path: str, value: Any, function: FunctionType) -> Iterator[str]:
+        """Yield the lines of a global; a function of another file is identified by name."""
+        foreign = isinstance(value, FunctionType) and value.__globals__ is not function.__globals__
+        yield from [_said(path, _name(value))] if foreign else self.lines(path, value)
+
+    def _object(self, path: str, value: Any) -> Iterator[str]:
+        yield _said(path, f"a {_name(type(value))}")
+        if isinstance(value, nn.Module):
+            yield from self._module(path, value)
+        elif callable(value) or is_dataclass(value):
+            held = dict(getattr(value, "__dict__", {}))
+            yield from self.lines(_joined(path, "call"), vars(type(value)).get("__call__"))
+            for name, one in held.items():
+                yield from self.lines(f"{path}.{name}", one)
+
+    def _module(self, path: str, module: nn.Module) -> Iterator[str]:
+        for name, one in module.named_modules():
+            where = _joined(path, name or "itself")
+            yield _said(where, f"{_name(type(one))}, {one.extra_repr()}, {'training' if one.training else 'eval'}")
+            yield from self.lines(_joined(where, "forward"), type(one).forward)
+            own = {k: v for k, v in vars(one).items() if isinstance(v, (*PLAIN, Tensor)) and k != "training"}
+            for attribute, held in (*own.items(), *one._buffers.items()):
+                yield from self.lines(f"{where}.{attribute}", held)
+            for attribute, parameter in one._parameters.items():
+                yield _said(f"{where}.{attribute}", "none" if parameter is None else str(Spec.of(parameter)))
+
+
+def digest_of(code: CodeType) -> str:
+    """Return a digest of what a code object does, independent of its location and its variables' names."""
+    constants = [_constant(one) for one in code.co_consts if not isinstance(one, CodeType)]
+    what = (code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount, code.co_flags)
+    return blake2b(repr(what).encode(), digest_size=8).hexdigest()
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of the functions defined in it."""
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes(one)
+
+
+def _constant(value: Any) -> str:
+    """Return a constant as text; sets of strings are sorted, since each process orders them differently."""
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(_constant(one) for one in value)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(_constant(one) for one in value)})"
+    return repr(value)
+
+
+def _key(value: object) -> str:
+    return repr(value) if isinstance(value, PLAIN) else _name(type(value))
+
+
+def _name(value: Any) -> str:
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return f"{module}.{name}" if module and name else str(name or getattr(value, "__name__", type(value).__name__))
+
+
+def _joined(path: str, part: str) -> str:
+    return f"{path}, {part}" if path else part
+
+
+def _said(path: str, text: str) -> str:
+    return f"{path}: {text}" if path else text

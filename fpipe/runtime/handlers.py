@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handlers of compute actions: one per kind, all with the same arguments.
+
+A handler takes what arrived for its action, calls the stage, stores what later actions need in the running `Execution`,
+and returns what leaves. The one action that uses what was stored removes it. A stage's first gradients become its sum,
+to which later ones are added in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fpipe.runtime.executor import Execution, Handler, StageLike
+from fpipe.runtime.transport.interface import Payload
+from schedules import Action
+
+
+def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    inputs, buffers = run.inputs, run.buffers
+    arguments = inputs.batch(s, i) + arrived
+    outputs, buffers[s], residuals = stage.forward(inputs.params[i][s], buffers[s], arguments, inputs.keys[i])
+    if residuals is not None:
+        run.residuals[s, i] = residuals
+    if stage.results:
+        run.results[i] = outputs[: len(stage.results)]
+    return outputs
+
+
+def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    inputs, buffers = run.inputs, run.buffers
+    run.checkpoints[s, i] = buffers[s], arrived
+    outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
+    if stage.results:
+        run.results[i] = outputs[: len(stage.results)]
+    return outputs
+
+
+def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Rerun the forward for its residuals; its outputs and buffers are those of the first run, and are dropped."""
+    _, s, i, _, _ = action
+    inputs = run.inputs
+    buffers, arrived = run.checkpoints.pop((s, i))
+    _, _, residuals = stage.forward(inputs.params[i][s], buffers, inputs.batch(s, i) + arrived, inputs.keys[i])
+    if residuals is not None:
+        run.residuals[s, i] = residuals
+    return ()
+
+
+def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    onto = run.grads[s]
+    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived, onto)
+    run.grads[s] = grads if onto else stage.accumulate((), grads, 0)
+    return outgoing
+
+
+def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), arrived)
+    return outgoing
+
+
+def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _, s, i, _, _ = action
+    onto = run.grads[s]
+    grads = stage.backward_weight(run.deferred.pop((s, i)), onto)
+    run.grads[s] = grads if onto else stage.accumulate((), grads, 0)
+    return ()
+
+
+def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Sum over both replicas, in route order: even microbatches take the first route, odd ones the second."""
+    _, s, i, _, _ = action
+    own = stage.finished(run.grads[s])
+    first, second = (arrived, own) if i % 2 else (own, arrived)
+    run.grads[s] = stage.accumulate(stage.accumulate((), first, 0), second, 1)
+    return ()
+
+
+def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Return the gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
+    _, s, _, peer, _ = action
+    assert peer is not None, "a transfer has a peer stage"
+    return stage.shared(run.grads[s], peer)
+
+
+def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Store the gradient that a `RECV_G` has received, at the end."""
+    assert action.peer is not None, "a transfer has a peer stage"
+    run.shared[action.peer, action.stage] = arrived
+    return ()
+
+
+def hold(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Return what has arrived, to be kept until the second action of a fused pair uses it."""
+    return arrived
+
+
+def nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Compute nothing: the instruction has transfers only."""
+    return ()
+
+
+HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "F": _forward,
+        "B": _backward,
+        "I": _backward_input,
+        "W": _backward_weight,
+        "C": _checkpointed_forward,
+        "R": _recompute,
+        "OVERLAP_F": _forward,
+        "G": _sum_replicas,
+        "SEND_G": _share,
+        "RECV_G": _take_shared,
+    }
+)

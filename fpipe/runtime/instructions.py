@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a lowered program to instructions: everything that can be known before a step is looked up here, once.
+
+An instruction is at most one compute action with the transfers around it, `(WAIT | RECV)* compute? SEND*`. An action
+that belongs to an earlier phase than the one before it starts a new instruction. So any program runs as written, except
+that receives may be posted before waits; on each channel all posts stay in order.
+
+The first action of a fused pair gets an extra instruction before it, which waits for the cotangents that the second,
+the backward, needs, and keeps them.
+
+Messages are numbered per rank. Channels follow from the placement, which the executor does not know.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, zip_longest
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from fpipe.runtime.executor import Instruction, Linked, StageLike, Transfer
+from fpipe.runtime.handlers import HANDLERS, hold, nothing
+from fpipe.runtime.transport.interface import Message, Route, message
+from schedules import KINDS, Action, Placement
+
+BEFORE, COMPUTE, AFTER = range(3)
+NONE: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})
+
+Group: TypeAlias = list[tuple[int, Action]]
+
+
+def link(
+    actions: Iterable[Action],
+    stages: Mapping[int, StageLike],
+    placement: Placement,
+    uneven: Mapping[int, Mapping[int, StageLike]] = NONE,
+) -> Linked:
+    """Return one rank's program, linked to its stages; it depends on neither parameters nor data.
+
+    `uneven` has the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken at
+    the end, since no action on the rank waits for them.
+    """
+    linker = _Linker(stages, placement, uneven)
+    groups = [*_groups(actions)]
+    program = [one for pair in zip_longest(groups, groups[1:]) for one in linker.instructions(*pair)]
+    return Linked(tuple(stages), tuple(linker.channels), (*program, *linker.final))
+
+
+def _groups(actions: Iterable[Action]) -> Iterator[Group]:
+    """Yield the actions of each instruction, with their positions."""
+    group: Group = []
+    latest = BEFORE
+    for position, action in enumerate(actions):
+        phase = _phase(action)
+        if phase < latest or phase == latest == COMPUTE:
+            yield group
+            group = []
+        group.append((position, action))
+        latest = phase
+    if group:
+        yield group
+
+
+def _phase(action: Action) -> int:
+    """Return the phase of an action in its instruction; `SEND_G` computes what it sends."""
+    if action.kind.startswith(("WAIT", "RECV")):
+        return BEFORE
+    return AFTER if action.kind in ("SEND_F", "SEND_B") else COMPUTE
+
+
+def channel(placement: Placement, carried: Message) -> Route:
+    """Return the ranks between which a message travels; a gradient for its own stage goes to the other replica.
+
+    >>> from schedules import bidirectional
+    >>> [channel(bidirectional(ranks=4), carried) for carried in (("F", 0, 1, 1), ("G", 0, 1, 0))]
+    [(3, 2), (3, 0)]
+    """
+    _, source, microbatch, target = carried
+    start = placement.home(source, microbatch)
+    if source != target:
+        return start, placement.home(target, microbatch)
+    (other,) = (rank for rank in placement.replicas(source) if rank != start)
+    return start, other
+
+
+class _Linker:
+    """Numbers messages and channels, and determines what each action takes, makes and posts.
+
+    - `uneven`: by microbatch, stages and specs if its shapes differ from the usual ones.
+    - `partials`: per stage, gradients from its other replica, for its `G`.
+    - `final`: instructions that take what no action waits for.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, StageLike], placement: Placement, uneven: Mapping[int, Mapping[int, StageLike]]
+    ) -> None:
+        self.usual, self.placement = (stages, _specs(stages)), placement
+        self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
+        self.numbers = defaultdict[Message, int](count().__next__)
+        self.channels = defaultdict[Route, int](count().__next__)
+        self.partials = defaultdict[int, list[int]](list)
+        self.final: list[Instruction] = []
+
+    def instructions(self, group: Group, following: Group | None) -> list[Instruction]:
+        """Return a group's instruction; before the first of a fused pair, also one that waits for the second's data."""
+        instruction = self.instruction(group)
+        if instruction.action.kind != "OVERLAP_F" or following is None:
+            return [instruction]
+        backward = next(action for _, action in following if _phase(action) == COMPUTE)
+        s, i, stage = backward.stage, backward.microbatch, self._stage(backward)
+        awaited, kept, start = list[int](), list[tuple[int, slice]](), 0
+        for peer, specs in stage.pulled_by:
+            awaited.append(self.numbers["B", peer, i, s])
+            kept.append((awaited[-1], slice(start, start + len(specs))))
+            start += len(specs)
+        if not awaited:
+            return [instruction]
+        at, receives, waits = instruction.position, instruction.receives, instruction.waits
+        action = Action("RECV_B", s, i, stage.pulled_by[0].peer)
+        held = Instruction(at, action, stage, hold, receives, waits, tuple(awaited), tuple(kept), ())
+        return [held, instruction._replace(receives=(), waits=())]
+
+    def instruction(self, group: Group) -> Instruction:
+        """Return the instruction of one group of actions."""
+        actions = [action for _, action in group]
+        at, action = next((pair for pair in group if _phase(pair[1]) == COMPUTE), group[-1])
+        receives = [self._posted(other) for other in actions if other.kind.startswith("RECV")]
+        waits = [self.numbers[message(other)] for other in actions if other.kind.startswith("WAIT")]
+        sends = [self._posted(other) for other in actions if other.kind.startswith("SEND")]
+        for position, other in group:
+            if other.kind == "RECV_G":
+                self._received(position, other)
+        taken, made = self._carried(action)
+        stage, handler = self._stage(action), HANDLERS[action.kind] if _phase(action) == COMPUTE else nothing
+        return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
+
+    def _stage(self, action: Action) -> StageLike:
+        stages, _ = self.uneven.get(action.microbatch, self.usual)
+        return stages[action.stage]
+
+    def _posted(self, action: Action) -> Transfer:
+        name = what, source, i, target = message(action)
+        _, specs = self.uneven.get(i, self.usual)
+        route = self.channels[channel(self.placement, name)]
+        return Transfer(self.numbers[name], route, name, specs[what, source, target])
+
+    def _received(self, position: int, action: Action) -> None:
+        number = self.numbers[message(action)]
+        if action.peer == action.stage:
+            self.partials[action.stage].append(number)
+        else:
+            stage, handler = self._stage(action), HANDLERS["RECV_G"]
+            self.final.append(Instruction(position, action, stage, handler, (), (), (number,), (), ()))
+
+    def _carried(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
+        """Return the messages that a compute action takes, and the slice of its results for each that it gives."""
+        kind, s, i, _, _ = action
+        if kind == "G":
+            return self.partials.pop(s, []), ()
+        if kind == "SEND_G":
+            return [], ((self.numbers[message(action)], slice(None)),)
+        what, stage = KINDS[kind].crosses if kind in KINDS else "", self._stage(action)
+        if not what:
+            return [], ()
+        sources, targets = (stage.gets, stage.gives) if what == "F" else (stage.pulled_by, stage.pulls)
+        start, made = len(stage.results) if what == "F" else 0, []
+        for peer, specs in targets:
+            made.append((self.numbers[what, s, i, peer], slice(start, start + len(specs))))
+            start += len(specs)
+        return [self.numbers[what, peer, i, s] for peer, _ in sources], tuple(made)
+
+
+def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int], tuple[Any, ...]]:
+    """Return the specs of what crosses edges, by kind and both stages; replicas exchange all gradients of a stage."""
+    specs = {edge: carried for s, stage in stages.items() for edge, carried in _edges(s, stage)}
+    return specs | {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
+
+
+def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
+    """Yield what crosses each edge of a stage, by kind, source stage and target stage."""
+    for what, outgoing, incoming in (
+        ("F", stage.gives, stage.gets),
+        ("B", stage.pulls, stage.pulled_by),
+        ("G", stage.shares, stage.shared_by),
+    ):
+        yield from (((what, s, peer), specs) for peer, specs in outgoing)
+        yield from (((what, peer, s), specs) for peer, specs in incoming)

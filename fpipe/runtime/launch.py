@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that this process runs: one of them under torch.distributed, else all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from fpipe.errors import TransportError
+from fpipe.runtime.transport.distributed import DistributedRanks
+from fpipe.runtime.transport.interface import Ranks
+from fpipe.runtime.transport.local import LocalRanks
+
+
+def launched(ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+    """Return this process's part of a schedule's ranks; `group` has the processes, by default all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        require_alone(os.environ)
+        return LocalRanks(ranks)
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "torch.distributed is initialised"
+    return DistributedRanks(ranks, group, device)
+
+
+def require_alone(environment: Mapping[str, str]) -> None:
+    """Raise `TransportError` if a launcher started several processes that don't know of each other."""
+    size = environment.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        raise TransportError(
+            f"torch.distributed: got no process group, though a launcher has started {size} processes (WORLD_SIZE), "
+            "expected one: each process would run all ranks by itself. Call torch.distributed.init_process_group() "
+            "before pipeline(), and destroy_process_group() only after the last step; or, to run all ranks in every "
+            'process, remove it first: del os.environ["WORLD_SIZE"].'
+        )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured timelines, in the same form as simulated ones.
+
+Problem. Measuring inside the executor's loop slows down every step, even if nobody looks; and on an accelerator the
+host's clock sees launches, not computations.
+
+Idea. The loop knows nothing of clocks. A recorded execution runs the same loop over a program with wrapped handlers,
+and sits between it and the driver, where every wait passes through. Times are read from a `Stopwatch`: the host's
+clock, or events on the device's current stream, which are read after the step. Nothing is synchronized within the
+step.
+
+A span of a compute action is the time in which it ran. A span of a transfer is the time for which the rank waited for
+it: `RECV_F`, `RECV_B`, `RECV_G` for what it needed, `WAIT_F`, `WAIT_B`, `WAIT_G` for a send to finish. Transfers that
+were already done have none. The time between spans went into posting.
+
+Not yet run on an accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from functools import cache
+from time import perf_counter
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+
+from fpipe.runtime.executor import Execution, Handler, Inputs, Linked, Outcome, StageLike
+from fpipe.runtime.transport.interface import Handle, Payload, Ranks, Transport, awaited
+from schedules import Action, Span
+
+Record: TypeAlias = Callable[[Span], None]
+"""The user's function: it is called with each span, in seconds of `time.perf_counter`."""
+Mark: TypeAlias = Any
+"""A point in time that a `Stopwatch` can read."""
+
+
+class Stopwatch(Protocol):
+    """Marks points in time, and makes spans of them."""
+
+    def mark(self) -> Mark:
+        """Return a mark of the current time."""
+
+    def lap(self, rank: int, action: Action, start: Mark, end: Mark) -> None:
+        """Record, now or in `read`, that `rank` ran or waited for `action` between two marks."""
+
+    def read(self) -> None:
+        """Record what is left, after the step."""
+
+
+class HostStopwatch:
+    """The host's clock; spans are recorded immediately."""
+
+    def __init__(self, record: Record) -> None:
+        self.record, self.mark = record, perf_counter
+
+    def lap(self, rank: int, action: Action, start: float, end: float) -> None:
+        """Record the span."""
+        self.record(Span(rank, action, start, end))
+
+    def read(self) -> None:
+        """Do nothing: no span is left."""
+
+
+class Event(Protocol):
+    """An event on an accelerator's stream, reached after all earlier work: `torch.Event`, with timing."""
+
+    def synchronize(self) -> None:
+        """Block until it is reached."""
+
+    def elapsed_time(self, other: Any) -> float:
+        """Return the milliseconds from it to `other`."""
+
+
+class DeviceStopwatch:
+    """Events on the current stream of a device; spans are recorded after the step.
+
+    Events only measure the time between each other. So after the step a last event is waited for, and the host's clock
+    is read right then; all others are counted back from it. The host learns of it late by some microseconds.
+
+    - `mark()` records an event on the stream; `clock()` is the host's.
+    - `laps`: rank, action, start event and end event.
+    """
+
+    def __init__(self, record: Record, mark: Callable[[], Event], clock: Callable[[], float] = perf_counter) -> None:
+        self.record, self.mark, self.clock = record, mark, clock
+        self.laps: list[tuple[int, Action, Event, Event]] = []
+
+    def lap(self, rank: int, action: Action, start: Event, end: Event) -> None:
+        """Keep the events until they can be read."""
+        self.laps.append((rank, action, start, end))
+
+    def read(self) -> None:
+        """Wait for the device, and record all spans in the order in which they ended here."""
+        last = self.mark()
+        last.synchronize()
+        now = self.clock()
+        for rank, action, start, end in self.laps:
+            began, ended = (now - mark.elapsed_time(last) / 1000 for mark in (start, end))
+            self.record(Span(rank, action, began, max(began, ended)))
+
+
+def stopwatch(device: torch.device, record: Record) -> Stopwatch:
+    """Return the stopwatch for computations on `device`."""
+    if device.type == "cpu":
+        return HostStopwatch(record)
+
+    def mark() -> Event:
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    return DeviceStopwatch(record, mark)
+
+
+class RecordedExecution(Execution):
+    """An execution whose waits are timed, and, if its program comes from `timed`, its compute actions too."""
+
+    def __init__(self, rank: int, watch: Stopwatch, program: Linked, transport: Transport, inputs: Inputs) -> None:
+        super().__init__(program, transport, inputs)
+        self.rank, self.watch = rank, watch
+
+    def run(self) -> Generator[Handle, None, Outcome]:
+        """Interpret the program; a wait lasts from yielding a handle to being resumed."""
+        running = super().run()
+        mark, lap, rank = self.watch.mark, self.watch.lap, self.rank
+        while True:
+            try:
+                handle = next(running)
+            except StopIteration as stop:
+                outcome: Outcome = stop.value
+                return outcome
+            start = mark()
+            yield handle
+            lap(rank, awaited(handle), start, mark())
+
+
+def recorded(
+    ranks: Ranks, programs: Mapping[int, Linked], inputs: Inputs, device: torch.device, record: Record
+) -> dict[int, Outcome]:
+    """Run each rank's program, from `timed`, as `Ranks.run` does; `record` gets the spans of actions and waits."""
+    watch = stopwatch(device, record)
+    outcomes = ranks.run(lambda rank, transport: RecordedExecution(rank, watch, programs[rank], transport, inputs))
+    watch.read()
+    return outcomes
+
+
+def timed(program: Linked) -> Linked:
+    """Return the program for a `RecordedExecution`, with wrapped handlers of compute actions; reuse it in every step.
+
+    Transfers aren't wrapped: they only post, which takes negligible time.
+    """
+    wrapped = cache(_wrapped)
+    instructions = (
+        one._replace(handler=wrapped(one.handler)) if one.action.peer is None else one for one in program.instructions
+    )
+    return program._replace(instructions=tuple(instructions))
+
+
+def _wrapped(handler: Handler) -> Handler:
+    """Return the handler, timed by the stopwatch of the execution that calls it."""
+
+    def timed(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+        recorded = cast(RecordedExecution, run)
+        watch = recorded.watch
+        start = watch.mark()
+        values = handler(run, action, stage, arrived)
+        watch.lap(recorded.rank, action, start, watch.mark())
+        return values
+
+    return timed

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give a module that runs on fake tensors again the answers that it got during the recording.
+
+In a step, a module that reads values does so itself, and finds what the capture was told: the answers are part of the
+capture's key. On fake tensors, while shapes are inferred or a stage is recorded below autograd, it cannot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from fpipe.capture.data_dependence import reading
+from fpipe.ir.captured import Step, Tensors
+from fpipe.ir.questions import Answer
+from fpipe.runtime.segments.selection import deciding, given
+
+Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
+"""Answers by function and call number."""
+
+
+def answering(step: Step, answers: Answers) -> Step:
+    """Return the step, made to get these answers on fake tensors."""
+    if not answers:
+        return step
+
+    def call(key: int, *tensors: Tensor) -> Tensors:
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return step.call(key, *tensors)
+        with _Answering(answers):
+            return step.call(key, *tensors)
+
+    return step._replace(call=call)
+
+
+class _Answering(TorchFunctionMode):
+    """Answers the torch calls in `answers`."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self.answers, self.calls = answers, Counter[Any]()
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        answer = self.answers.get((func, self.calls[func]))
+        self.calls[func] += 1
+        if answer is None:
+            return func(*args, **(kwargs or {}))
+        if answer.has_tensors or deciding(func, args):  # shapes that values decide cannot be in a graph
+            reading(next(arg for arg in args if isinstance(arg, Tensor)))
+        return given(func, args, answer)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank per process: how a torch.distributed process communicates and agrees with the others.
+
+Messages travel over channels (`fpipe.runtime.transport.channels`). Before any is sent, all ranks agree on what they are
+about to do (`fpipe.runtime.transport.agreement`), over a separate group (`fpipe.runtime.transport.control`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.errors import TransportError
+from fpipe.runtime.executor import Execution, Outcome
+from fpipe.runtime.transport import clocks
+from fpipe.runtime.transport.agreement import agree, refuse, texts
+from fpipe.runtime.transport.channels import DistributedTransport
+from fpipe.runtime.transport.control import Control
+from fpipe.runtime.transport.interface import Fields, Route, Transport
+from fpipe.runtime.turns import only_turn
+from fpipe.tensors.spec import Spec
+
+
+class DistributedRanks:
+    """One rank of a schedule: this process, in a `group` with as many processes as ranks.
+
+    - `calls`: how many functions of the pipeline have been called; `call`: the one that is running.
+    - `failure`: why no more may be called; `deciding`: whether the other ranks are waiting for this one's decision.
+    """
+
+    def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        size = dist.get_world_size(group)
+        if size != ranks:
+            raise TransportError(
+                f"got a process group of {size} processes, expected one process for each of the schedule's {ranks} "
+                f"ranks. Start {ranks} processes, or build the schedule for ranks={size}."
+            )
+        self.group, self.device = group, device
+        self.ranks = (dist.get_rank(group),)
+        self.failure: str | None = None
+        self.calls, self.call, self.deciding = 0, "", False
+        replicas = _replicas(dist.get_process_group_ranks(group), device)
+        timeout = group._get_backend(device).options._timeout
+        self.control = Control.of(dist.get_process_group_ranks(group), replicas, timeout)
+        self.transport = DistributedTransport(group, device, replicas)
+
+    @contextmanager
+    def guarded(self, call: str) -> Iterator[None]:
+        """Run a function that all ranks call; what is raised before they have agreed is raised on all of them.
+
+        Raises `TransportError` if an earlier call failed midway, or if another thread is inside.
+        """
+        with only_turn(f"rank {self.ranks[0]}, {call}"):
+            self._require_whole(call)
+            self.calls += 1
+            self.call, self.deciding = f"{call} (call {self.calls})", True
+            try:
+                self._read()
+                yield
+            except Exception as error:
+                if self.deciding and self.failure is None:
+                    with suppress(RuntimeError):  # no one is left to tell
+                        refuse(self._gather, self.call, error)
+                raise
+            finally:
+                self.deciding = False
+
+    def _read(self) -> None:
+        """Raise `TransportError` on all ranks if this one has used the wrong message."""
+        try:
+            self.transport.read()
+        except TransportError as error:
+            with suppress(RuntimeError):
+                refuse(self._gather, self.call, error)
+            self.failure = "a message of the last step was another than expected"
+            raise
+
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Raise `TransportError` on every rank unless all have called the same function with the same fields.
+
+        `about` distinguishes several agreements within one call. Returns the `note` that each rank passed.
+        """
+        call = f"{self.call}, {about}" if about else self.call
+        try:
+            return agree(self.ranks[0], self._gather, call, fields(), note)
+        except TransportError:
+            self.deciding = False  # the others raise it too
+            raise
+
+    def _gather(self, mine: Tensor) -> Sequence[Tensor]:
+        try:
+            return self.control.gather(mine)
+        except RuntimeError as error:
+            self.failure = "no answer from the other ranks"
+            raise TransportError(
+                f"rank {self.ranks[0]}, {self.call}: got no answer from the other ranks ({error}), expected them "
+                "to make the same call. Call the same functions on every rank, and look at what the others said last."
+            ) from error
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Set up channels; every rank must pass the same ones."""
+        try:
+            self.transport.setup(channels)
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _require_whole(self, what: str) -> None:
+        if self.failure is None and not self.control.alive:
+            self.failure = "its process group was destroyed"
+        if self.failure is not None:
+            raise TransportError(
+                f"rank {self.ranks[0]}, {what}: got a pipeline that broke off ({self.failure}), expected one whose "
+                "ranks are in step: the others' messages no longer fit. End the process, and start again from a "
+                "checkpoint."
+            )
+
+    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
+        """Run this process's rank to completion, waiting where it must."""
+        (rank,) = self.ranks
+        self.deciding = False
+        run = execution(rank, self.transport).run()
+        try:
+            while True:
+                posted: Any = next(run)
+                posted.wait()
+        except StopIteration as stop:
+            return {rank: stop.value}
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Broadcast the tensor of rank `source`."""
+        data = spec.buffer() if tensor is None else spec.pack(tensor)
+        dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
+        return spec.unpack(data)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return any(self.agree(about="a question to all ranks", note=int(flag)))
+
+    def tell(self, text: str) -> list[str]:
+        """Return the texts of all ranks, including this one; every rank must call this."""
+        self.agree(about="what the model asks about its batch")
+        return texts(self._gather, text)
+
+    def ahead(self) -> float:
+        """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
+        return clocks.ahead(self.group, self.device)
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """Return the rows of all ranks; every rank must call this."""
+        count, columns = rows.shape
+        counts = self.agree(about="rows to collect", note=count)
+        mine = rows.new_zeros(max([*counts, 1]), columns)
+        mine[:count] = rows
+        return [one[:length] for one, length in zip(self._gather(mine), counts, strict=True)]
+
+
+def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
+    """Return the processes of every pipeline in the job, in the same order everywhere; `world` is this pipeline's."""
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(world)], device=device))
+    if len({size.item() for size in sizes}) > 1:
+        raise TransportError(
+            f"group: got groups of {sorted({int(size.item()) for size in sizes})} processes, expected the same size "
+            "for every pipeline of the job. Build all pipelines at the same time, over groups of one size."
+        )
+    mine = torch.tensor(world, device=device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return sorted({tuple(other.tolist()): other.tolist() for other in found}.values())

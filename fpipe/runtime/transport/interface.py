@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of a transport.
+
+Posting never blocks and returns a handle. Only waiting for the handle blocks, and the driver does that, not the
+executor. Both ends of a transfer identify it by the same `Message`. On each channel, which is a directed pair of ranks,
+both ends post the same messages in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from schedules import Action
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fpipe.runtime.executor import Execution, Outcome
+    from fpipe.runtime.transport.agreement import Field
+    from fpipe.tensors.spec import Spec
+
+Payload: TypeAlias = tuple[Any, ...]
+Message: TypeAlias = tuple[str, int, int, int]
+"""What it carries (`F` a value, `B` a cotangent, `G` a gradient), source stage, microbatch, target stage."""
+Fields: TypeAlias = "Callable[[], Sequence[Field]]"
+"""Returns what must be the same on every rank; called only if there are other processes."""
+Route: TypeAlias = tuple[int, int]
+"""A channel's name: the sending rank and the receiving rank."""
+
+
+class Handle(Protocol):
+    """A posted send or receive; the driver of its transport waits for it.
+
+    - `end`, `message`: which end of which transfer was posted: `SEND` or `RECV`.
+    """
+
+    end: str
+    message: Message
+
+    @property
+    def done(self) -> bool:
+        """True if it is known that no waiting is needed."""
+
+    def take(self) -> Payload:
+        """Return what arrived and release it here. Call it once, for a receive that is done."""
+
+
+class Channel(Protocol):
+    """Carries payloads from one rank to another; each of the two has its own object."""
+
+    def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Handle:
+        """Post a send of values with these specs. They must not change until the handle has been waited for."""
+
+    def receive(self, message: Message, specs: tuple[Any, ...]) -> Handle:
+        """Post a receive of values with these specs."""
+
+
+class Transport(Protocol):
+    """The channels of one rank."""
+
+    def channel(self, source: int, target: int) -> Channel:
+        """Return the channel from rank `source` to rank `target`."""
+
+
+class Ranks(Protocol):
+    """The pipeline ranks that this process runs, and how it communicates with the others."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this process."""
+
+    def guarded(self, call: str) -> AbstractContextManager[None]:
+        """Return the context for a function, named `call`, that all ranks call.
+
+        An error on one rank before all have agreed is raised on all of them. After a call that failed midway no other
+        may follow: its messages would not match the others'. One thread is inside at a time.
+        """
+
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Raise `TransportError` on all ranks unless they make the same call and their `fields()` are equal.
+
+        `about` distinguishes several agreements within one call. Returns the note of each process.
+        """
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Set up these channels."""
+
+    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
+        """Drive `execution(rank, transport)` of each of this process's ranks to completion; return the outcomes."""
+
+    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Return rank `source`'s tensor on every rank; the others pass `None`."""
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+
+    def tell(self, text: str) -> list[str]:
+        """Send a text to all ranks; return every process's text, in rank order."""
+
+    def ahead(self) -> float:
+        """Return how many seconds the clock of this process is ahead of the first rank's."""
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """Return the rows that each process passes, in rank order: CPU tensors with the same number of columns."""
+
+
+def message(action: Action) -> Message:
+    """Return the message that a transfer carries, the same at both ends.
+
+    >>> from schedules import parse
+    >>> message(parse("1SEND_B0>0")), message(parse("0RECV_B0<1"))
+    (('B', 1, 0, 0), ('B', 1, 0, 0))
+    """
+    kind, stage, microbatch, peer, _ = action
+    assert peer is not None, "a transfer has a peer stage"
+    if kind.startswith("RECV"):
+        return kind[5:], peer, microbatch, stage
+    return kind[5:], stage, microbatch, peer
+
+
+def awaited(handle: Handle) -> Action:
+    """Return the action that waits for the handle: a receive, or the wait that frees a send's buffers."""
+    what, source, microbatch, target = handle.message
+    if handle.end == "RECV":
+        return Action(f"RECV_{what}", target, microbatch, source)
+    return Action(f"WAIT_{what}", source, microbatch, target)
+
+
+def posted(end: str, carried: Message) -> str:
+    """Return the text of the action at one end, `SEND` or `RECV`, of a message."""
+    what, source, microbatch, target = carried
+    stage, peer = (source, target) if end == "SEND" else (target, source)
+    return str(Action(f"{end}_{what}", stage, microbatch, peer))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks in one process: values are passed by reference, and the driver steps the ranks in turn.
+
+A channel is a queue of zero capacity: the oldest send meets the oldest receive, and both are done. So a program that
+runs here posts its sends and receives in the same order, as every transport requires.
+
+A rank runs until it must wait, and is stepped again when its handle is done. If no rank can be stepped and some are
+unfinished, that is a deadlock, detected at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from fpipe.errors import DeadlockError, TransportError
+from fpipe.runtime.executor import Execution, Outcome
+from fpipe.runtime.transport.interface import Fields, Message, Payload, Route, Transport
+from fpipe.runtime.transport.interface import posted as text
+from fpipe.runtime.turns import turn
+from fpipe.tensors.spec import Spec
+
+
+class Posted:
+    """A message within this process; both of its ends hold the same object.
+
+    `end` was posted first; once the other end is posted, it is `done`, and rank `waiter` is stepped again.
+    """
+
+    __slots__ = ("done", "end", "message", "payload", "waiter")
+
+    def __init__(self, end: str, message: Message) -> None:
+        self.end, self.message = end, message
+        self.payload: Payload = ()
+        self.done = False
+        self.waiter: int | None = None
+
+    def take(self) -> Payload:
+        """Return the payload and release it here."""
+        payload, self.payload = self.payload, ()
+        return payload
+
+
+class LocalChannel:
+    """A channel within one process; `woken` holds the ranks whose handles are done.
+
+    Invariant: what waits is all sends or all receives, since opposite ends meet at once.
+    """
+
+    __slots__ = ("waiting", "woken")
+
+    def __init__(self, woken: deque[int]) -> None:
+        self.waiting: deque[Posted] = deque()
+        self.woken = woken
+
+    def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Posted:
+        """Post a send."""
+        waiting = self.waiting
+        if waiting and waiting[0].end == "RECV":
+            posted = self._meet(message)
+        else:
+            posted = Posted("SEND", message)
+            waiting.append(posted)
+        posted.payload = payload
+        return posted
+
+    def receive(self, message: Message, specs: tuple[Any, ...]) -> Posted:
+        """Post a receive; what arrives is the very object that was sent."""
+        waiting = self.waiting
+        if waiting and waiting[0].end == "SEND":
+            return self._meet(message)
+        posted = Posted("RECV", message)
+        waiting.append(posted)
+        return posted
+
+    def _meet(self, message: Message) -> Posted:
+        """Return the oldest waiting message, whose other end is being posted."""
+        posted = self.waiting.popleft()
+        if posted.message != message:
+            raise _disorder(posted, message)
+        posted.done = True
+        if posted.waiter is not None:
+            self.woken.append(posted.waiter)
+        return posted
+
+
+def _disorder(posted: Posted, other: Message) -> TransportError:
+    send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
+    return TransportError(
+        f"a channel: got {text('SEND', send)} first, expected the message of {text('RECV', receive)}. "
+        "Post both ends in the same order: run programs as lower() makes them."
+    )
+
+
+class LocalTransport:
+    """Channels within one process, made at their first use."""
+
+    def __init__(self) -> None:
+        self.channels: dict[Route, LocalChannel] = {}
+        self.woken: deque[int] = deque()
+
+    def channel(self, source: int, target: int) -> LocalChannel:
+        """Return the channel; both ends share it."""
+        return self.channels.setdefault((source, target), LocalChannel(self.woken))
+
+
+class LocalRanks:
+    """All ranks of a schedule, in this process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = tuple(range(ranks))
+
+    def guarded(self, call: str) -> AbstractContextManager[None]:
+        """Wait until no other thread is inside."""
+        return turn()
+
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Return the note: every rank is here."""
+        return [note]
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Do nothing: each run makes its channels."""
+
+    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
+        """Step all ranks until all have finished; raise `DeadlockError` if none can proceed."""
+        transport = LocalTransport()
+        executions = [execution(rank, transport) for rank in self.ranks]
+        return drive(transport, executions)
+
+    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Return the tensor: every rank is here."""
+        assert tensor is not None, "the source rank is in this process"
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Return the flag: every rank is here."""
+        return flag
+
+    def tell(self, text: str) -> list[str]:
+        """Return the text: every rank is here."""
+        return [text]
+
+    def ahead(self) -> float:
+        """Return 0: there is one clock."""
+        return 0.0
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """Return the rows: every rank is here."""
+        return [rows]
+
+
+def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[int, Outcome]:
+    """Step these executions in turn, each as far as it can go; raise `DeadlockError` if none can proceed."""
+    runs = [execution.run() for execution in executions]
+    waiting: dict[int, Posted] = {}
+    outcomes: dict[int, Outcome] = {}
+    ready = transport.woken
+    ready.extend(range(len(runs)))
+    while ready:
+        rank = ready.popleft()
+        waiting.pop(rank, None)
+        try:
+            handle: Any = next(runs[rank])
+        except StopIteration as stop:
+            outcomes[rank] = stop.value
+        else:
+            handle.waiter, waiting[rank] = rank, handle
+    if waiting:
+        raise DeadlockError(_report(executions, waiting))
+    return outcomes
+
+
+def _report(executions: Sequence[Execution], waiting: dict[int, Posted]) -> str:
+    lines = [f"got {len(waiting)} ranks waiting for messages that nobody will post, expected all to finish:"]
+    for rank, handle in sorted(waiting.items()):
+        at = executions[rank].at
+        assert at is not None, "who waits has begun"
+        waits = text(handle.end, handle.message)
+        lines.append(f"rank {rank}, position {at.position}, {at.action}: waits for {waits}")
+    return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() makes them."])

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Microbatches of different kinds: captured and cut separately, and driven by one program.
+
+They may differ in what their stages compute and in what crosses; what a rank holds, sums and exchanges must be the
+same. Where a value crosses for some microbatches only (a mask that an unpadded one doesn't need), the others send
+nothing along that edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+
+from fpipe.errors import InputError
+from fpipe.runtime.executor import Port
+from fpipe.stages.assembly import Assembly
+from fpipe.stages.stage import Stage
+from schedules import Graph
+
+
+def widened(assemblies: Sequence[Assembly]) -> tuple[Assembly, ...]:
+    """Return the assemblies, each with the edges of all of them, so that one program drives each."""
+    graph = reduce(_union, dict.fromkeys(one.graph for one in assemblies))
+    wide = {one: one if one.graph == graph else _widened(one, graph) for one in dict.fromkeys(assemblies)}
+    return tuple(wide[one] for one in assemblies)
+
+
+def _union(a: Graph, b: Graph) -> Graph:
+    return Graph(a.stages, a.values | b.values, a.cotangents | b.cotangents, a.gradients | b.gradients)
+
+
+def _widened(assembly: Assembly, graph: Graph) -> Assembly:
+    stages = [
+        replace(
+            stage,
+            gets=_ports(stage.gets, graph.fed_by[stage.index]),
+            gives=_ports(stage.gives, graph.feeds[stage.index]),
+            pulls=_ports(stage.pulls, graph.pulls[stage.index]),
+            pulled_by=_ports(stage.pulled_by, graph.pulled_by[stage.index]),
+        )
+        for stage in assembly.stages
+    ]
+    return replace(assembly, stages=tuple(stages), graph=graph)
+
+
+def _ports(ports: Iterable[Port], peers: Iterable[int]) -> tuple[Port, ...]:
+    """Return a port for each peer; nothing passes through a port that did not exist."""
+    there = {port.peer: port for port in ports}
+    return tuple(there.get(peer, Port(peer, ())) for peer in peers)
+
+
+def require_alike(assemblies: Sequence[Assembly]) -> None:
+    """Raise `InputError` unless one program can drive these assemblies, one for each microbatch."""
+    first = assemblies[0]
+    for i, other in enumerate(assemblies):
+        if other is first:
+            continue
+        if other.captured.structure.spec != first.captured.structure.spec:
+            raise _unlike(i, "outputs", other.captured.structure.spec, first.captured.structure.spec)
+        for mine, theirs in zip((*other.stages, other.whole), (*first.stages, first.whole), strict=True):
+            if _holds(mine) != _holds(theirs):
+                raise _unlike(i, f"parameters and buffers in stage {mine.index}", _holds(mine), _holds(theirs))
+
+
+def _holds(stage: Stage) -> tuple[object, ...]:
+    trained = tuple(stage.parameters[k] for k in sorted(stage.wiring.trained))
+    return stage.parameters, stage.buffers, stage.grads, trained, stage.unused, dict(stage.shared_names)
+
+
+def _unlike(i: int, what: str, got: object, expected: object) -> InputError:
+    return InputError(
+        f"microbatch {i}, which is not like microbatch 0: got other {what}, {got}, expected {expected}: the "
+        "model takes another path for it. Make all microbatches alike, in size and in what the model asks about them, "
+        "or cut elsewhere."
+    )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage: a piece of the model as pure functions, and its ports to other stages.
+
+On tuples of tensors:
+
+    forward(params, buffers, inputs, key)  -> outputs, buffers', residuals
+    evaluate(params, buffers, inputs, key) -> outputs, buffers'
+    backward(residuals, cotangents, onto)  -> input_cotangents, grads
+    backward_input(residuals, cotangents)  -> input_cotangents, deferred
+    backward_weight(deferred, onto)        -> grads
+
+`params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch,
+then what it gets from earlier stages. `outputs` are its results, then what it gives to later stages, including values
+that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their single
+use. `onto` is optional: a sum of gradients owned by this stage, to which this microbatch's gradients are added instead
+of being returned separately. A stage in which nothing needs a gradient keeps nothing: its residuals are `None`.
+
+`fpipe.autodiff` implements the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from fpipe.autodiff.accumulation import Gradients, summed
+from fpipe.autodiff.interface import Functions, Wiring
+from fpipe.ir.captured import Tensors
+from fpipe.runtime.executor import Port
+from fpipe.tensors.spec import Spec
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A piece of the model. Positions count the arguments or outputs of its functions.
+
+    - `parameters`, `buffers`: names, in argument order; `unused`: held here, but read by no operation.
+    - `batch`: the tensor leaves of (inputs, targets) that it reads.
+    - `results`: specs of the values that leave the pipeline here.
+    - `gets`, `gives`: the values that travel forward; `pulls`, `pulled_by`: cotangents, to earlier and from later
+      stages.
+    - `shares`, `shared_by`: gradients of shared parameters, to and from other holders; `shared_names`: which of its
+      own it sends, by the receiving stage.
+    - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
+      `OptionalSpec`, here and in ports, if it depends on data whether there is a gradient.
+    - `functions`: the computation.
+    """
+
+    index: int
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    unused: tuple[str, ...]
+    batch: tuple[int, ...]
+    results: tuple[Spec, ...]
+    gets: tuple[Port, ...]
+    gives: tuple[Port, ...]
+    pulls: tuple[Port, ...]
+    pulled_by: tuple[Port, ...]
+    shares: tuple[Port, ...]
+    shared_by: tuple[Port, ...]
+    shared_names: Mapping[int, tuple[str, ...]]
+    grads: tuple[str, ...]
+    totals: tuple[Spec, ...]
+    wiring: Wiring
+    functions: Functions
+
+    @property
+    def undeferred(self) -> Mapping[str, str]:
+        """The parameters whose gradients the input half computes, and why."""
+        return {self.grads[k]: why for k, why in self.functions.undeferred.items()}
+
+    def __str__(self) -> str:
+        given = [f"{' '.join(map(str, port.specs))} to stage {port.peer}" for port in self.gives]
+        shared = [f"{' '.join(self.shared_names[port.peer])} with stage {port.peer}" for port in self.shares]
+        parts = [f"parameters {' '.join(self.parameters) or 'none'}"]
+        parts += [f"gives {', '.join(given)}"] * bool(given) + [f"shares {', '.join(shared)}"] * bool(shared)
+        return f"stage {self.index}: {'; '.join(parts)}"
+
+    def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
+        """Return this stage's parameters in the form that its functions take, and no other's."""
+        return self.functions.leaves(tuple([params[name] for name in self.parameters]))
+
+    @cached_property
+    def forward(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors, Any | None]]:
+        """Run the stage on one microbatch."""
+        return self.functions.forward
+
+    @cached_property
+    def evaluate(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors]]:
+        """Return the outputs and buffers of `forward`, bit for bit, and keep nothing."""
+        return self.functions.evaluate
+
+    @cached_property
+    def backward(self) -> Callable[..., tuple[Gradients, Gradients]]:
+        """Return one microbatch's gradients: cotangents for earlier stages, and those of this stage's parameters."""
+        return self.functions.backward
+
+    @cached_property
+    def backward_input(self) -> Callable[[Any, Gradients], tuple[Gradients, Any]]:
+        """Return the cotangents for earlier stages, and what the weight half needs."""
+        return self.functions.backward_input
+
+    @cached_property
+    def backward_weight(self) -> Callable[..., Gradients]:
+        """Return the gradients of this stage's parameters; `None` where nothing was computed."""
+        return self.functions.backward_weight
+
+    def shared(self, total: Gradients, peer: int) -> Gradients:
+        """Return the gradients of parameters that stage `peer` also holds; for this stage's other replica, all."""
+        finished = self.finished(total)
+        if peer == self.index:
+            return finished
+        return tuple([finished[self.grads.index(name)] for name in self.shared_names[peer]])
+
+    def accumulate(self, total: Gradients, grads: Gradients, count: int) -> Gradients:
+        """Return `total`, a sum of gradients over `count` microbatches, plus one more microbatch's."""
+        return summed(total, grads, count) if grads else total
+
+    def finished(self, total: Gradients) -> Gradients:
+        """Return the sum over all microbatches; `None` for a parameter that got no gradient from any of them."""
+        own = tuple(grad for grad in total)  # a new tuple, so that `owned` sees two references to each gradient
+        return own or (None,) * len(self.grads)

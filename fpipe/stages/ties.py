@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tied parameters: how the gradient of a parameter that several stages use is combined.
+
+- `exact`: in every microbatch its cotangent goes back from user to user, as on one device, and the bits are the same.
+  At the end the first user, its owner, sends the gradient to all who hold a copy.
+- `sum`: each stage sums its own gradient over the microbatches, as for any parameter. At the end the stages exchange
+  these, and each adds all of them in stage order. Nothing is sent within the step; the bits are those of a model with
+  a copy of the parameter in every stage, whose gradients are added. A rank then holds one gradient for every stage that
+  uses the parameter, so if very many do, `exact` takes less memory.
+
+Between stages on one rank nothing is sent, in either mode.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from fpipe.errors import InputError
+from fpipe.tensors.tree import names
+from schedules import Placement
+
+Tied: TypeAlias = str | Mapping[str, str]
+MODES = ("exact", "sum")
+
+
+def summed(tied: Tied, model: nn.Module) -> frozenset[str]:
+    """Return the parameters with mode `sum`, by their first names.
+
+    `tied` is a mode for all, or a dict from any name of a parameter to its mode; parameters not in it are `exact`.
+    Raises `InputError` for an unknown mode or name, and for two modes of one parameter.
+
+    >>> pair = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> pair[1].weight = pair[0].weight
+    >>> summed({"1.weight": "sum"}, pair)
+    frozenset({'0.weight'})
+    """
+    first = names(model, "parameters")
+    if isinstance(tied, str):
+        _require_mode("tied", tied)
+        return frozenset(first.values() if tied == "sum" else ())
+    if not isinstance(tied, Mapping):
+        raise InputError(f"tied: got {tied!r}, expected one of {list(MODES)}, or a dict of them by parameter name.")
+    found: dict[str, str] = {}
+    for name, mode in tied.items():
+        where = f"tied[{name!r}]"
+        _require_mode(where, mode)
+        if name not in first:
+            close = difflib.get_close_matches(str(name), list(first), n=3) or list(first)[:8]
+            raise InputError(f"{where}: got no parameter's name, expected one. Did you mean one of {close}?")
+        if found.setdefault(first[name], mode) != mode:
+            raise InputError(
+                f"{where}: got {mode!r}, expected {found[first[name]]!r} as under another name of the same parameter. "
+                "Give one of its names only."
+            )
+    return frozenset(name for name, mode in found.items() if mode == "sum")
+
+
+def _require_mode(where: str, mode: object) -> None:
+    if mode not in MODES:
+        raise InputError(f"{where}: got {mode!r}, expected one of {list(MODES)}. Name one of them.")
+
+
+def sends(placement: Placement, source: int, target: int, holders: Sequence[int]) -> bool:
+    """Return whether stage `target`, one of `holders`, must be sent a gradient of stage `source`.
+
+    A rank needs it only once, for all holders on it, and not at all if `source` is on it too.
+
+    >>> from schedules import looped
+    >>> [sends(looped(ranks=2, chunks=2), 0, target, range(4)) for target in (1, 2, 3)]
+    [True, False, False]
+    """
+    return any(
+        homes[target] not in placement.replicas(source)
+        and target == min(stage for stage in holders if homes[stage] == homes[target])
+        for homes in placement.routes
+    )

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The uncut model as a single stage, to compare the stages with.
+
+A parameter whose gradients are summed over stages has one copy for each of its stages, under the same name: so its
+gradient comes in parts, as in the pipeline, to be added in stage order. To do this, the stages' own functions are
+called in sequence, in one autograd graph. If there is no such parameter, the cut has no effect here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import TypeAlias, cast
+
+from fpipe.cutting.routing import Layout, layouts
+from fpipe.ir.captured import Captured, Function, Observed, Parameter, Step, Tensors, Value, sequence
+from fpipe.stages.metadata import made_by
+
+Copies: TypeAlias = Mapping[tuple[int, Value], Value]
+"""The copy of a parameter that a stage uses in place of it, by stage and parameter."""
+
+
+def uncut(
+    captured: Captured,
+    observed: Observed,
+    results: tuple[Value, ...],
+    stages: Sequence[Layout],
+    functions: Sequence[Function],
+    summed: frozenset[str],
+) -> tuple[Captured, Layout, Function]:
+    """Return the whole model, with copies among its sources; its layout; and its function."""
+    (layout,) = layouts(captured, observed, (), results)
+    copies = _copies(captured, stages, summed)
+    if not copies:
+        return captured, layout, captured.fuse(layout.units, observed.random, layout.inputs, made_by(layout))
+    sources = {copy: captured.sources[value] for (_, value), copy in copies.items()}
+    fakes = {copy: captured.fakes[value] for (_, value), copy in copies.items()}
+    captured = replace(captured, sources={**captured.sources, **sources}, fakes={**captured.fakes, **fakes})
+    layout = replace(layout, parameters=(*layout.parameters, *sources))
+    return captured, layout, _composed(layout, stages, functions, copies)
+
+
+def _copies(captured: Captured, stages: Sequence[Layout], summed: frozenset[str]) -> Copies:
+    """Return a value for each later stage that reads a summed parameter; parameter by parameter, in stage order."""
+    fresh = count(1 + max((*captured.sources, *(value for unit in captured.units for value in unit.makes))))
+    shared = [v for v, source in captured.sources.items() if isinstance(source, Parameter) and source.name in summed]
+    readers = {value: [s for s, layout in enumerate(stages) if value in layout.parameters] for value in shared}
+    return {(s, value): next(fresh) for value in shared for s in readers[value][1:]}
+
+
+def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Function], copies: Copies) -> Function:
+    """Return the stages' functions called in sequence, each with its own copies."""
+    reads = [tuple(copies.get((s, value), value) for value in layout.inputs) for s, layout in enumerate(stages)]
+    steps = [
+        Step(read, made_by(layout), function) for read, layout, function in zip(reads, stages, functions, strict=True)
+    ]
+
+    @contextmanager
+    def placed(tensors: Tensors) -> Iterator[None]:
+        values = dict(zip(whole.inputs, tensors, strict=True))
+        with ExitStack() as stack:
+            for read, function in zip(reads, functions, strict=True):
+                stack.enter_context(function.placed(cast("Tensors", tuple(values.get(value) for value in read))))
+            yield
+
+    scoped = any(function.scope is not None for function in functions)
+    return Function(sequence(steps, whole.inputs, made_by(whole)), placed if scoped else None)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Capture without computing: a mode in which operators return metadata, and compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, cast
+
+import optree
+import torch
+from torch import Tensor
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+
+from fpipe.ir.effects import Effects, is_collective, memory
+from fpipe.tensors.attributes import MARKS, marks
+from fpipe.tensors.collectives import quietly
+from fpipe.tensors.fake_cache import Memo, plain
+from fpipe.tensors.layouts import RULES, laid_out
+
+aten = torch.ops.aten
+DEVICE = torch.ops.prim.device.default
+
+
+def _is_mixed(tensor: Tensor, weight: Tensor | None) -> bool:
+    """Return whether a norm has half-precision inputs and float32 weights; its statistics are then float32 too."""
+    return weight is not None and weight.dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _alignments(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Return CTC's loss per sequence and its log alphas; lengths are assumed to be the longest possible."""
+    time, *batch, _classes = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty((*batch, time, 2 * targets.shape[-1] + 1))
+
+
+# Results of operators whose shapes depend on values, in outputs that only their own backward uses.
+SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        aten._ctc_loss.Tensor: _alignments,
+        aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_, **__: torch.empty_like(log_probs),
+    }
+)
+
+PUTTING = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+
+KERNELS = frozenset(
+    {
+        *(aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.permute.default),
+        *(aten.unsqueeze.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten._unsafe_view.default),
+        *(aten.unbind.int, aten.stack.default, aten.cat.default, aten.clone.default),
+        *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, aten.mean.dim),
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsqrt.default),
+        *(aten.gelu.default, aten.gelu_backward.default, aten.silu.default, aten.silu_backward.default),
+        *(aten.nll_loss_forward.default, aten.nll_loss_backward.default),
+        *(aten._log_softmax.default, aten._log_softmax_backward_data.default),
+        *(aten._softmax.default, aten._softmax_backward_data.default),
+        *(aten.embedding.default, aten.embedding_dense_backward.default),
+        *(aten.native_layer_norm.default, aten.native_layer_norm_backward.default),
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+"""Operators whose meta kernels agree with every device's; torch takes another path, for symbolic sizes too."""
+
+CASTING = frozenset({aten.native_layer_norm.default})
+"""Those of `KERNELS` that some devices compute and return in float32 whatever the input dtype; others do not."""
+
+
+def fake_mode() -> Fakes:
+    """Return a mode in which operators compute metadata only; it converts the model's constants as they appear."""
+    return Fakes()
+
+
+class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """torch's own mode, except that where its fake kernel differs from the real one, the fake is made here.
+
+    torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16;
+    and it gets the memory layout of some results wrong, which shows in the last bits of a bias gradient.
+
+    - `memo`: cached results of operators. `states`: by device, the attributes of a fake there.
+    - `effects`: notified of the operators called, but not of those they decompose into.
+    - `nothing(tensor)`: the answer to `nonzero`, which fake tensors lack; `None` if there is none.
+    - `chosen`: by memory, masks whose number of true elements is known: as many values were put there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.memo = Memo(self, self.made)
+        self.states: dict[torch.device, dict[str, Any]] = {}
+        self.effects: Effects | None = None
+        self.nothing: Callable[[Tensor], Tensor] | None = None
+        self.chosen: dict[int, tuple[Tensor, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:  # asked for most often
+            return args[0].device
+        kwargs = kwargs or {}
+        effects, self.effects = self.effects, None
+        if effects is None:
+            return self._result(func, types, args, kwargs)
+        try:
+            effects.called(func, args, kwargs)
+            out = self._result(func, types, args, kwargs)
+            effects.returned(func, args, kwargs, out)
+            return out
+        finally:
+            self.effects = effects
+
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        torchs = super().__torch_dispatch__
+        if is_collective(func):
+            with quietly():
+                return torchs(func, types, args, kwargs)
+
+        def run() -> Any:
+            with torch._C.DisableTorchFunction():  # what torch calls to make fakes is not the model's
+                return torchs(func, types, args, kwargs)
+
+        return self.memo.result(func, args, kwargs, run)
+
+    @contextmanager
+    def watched(self, effects: Effects) -> Iterator[None]:
+        """Enter the mode and note `effects`; code compiled by torch.compile runs eagerly."""
+        with torch.compiler.set_stance("force_eager"), self, noted(self, effects):
+            yield
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the result of an operator, as fakes."""
+        kwargs = kwargs or {}
+        if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return self._grouped(*args, **kwargs)
+        if func in SHAPED:
+            with self:
+                return SHAPED[func](*args, **kwargs)
+        if func is aten.nonzero.default and (self.nothing is not None or self.chosen):
+            return self._found(args[0])
+        if func in PUTTING:
+            self._choose(*args[:3])
+        device = self._home(func, args, kwargs) if func in KERNELS else None
+        if device is None:
+            out: Any = super().dispatch(func, types, args, kwargs)
+        else:
+            out = self._kernel(func, args, kwargs, device)
+        if func is aten.native_batch_norm.default and _is_mixed(*args[:2]):
+            with self:
+                out = out[0], *[one.float() for one in out[1:]]
+        if func not in RULES:
+            return out
+        with self:
+            return laid_out(RULES[func], args, out)
+
+    def _found(self, tensor: Tensor) -> Any:
+        """Return the indices where a tensor is nonzero."""
+        mask, count = self.chosen.get(memory(tensor), (None, 0))
+        if mask is not None and mask.shape == tensor.shape:
+            with self:
+                return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
+        try:
+            return super().dispatch(aten.nonzero.default, (), (tensor,))
+        except DynamicOutputShapeException:
+            if self.nothing is None:
+                raise
+            return self.nothing(tensor)
+
+    def _choose(self, tensor: Tensor, indices: list[Tensor | None], values: Tensor) -> None:
+        """Note how many elements of a mask are true, if one value is put at each; its gradient selects as many."""
+        mask, *others = indices
+        if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
+            return
+        if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one is put everywhere
+            self.chosen[memory(mask)] = mask, len(values)
+
+    def made(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """Return a fake on `device` with the metadata of `meta`; torch makes the first one there, others copy it."""
+        if device not in self.states:
+            self.states[device] = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
+        new: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(new)  # as torch does
+        vars(new).update(self.states[device])
+        return cast("FakeTensor", new)
+
+    def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
+        """Return the device of all tensors among the arguments, if they are plain fakes of this mode."""
+        if func in CASTING and args[0].dtype not in (torch.float32, torch.float64):
+            return None
+        leaves: Any = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        devices = {one.device for one in tensors} if all(plain(one, self) for one in tensors) else set()
+        return devices.pop() if len(devices) == 1 else None
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """Return the result of an operator's meta kernel, as fakes on `device`."""
+        with in_kernel_invocation_manager(self):
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return self.made(out, device)
+        return type(out)(None if one is None else self.made(one, device) for one in out)
+
+    def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        with self:
+            return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def noted(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
+    """Note what operators do to fakes of `mode` inside, if the mode supports that."""
+    if not isinstance(mode, Fakes):
+        yield
+        return
+    before, mode.effects = mode.effects, effects
+    try:
+        yield
+    finally:
+        mode.effects = before
+
+
+def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a fake of a plain tensor; for one on meta, a fake on `device`."""
+    home = device if tensor.device.type == "meta" else tensor.device
+    with in_kernel_invocation_manager(mode):
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = mode.made(meta, home) if isinstance(mode, Fakes) else FakeTensor(mode, meta, home)
+    if found := marks(tensor):
+        vars(made)[MARKS] = found
+    return made

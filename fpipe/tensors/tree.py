@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytrees, on optree: which leaves are tensors, their names, and how two trees differ.
+
+Dataclasses, and any type that is registered as a pytree with torch (such as the outputs of Hugging Face models), are
+trees too: their types are registered with optree when first seen, in fpipe's own namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as torch_pytree
+
+from fpipe.errors import InputError
+from fpipe.tensors.spec import as_bytes
+
+Tree: TypeAlias = Any
+NAMESPACE = "fpipe"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A tree without its tensors: the treespec, and the non-tensor leaves.
+
+    >>> tensors, structure = flatten({"x": torch.ones(2), "flag": True, "none": None})
+    >>> len(tensors), structure.names
+    (1, ("['x']",))
+    >>> structure.unflatten([torch.zeros(1)])
+    {'x': tensor([0.]), 'flag': True, 'none': None}
+    """
+
+    spec: optree.PyTreeSpec
+    constants: tuple[tuple[int, Any], ...]
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all leaves."""
+        return tuple(accessor.codify("") for accessor in optree.treespec_accessors(self.spec))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of the tensor leaves, in order."""
+        constant = dict(self.constants)
+        return tuple(path for leaf, path in enumerate(self.paths) if leaf not in constant)
+
+    @property
+    def opaque(self) -> tuple[tuple[str, str], ...]:
+        """Path and type of the leaves that may contain tensors."""
+        return tuple((self.paths[leaf], type(x).__name__) for leaf, x in self.constants if not isinstance(x, PLAIN))
+
+    def unflatten(self, tensors: list[Any] | tuple[Any, ...]) -> Tree:
+        """Return the tree with `tensors` in place of its own."""
+        leaves = list(tensors)
+        for leaf, value in self.constants:
+            leaves.insert(leaf, value)
+        return optree.tree_unflatten(self.spec, leaves)
+
+
+PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+USUAL = frozenset({Tensor, nn.Parameter, FakeTensor, *PLAIN})  # the types of most leaves
+
+
+def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
+    """Return the tensors of `tree`, and the rest of it.
+
+    Raises `InputError` for a leaf that may contain tensors, unless `opaque` leaves are allowed.
+    """
+    leaves, spec = taken_apart(tree)
+    constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)])
+    structure = Structure(spec, constants)
+    if not opaque:
+        require_transparent("a tree", structure)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], structure
+
+
+def require_transparent(what: str, structure: Structure) -> None:
+    """Raise `InputError`, naming the leaf, if there is one that may contain tensors."""
+    for path, kind in structure.opaque[:1]:
+        raise InputError(
+            f"{what}, at {path or 'the root'}: got {kind}, expected tensors, numbers, strings, flags or None in "
+            "tuples, lists, dicts and dataclasses. Leave it out (use_cache=False, where a model returns a cache), or "
+            'register its type with optree.register_pytree_node(..., namespace="fpipe").'
+        )
+
+
+def taken_apart(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Return all leaves of `tree`, and its treespec."""
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    if _registered(set(map(type, leaves)) - USUAL):
+        return taken_apart(tree)
+    return leaves, spec
+
+
+def _registered(types: set[Any]) -> bool:
+    """Register the `types` that are known to be trees; return whether there were any."""
+    other = [t for t in types if not issubclass(t, (Tensor, *PLAIN))]
+    known: list[Any] = [t for t in other if t in torch_pytree.SUPPORTED_NODES or is_dataclass(t)]
+    register: Any = optree.register_pytree_node
+    for t in known:
+        node = torch_pytree.SUPPORTED_NODES.get(t)
+        if node is None:
+            register(t, _fields, lambda names, values, t=t: _made(t, names, values), namespace=NAMESPACE)
+        else:
+            register(
+                t,
+                _torchs(node.flatten_fn),
+                lambda context, values, node=node: node.unflatten_fn(list(values), context),
+                namespace=NAMESPACE,
+            )
+    return bool(known)
+
+
+def _fields(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the fields as stored, bypassing any attribute access that the class defines."""
+    held = {}
+    for one in fields(value):
+        with suppress(AttributeError):
+            held[one.name] = object.__getattribute__(value, one.name)
+    return tuple(held.values()), tuple(held), tuple(held)
+
+
+def _made(kind: type, names: tuple[str, ...], values: Any) -> Any:
+    """Return a dataclass with these fields, bypassing its `__init__`."""
+    made: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _torchs(flat: Any) -> Any:
+    """Adapt torch's flatten function of a type to optree, naming the children of mappings by their keys."""
+
+    def flattened(value: Any) -> tuple[Any, Any, Any]:
+        children, context = flat(value)
+        names = tuple(value) if isinstance(value, Mapping) and len(value) == len(children) else range(len(children))
+        return tuple(children), context, tuple(names)
+
+    return flattened
+
+
+def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
+    """Return the value that `prefix` has for each tensor of a tree; in the prefix, `None` is a leaf.
+
+    Raises `InputError` if it is not a prefix of the tree. `what` names the argument in errors.
+
+    >>> _, structure = flatten(({"x": torch.ones(1), "y": [torch.ones(2), None]}, torch.ones(3), 4))
+    >>> broadcast("dims", ({"x": 1, "y": None}, 0, 0), structure)
+    [1, None, 0]
+    """
+    tensor = object()
+    tree = structure.unflatten([tensor] * len(structure.names))
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    try:
+        said = optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=NAMESPACE)
+    except ValueError as error:
+        raise InputError(
+            f"{what}: got {prefix!r}, expected a value for all of {structure.spec}, or a tree of values that begins as "
+            f"this one does: {error} Give a value for each argument."
+        ) from error
+    return [value for leaf, value in zip(leaves, said, strict=True) if leaf is tensor]
+
+
+def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
+    """Raise `InputError` unless two trees differ only in their leaves, with tensors at the same places."""
+    if got.spec != expected.spec or [i for i, _ in got.constants] != [i for i, _ in expected.constants]:
+        missing = [path for path in expected.names if path not in got.names]
+        surplus = [path for path in got.names if path not in expected.names]
+        raise InputError(
+            f"{what}: got the tree {got.spec} with tensors at {list(got.names)}, expected {expected.spec} with tensors "
+            f"at {list(expected.names)} (missing {missing}, unexpected {surplus}). Pass the structure that "
+            "pipeline() was given as its example."
+        )
+
+
+def require_same(what: str, got: Structure, expected: Structure) -> None:
+    """Raise `InputError`, naming the leaf, unless two trees differ only in their tensors."""
+    require_same_tree(what, got, expected)
+    for (leaf, value), (_, wanted) in zip(got.constants, expected.constants, strict=True):
+        if type(value) is not type(wanted) or (value != wanted and repr(value) != repr(wanted)):  # nan equals nan
+            raise InputError(
+                f"{what}{expected.paths[leaf]}: got {value!r}, expected {wanted!r}, the value at capture. Values that "
+                "are no tensors are part of the program: build another pipeline for another value."
+            )
+
+
+def names(module: nn.Module, kind: str) -> dict[str, str]:
+    """Map every name of every parameter or buffer (`kind`) to the first name of the same tensor.
+
+    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    >>> tied[1].weight = tied[0].weight
+    >>> names(tied, "parameters")
+    {'0.weight': '0.weight', '1.weight': '0.weight'}
+    """
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    listing = module.named_parameters if kind == "parameters" else module.named_buffers
+    for name, tensor in listing(remove_duplicate=False):
+        found[name] = first.setdefault(id(tensor), name)
+    return found
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether shape, dtype and bits are the same; unlike for `torch.equal`, nan equals nan, and 0 is not -0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(as_bytes(a.detach()), as_bytes(b.detach()))

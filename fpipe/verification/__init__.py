@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare a pipeline, bit for bit, with one device."""

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the pipeline compute what it claims to? Compare it, bit for bit, with one device.
+
+There are two comparisons, since a reference that shares the capture can't see what the capture lost: with
+`fpipe.reference`, and with the user's own module run eagerly, forward and `.backward()`, in a plain loop without fpipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.batching.merge import Joining
+from fpipe.errors import MismatchError
+from fpipe.ir.objective import Objective
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import flatten, same_bits
+from fpipe.verification.one_device import Orders, ReplicaSum
+
+ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
+
+
+class Verification(NamedTuple):
+    """The number of leaves that `verify` found equal to the reference's, and to those of the user's module run eagerly.
+
+    `eager` is 0 if the model draws random numbers: eager dropout draws different ones. Gradients that are summed over
+    stages (`tied="sum"`) are compared with the reference only, since the eager model adds in another order. Several
+    steps add up.
+    """
+
+    reference: int
+    eager: int
+
+
+class Computed(NamedTuple):
+    """The results by which two computations are compared; `None` for what a side doesn't have."""
+
+    loss: Tensor | None
+    outputs: Any
+    grads: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+    def held(self, params: Collection[str]) -> Computed:
+        """Return the same with the gradients of these parameters only: this process's."""
+        return self._replace(grads={name: grad for name, grad in self.grads.items() if name in params})
+
+
+def eagerly(
+    model: nn.Module,
+    objective: Objective,
+    batch: Mapping[int, Sequence[Tensor]],
+    orders: Mapping[str, Orders],
+    joining: Joining | None,
+) -> Computed:
+    """Run the user's module in a plain microbatch loop on one device; its gradients and buffers are restored.
+
+    `batch` has the microbatches of each leaf. `orders` says, by parameter, in which order gradients are added; those of
+    other parameters are added as they come.
+    """
+    losses, columns = [], []
+    sums = {name: ReplicaSum(order) for name, order in orders.items()}
+    before = dict(model.named_buffers())
+    with _put_back(model):
+        for i in range(objective.microbatches):
+            value, outputs = objective(model, [_copy(parts[i]) for _, parts in sorted(batch.items())])
+            assert value is not None, "there is a loss"
+            if value.requires_grad:
+                torch.autograd.backward(value)
+            for name, p in model.named_parameters():
+                if name in sums:
+                    sums[name].add(i, p.grad)
+                    p.grad = None
+            leaves, _ = flatten(outputs, opaque=True)
+            losses.append(value.detach())
+            columns.append([leaf.detach() for leaf in leaves])
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        grads |= {name: total for name, terms in sums.items() if (total := terms.total()) is not None}
+        buffers = {name: _carried(buffer, before.get(name)) for name, buffer in model.named_buffers()}
+    joined = None if joining is None else joining.join(list(zip(*columns, strict=True)))
+    return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy, since the model may modify it, with the same layout and alignment, which kernels may depend on."""
+    spec = Spec.of(tensor)
+    packed = spec.pack(tensor)
+    memory = packed.new_empty(packed.numel() + ALIGNMENT)
+    start = (tensor.data_ptr() - memory.data_ptr()) % ALIGNMENT
+    return spec.unpack(memory[start : start + packed.numel()].copy_(packed))
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Clear the gradients; afterwards, restore gradients and buffers."""
+    grads = [(p, p.grad) for p in model.parameters()]
+    places = [(one._buffers, name, buffer) for one in model.modules() for name, buffer in one._buffers.items()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for p, _ in grads:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        for table, name, buffer in places:
+            table[name] = buffer
+        for buffer, old in buffers:
+            buffer.copy_(old)
+
+
+def _carried(buffer: Tensor, before: Tensor | None) -> Tensor:
+    """Return a copy of a buffer after a run; of a cache that has grown, as it was, since steps don't carry it over."""
+    has_grown = before is not None and (before.shape, before.dtype) != (buffer.shape, buffer.dtype)
+    return before.clone() if has_grown and before is not None else buffer.clone()
+
+
+def require_equal(got: Computed, expected: Computed, against: str, tolerance: float = 0) -> int:
+    """Raise `MismatchError` at the first leaf that differs; return how many were compared.
+
+    A leaf differs if any bit does; with a `tolerance`, if it differs by more than that fraction of its largest
+    magnitude.
+    """
+    count = 0
+    for name, mine, theirs in _pairs(got, expected):
+        count += 1
+        if mine is None or theirs is None:
+            which = "nothing" if mine is None else "a tensor"
+            raise MismatchError(
+                f"{name}: got {which}, expected {'a tensor' if mine is None else 'nothing'} as {against} has."
+            )
+        if not same_bits(mine, theirs) and not (tolerance and _close(mine, theirs, tolerance)):
+            far = _difference(mine, theirs) if mine.shape == theirs.shape else float("nan")
+            what = f"closer than {tolerance} of the largest magnitude" if tolerance else "the same"
+            raise MismatchError(
+                f"{name}: got other bits than {against}, expected {what}; the largest difference is {far:.3g}. "
+                "Compare the number of intra-op threads (torch.get_num_threads()) and deterministic kernels on both "
+                "sides first."
+            )
+    return count
+
+
+def require_numbers(computed: Computed) -> None:
+    """Raise `MismatchError` if equality means nothing: for a loss or a gradient that is all nan."""
+    grads = {f"gradient {name}": grad for name, grad in computed.grads.items()}
+    for name, tensor in {"loss": computed.loss, **grads}.items():
+        if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+            raise MismatchError(
+                f"{name}: got nan on both sides, expected numbers: nan is nan however it was computed, so nothing was "
+                "compared. Pass parameters and a batch for which the loss is a number."
+            )
+
+
+def _close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    return _difference(mine, theirs) <= tolerance * float(theirs.abs().max().double())
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine.double() - theirs.double()).abs().max())
+
+
+def _pairs(got: Computed, expected: Computed) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """Yield the leaves by name; of gradients, those of either side."""
+    yield "loss", got.loss, expected.loss
+    if got.outputs is not None and expected.outputs is not None:
+        mine, structure = flatten(got.outputs)
+        theirs, _ = flatten(expected.outputs)
+        yield from zip([f"outputs{path}" for path in structure.names], mine, theirs, strict=True)
+    for name, tensor in got.buffers.items():
+        yield f"buffer {name}", tensor, expected.buffers.get(name)
+    for name in {**got.grads, **expected.grads}:
+        yield f"gradient {name}", got.grads.get(name), expected.grads.get(name)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One device: the plain microbatch loop that a pipeline must equal bit for bit.
+
+The loop runs the captured model uncut. It adds gradients in the order that the schedule states, ascending for most, so
+that equality doesn't hinge on the order of a sum. If a stage has replicas, each sums the gradients of its microbatches,
+and those sums are added in route order. If several stages compute a gradient of the same parameter
+(`fpipe.stages.ties`), so does the loop, and it adds these last, in stage order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import TypeAlias
+
+from torch import Tensor
+
+from fpipe.autodiff.accumulation import copied
+from fpipe.ir.captured import Tensors
+from fpipe.pipelines.plan import Plan
+from schedules import KINDS
+
+Orders: TypeAlias = Sequence[Sequence[int]]
+
+
+def one_device(
+    plan: Plan,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: Mapping[int, Sequence[Tensor]],
+    keys: Sequence[int],
+) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
+    """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
+
+    `batch` has the microbatches of each leaf.
+    """
+    whole = plan.assembly.whole
+    leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
+    stated = {name: iter(by_stage) for name, by_stage in orders(plan).items()}
+    sums = [ReplicaSum(next(stated[name])) for name in whole.grads]
+    results = {}
+    for i, cut in enumerate(plan.assemblies):
+        inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
+        results[i], state, residuals = cut.whole.forward(leaves, state, inputs, keys[i])
+        _, grads = cut.whole.backward(residuals, ())
+        for terms, grad in zip(sums, grads, strict=True):
+            terms.add(i, grad)
+    totals = defaultdict[str, list[Tensor]](list)
+    for name, terms in zip(whole.grads, sums, strict=True):
+        total = terms.total()
+        if total is not None:
+            totals[name].append(total)
+    return results, state, {name: reduce(add, by_stage) for name, by_stage in totals.items()}
+
+
+class OrderedSum:
+    """A sum whose terms are added in a given order, whatever the order in which they arrive.
+
+    >>> terms = OrderedSum([1, 0])
+    >>> terms.add(0, "a"); terms.add(1, "b")
+    >>> terms.total()
+    'ba'
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order, self.next = tuple(order), 0
+        self.early: dict[int, Tensor | None] = {}
+        self.sum: Tensor | None = None
+
+    def add(self, i: int, term: Tensor | None) -> None:
+        """Add term number `i`, or `None` for no term, once all terms before it in the order are there."""
+        self.early[i] = term
+        while self.next < len(self.order) and self.order[self.next] in self.early:
+            self.sum = _plus(self.sum, self.early.pop(self.order[self.next]))
+            self.next += 1
+
+    def total(self) -> Tensor | None:
+        """Return the sum of all terms."""
+        assert not self.early, "every term of the order was added"
+        if len(self.order) > 1 or self.sum is None:
+            return self.sum
+        return copied(self.sum)
+
+
+def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    return total + term if total is not None and term is not None else term if total is None else total
+
+
+class ReplicaSum:
+    """A sum over replicas, in their order, of sums that each have their own order.
+
+    >>> terms = ReplicaSum([[0, 2], [3, 1]])
+    >>> for i, term in enumerate("abcd"):
+    ...     terms.add(i, term)
+    >>> terms.total()
+    'acdb'
+    """
+
+    def __init__(self, orders: Orders) -> None:
+        self.parts = [OrderedSum(order) for order in orders]
+
+    def add(self, i: int, term: Tensor | None) -> None:
+        """Add term number `i`, or `None` for no term."""
+        (part,) = (part for part in self.parts if i in part.order)
+        part.add(i, term)
+
+    def total(self) -> Tensor | None:
+        """Return the sum of all terms, if there are any."""
+        return reduce(_plus, [part.total() for part in self.parts])
+
+
+def orders(plan: Plan) -> dict[str, list[Orders]]:
+    """Return the order in which microbatches add to each gradient.
+
+    Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches in
+    order.
+    """
+    schedule = plan.program.schedule
+    rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
+    found = defaultdict[str, list[Orders]](list)
+    for stage in plan.assembly.stages:
+        order = [
+            [a.microbatch for a in rows[rank] if a.stage == stage.index and KINDS[a.kind].after == "done"]
+            for rank in schedule.placement.replicas(stage.index)
+        ]
+        for name in stage.grads:
+            found[name].append(order)
+    return dict(found)

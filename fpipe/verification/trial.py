@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state that a verification starts from and continues with: of one process, and of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import State
+from fpipe.weights.state import require_state
+
+RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
+
+
+def held(module: nn.Module) -> tuple[State, State]:
+    """Return the parameters and buffers of a module, by its own names."""
+    return {name: p.detach() for name, p in module.named_parameters()}, dict(module.named_buffers())
+
+
+def gathered(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
+    """Return the whole state from each process's share; every rank must call this at the same time."""
+    with pipe.ranks.guarded("verify"):
+        require_state("params", params, pipe.training.params)
+        require_state("buffers", buffers, pipe.training.buffers)
+        pipe.ranks.agree(about="the state to verify from")
+        known, homes = pipe.training.assembly, pipe.schedule.placement.homes
+        owners: dict[str, int] = {}
+        for stage in pipe.stages:
+            for name in (*stage.parameters, *stage.buffers, *stage.unused):
+                owners.setdefault(name, homes[stage.index])
+
+        def all_of(share: State, specs: Mapping[str, object], names: list[str]) -> State:
+            return {
+                name: pipe.ranks.share(
+                    share[name].detach() if owners[name] in pipe.ranks.ranks else None, every[name], owners[name]
+                )
+                for name in names
+            }
+
+        every = {**known.parameters, **known.buffers}
+        first, second = [name for name, _ in module.named_parameters()], [name for name, _ in module.named_buffers()]
+        return all_of(params, every, first), all_of(buffers, every, second)
+
+
+def descended(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:
+    """Return the parameters after a step of plain gradient descent."""
+    with torch.no_grad():
+        moved = {name: p - RATE * grads[name] if name in grads else p for name, p in params.items()}
+    return {name: p.detach().requires_grad_(params[name].requires_grad) for name, p in moved.items()}
+
+
+@contextmanager
+def placed(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put these values into the module; afterwards, restore its own."""
+    values = {**params, **buffers}
+    seats = [*module.named_parameters(), *module.named_buffers()]
+    before = [(tensor, tensor.data) for _, tensor in seats]
+    for name, tensor in seats:
+        if tensor.data_ptr() != values[name].data_ptr():
+            tensor.data = values[name].detach().clone()
+    try:
+        yield
+    finally:
+        for tensor, old in before:
+            tensor.data = old

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values by name, from a model or a state dict: only this process's leaves are read and copied, one by one.
+
+A mapping may be lazy, like `fpipe.safetensors`, or larger than memory, like `torch.load(..., mmap=True)`: only values
+of this process's share are accessed. Values are copied to the device and into the layout that the pipeline was built
+for; they are never cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.capture.modules import as_module
+from fpipe.errors import InputError
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import same_bits
+from fpipe.weights.initialization import Initialiser, aliases, initialised, leaves
+from fpipe.weights.state import require_leaf
+
+Source: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
+
+
+def loaded(
+    model: nn.Module, held: Collection[str], source: Source, fill: Initialiser | None = None, strict: bool = True
+) -> dict[str, Tensor]:
+    """Return copies of the values of the leaves `held` of a model; `fill` makes buffers that no state dict has.
+
+    Raises `InputError` for a leaf without a value, or of another shape or dtype; for a leaf with two values; and, if
+    `strict`, for names that the model does not have.
+    """
+    values, known = _by_name(source), aliases(model)
+    if strict:
+        _require_known(values, known)
+    found = {name: [alias for alias in known[name] if alias in values] for name in held}
+    missing = [name for name in held if not found[name]]
+    made: dict[str, Tensor] = {}
+    if fill is not None:
+        made = initialised(model, [name for name in missing if name in _not_persistent(model)], fill, seed=0)
+    _require_none([name for name in missing if name not in made], _not_persistent(model))
+    fakes = leaves(model)
+    return {name: made[name] if name in made else _copied(values, found[name], Spec.of(fakes[name])) for name in held}
+
+
+def _by_name(source: Source) -> Mapping[str, Any]:
+    """Return the values of `source` by name; of a model, under all names."""
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, nn.Module | list | tuple):
+        raise InputError(
+            f"source: got {type(source).__name__}, expected a model, a state dict by the model's own names, or "
+            "fpipe.safetensors(path). To initialise with a function, call pipe.initialise(function, seed=0)."
+        )
+    model = as_module(source)
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def _not_persistent(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that state dicts omit."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _copied(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
+    """Return a copy of the one value that `source` has under these names."""
+    value, *others = [_read(source, alias, spec) for alias in places]
+    for alias, other in zip(places[1:], others, strict=True):
+        if not same_bits(value, other):
+            raise InputError(
+                f"source[{alias!r}]: got another value than source[{places[0]!r}], expected the same: the model has "
+                "one tensor for both. Drop one of them, or build the pipeline from a model that does not tie them."
+            )
+    with torch.no_grad():
+        return spec.empty().copy_(value)
+
+
+def _read(source: Mapping[str, Any], name: str, spec: Spec) -> Tensor:
+    value = source[name]
+    require_leaf("source", name, value, spec)
+    assert isinstance(value, Tensor), "checked"
+    return value.detach()
+
+
+def _require_known(source: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
+    every = {alias: None for places in known.values() for alias in places}
+    unknown = [name for name in source if name not in every]
+    if unknown:
+        raise InputError(
+            f"source: got {_some(unknown)}, which the model does not have, expected names like {_some(every)}. Rename "
+            "or drop them, or ignore them with strict=False."
+        )
+
+
+def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> None:
+    """Raise `InputError` if there are leaves without a value."""
+    lost = [name for name in missing if name not in not_persistent]
+    if lost:
+        raise InputError(
+            f"source: got no value for {_some(lost)}, expected one for every leaf of this process's stages. Add "
+            "them, as in ChainMap(source, others)."
+        )
+    if missing:
+        raise InputError(
+            f"source: got no value for {_some(missing)}, expected one; no state dict has them, since these buffers are "
+            "not persistent. Pass fill=function, which is called for every module and makes them (model._init_weights "
+            "of Hugging Face's models does), or add them, as in ChainMap(source, others)."
+        )
+
+
+def _some(listed: Collection[str]) -> str:
+    """Return the first few of many names, as text."""
+    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    return f"{list(islice(listed, 5))}{more}"

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files as one mapping from names to tensors, each read only on access.
+
+Problem. A checkpoint is many files, and together they are larger than a process may become.
+
+Idea. A mapping knows the names, from the index or from the headers of the files. A value is read on access, from a file
+that is opened for that one read: its pages are freed with the tensor, whereas pages of a file that stays open would
+count as the process's own memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.tensors.tree import same_bits
+
+AnyPath: TypeAlias = str | os.PathLike[str]
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Safetensors(Mapping[str, Tensor]):
+    """Tensors by name, read on access; `files` has, for each name, the files that contain it."""
+
+    files: Mapping[str, Sequence[Path]]
+
+    def __getitem__(self, name: str) -> Tensor:
+        first, *others = [_read(path, name) for path in self.files[name]]
+        if not all(same_bits(first, other) for other in others):
+            raise InputError(
+                f"{name}: got several values, from {list(map(str, self.files[name]))}, expected the same one from all. "
+                "Leave out the files of other checkpoints."
+            )
+        return first
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
+
+def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
+    """Return the tensors in safetensors files by name, each read on access; `pipe.init` takes the result.
+
+    `paths` is one or several of: a file, an index (`*.safetensors.index.json`), or a directory, which stands for its
+    model.safetensors.index.json if there is one, else for all *.safetensors in it. A name may be in several files, with
+    the same value (a parameter that several ranks hold and save). Needs the library safetensors. Raises `InputError`
+    for files that can't be read, here or on access.
+
+    >>> import fpipe, tempfile, torch
+    >>> from safetensors.torch import save_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, f"{folder}/model.safetensors")
+    ...     values = fpipe.safetensors(folder)
+    ...     sorted(values), values["bias"]
+    (['bias', 'weight'], tensor([0., 0.]))
+    """
+    files: dict[str, list[Path]] = {}
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        for name, file in _listed(Path(path)):
+            files.setdefault(name, []).append(file)
+    return Safetensors(files)
+
+
+def _listed(path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield every name at `path`, and the file that contains it."""
+    if path.is_dir():
+        inside = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
+        if not inside:
+            raise InputError(f"{path}: got no *.safetensors, expected at least one. Name the directory that has them.")
+        for file in inside:
+            yield from _listed(file)
+    elif path.suffix == ".json":
+        with _readable(path):
+            index = json.loads(path.read_text())["weight_map"]
+        yield from ((name, path.parent / file) for name, file in index.items())
+    else:
+        with _readable(path), _opened(path) as file:
+            yield from ((name, path) for name in list(file.keys()))
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with _readable(path), _opened(path) as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _opened(path: Path) -> Any:
+    """Return the open file, as a context manager."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise InputError(
+            "fpipe.safetensors: got no library safetensors, expected it. Install it, as in pip install "
+            "'fpipe[safetensors]'."
+        ) from error
+    return safe_open(path, framework="pt")
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn errors while reading `path` into an `InputError` that names it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{path}: got {type(error).__name__}: {error}, expected a safetensors file, or the index of some. Name "
+            "files that are there and complete."
+        ) from error

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The critical path: the actions and transfers that determine how long a step takes, and what to shorten first.
+
+Idea. Every action starts when its rank becomes free or when its last input arrives. Followed backward from the action
+that ends last, that gives one unbroken chain of actions and transfers, as long as the makespan. Shortening a kind of
+action by a little saves that much for each time it is on the chain, as long as no other chain is longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from schedules.analysis.simulation import spans
+from schedules.language.actions import KINDS, Action
+from schedules.language.costs import Costs
+from schedules.language.graph import Graph
+from schedules.language.schedule import Schedule
+from schedules.replay.dependencies import graph_of
+from schedules.replay.engine import Span, needs
+
+Maker: TypeAlias = tuple[str, int, int, int | None]  # payload kind and the stage, microbatch and slice that made it
+
+
+class Stretch(NamedTuple):
+    """One action on the path, and the transfer time of the input it waited for."""
+
+    span: Span
+    transfer: float
+
+
+class Share(NamedTuple):
+    """The part of the makespan spent on one item, such as `F of stage 3`, and its number of passes on the path."""
+
+    what: str
+    time: float
+    passes: int
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The critical path: its `stretches` from first to last, and its `shares`, largest first.
+
+    >>> from schedules import gpipe
+    >>> path = critical_path(gpipe(ranks=2, microbatches=1), Costs(F=1, B=2, comm=0.5))
+    >>> " ".join(str(stretch.span.action) for stretch in path.stretches)
+    '0F0 1F0 1B0 0B0'
+    >>> [f"{share.what}: {share.time:g}" for share in path.shares[:3]]
+    ['B of stage 0: 2', 'B of stage 1: 2', 'F of stage 0: 1']
+    """
+
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """The time on the path by kind of action and stage, and by transfer; largest first: what to shorten."""
+        found: dict[str, list[float]] = {}
+        before = None
+        for span, transfer in self.stretches:
+            found.setdefault(f"{span.action.kind} of stage {span.action.stage}", []).append(span.end - span.start)
+            if transfer and before is not None:
+                found.setdefault(f"transfers from rank {before.rank} to rank {span.rank}", []).append(transfer)
+            before = span
+        shares = [Share(what, sum(times), len(times)) for what, times in found.items()]
+        return tuple(sorted(shares, key=lambda share: (-share.time, share.what)))
+
+
+def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None) -> CriticalPath:
+    """Return the path that determines the makespan of `schedule` under `costs`. All spans are kept in memory.
+
+    Of several equally long paths, return the one that stays on its rank where it can. Raise what `schedules.spans`
+    raises.
+    """
+    graph = graph_of(schedule, graph)
+    played = _Played(schedule, graph, spans(schedule, costs, graph))
+    span: Span | None = max(played.all, key=lambda span: span.end, default=None)
+    stretches: list[Stretch] = []
+    while span is not None:
+        before, transfer = played.before(span, costs)
+        stretches.append(Stretch(span, transfer))
+        span = before
+    return CriticalPath(tuple(reversed(stretches)))
+
+
+class _Played:
+    """All spans of a timeline, indexed by what they made and by their position on their rank."""
+
+    def __init__(self, schedule: Schedule, graph: Graph, played: Iterable[Span]) -> None:
+        self.schedule, self.graph = schedule, graph
+        self.all = list(played)
+        self.previous: dict[Action, Span] = {}
+        self.following: dict[Action, Action] = {}
+        self.made: dict[Maker, Span] = {}
+        self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
+        self.sums: dict[tuple[int, int], Span] = {}  # its sum over replicas, if it has several
+        last: dict[int, Span] = {}
+        for span in self.all:
+            if span.rank in last:
+                self.previous[span.action] = last[span.rank]
+                self.following[last[span.rank].action] = span.action
+            last[span.rank] = span
+            opener = self.previous.get(span.action)
+            for action in (span.action, *([opener.action] if opener and opener.action.kind == "OVERLAP_F" else ())):
+                word = KINDS[action.kind]
+                if word.crosses:  # a pair's outputs leave at its end, so its second span replaces the first
+                    self.made[word.crosses, action.stage, action.microbatch, action.slice] = span
+                if word.after == "done":
+                    self.gradients[action.stage, span.rank] = span
+                if action.kind == "G":
+                    self.sums[action.stage, span.rank] = span
+
+    def before(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
+        """Return the span whose end, or whose transfer's arrival, let this one start, and the transfer time."""
+        previous = self.previous.get(span.action)
+        if previous is not None and previous.end >= span.start:
+            return previous, 0.0
+        for maker, what, stage in self._makers(span.action):
+            transfer = costs.transfer(what, stage, maker.rank, span.rank)
+            if maker.end + transfer >= span.start:
+                return maker, transfer
+        return None, 0.0
+
+    def _makers(self, action: Action) -> Iterator[tuple[Span, str, int]]:
+        """Yield the action's inputs: the span at whose end each left, its kind (`F`, `B` or `G`) and its stage."""
+        _, s, i, _, part = action
+        for what, peer, _ in needs(action, self.graph):
+            if peer != s:
+                yield self.made[what, peer, i, part], what, peer
+        if action.kind == "G":
+            for rank in self.schedule.placement.replicas(s):
+                yield self.gradients[s, rank], "G", s
+        if action.kind == "U":
+            for owner in self.graph.shared_by[s]:
+                for rank in self.schedule.placement.replicas(owner):
+                    yield self.sums.get((owner, rank)) or self.gradients[owner, rank], "G", owner
+        if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for inputs of its second action
+            yield from self._makers(self.following[action])

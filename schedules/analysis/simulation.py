@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulate a schedule: its time and memory, without running it.
+
+Problem. Whether a schedule is good depends on the costs, and trying it on real machines is slow.
+
+Idea. `replay` plays all ranks: an action starts once its rank is free and its last input has arrived. A timeline is a
+stream of `Span`s. `summarize` folds one, simulated or measured; `simulate` folds it as it goes and keeps only what is
+in flight.
+
+Between its first action and its last, a rank is busy or waiting for others; in a measured timeline it may also be
+posting transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Final, TypeAlias
+
+from schedules.checking.progress import Progress
+from schedules.checking.rules import forward_before_backward, versions
+from schedules.language.costs import Costs, Sizes, of_stage, require_stages
+from schedules.language.graph import Graph
+from schedules.language.schedule import Schedule
+from schedules.replay.dependencies import graph_of, wires
+from schedules.replay.engine import Span, replay
+
+Row: TypeAlias = list[float]
+Levels: TypeAlias = tuple[tuple[float, float], ...]
+UNITS: Final = Sizes()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The totals of a timeline.
+
+    - `makespan`: from the first start to the last end on any rank.
+    - `span`: the longest time from one rank's first start to its last end (arXiv 2401.10241, section 5.3).
+    - `busy`: per rank, the time spent in actions.
+    - `waited`: per rank, the time spent waiting for others between its first action and its last.
+    - `peak_memory`: per rank, the most memory held at once. Without sizes, in units of one rank's activations for one
+      microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights count too, once for
+      each version kept.
+    """
+
+    makespan: float
+    span: float
+    busy: tuple[float, ...]
+    waited: tuple[float, ...]
+    peak_memory: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of `span` in which the busiest rank is idle."""
+        return max(0.0, self.span - max(self.busy)) / self.span if self.span else 0.0
+
+    @property
+    def bubble_of_makespan(self) -> float:
+        """The idle fraction of `makespan` on the busiest rank, also before its first action and after its last."""
+        return max(0.0, self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Per rank, the part of the makespan in which it is idle."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+
+def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Iterator[Span]:
+    """Yield the simulated timeline in an order the data dependencies allow; each rank's spans come in time order.
+
+    Raise `ScheduleError` if the ranks deadlock, or if an action is not a compute action or is out of order on its
+    stage. Memory is proportional to what is in flight.
+    """
+    books = [Progress(schedule, rank) for rank in range(schedule.ranks)]
+    streams = [forward_before_backward(book, schedule.actions(book.rank)) for book in books]
+    for batch in replay(schedule, streams, wires(schedule, graph_of(schedule, graph), costs, UNITS), costs):
+        yield from batch
+
+
+def simulate(
+    schedule: Schedule, costs: Costs = Costs(), graph: Graph | None = None, sizes: Sizes | None = None
+) -> Timeline:
+    """Simulate `schedule` and return the totals, which are meaningful only for a schedule that passes `check`.
+
+    Raise `ScheduleError` if the ranks deadlock, and `SizeError` for costs of a different number of stages.
+
+    >>> from schedules import one_f_one_b
+    >>> timeline = simulate(one_f_one_b(ranks=4, microbatches=8), Costs(F=1, B=2))
+    >>> timeline.makespan, round(timeline.bubble, 2), timeline.peak_memory
+    (33.0, 0.27, (4.0, 3.0, 2.0, 1.0))
+    """
+    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
+    wired = wires(schedule, graph_of(schedule, graph), costs, sizes or UNITS)
+    running = replay(schedule, streams, wired, costs, spans=False)
+    try:
+        next(running)
+    except StopIteration as done:
+        played = done.value
+    return _timeline(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
+
+
+def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
+    """Return the totals of a simulated or measured timeline of `schedule`.
+
+    It must have at least one span per rank, and each rank's spans in order. Waits do not count as busy, and `makespan`
+    and `span` run from the first action to the last. If a timeline has no spans for waits, like a simulated one, a rank
+    is taken to have waited whenever it was not busy.
+
+    >>> from schedules import B, F, gpipe, parse
+    >>> measured = [Span(0, F(0, 0), 0, 1), Span(0, parse("0RECV_B0<1"), 1.5, 5), Span(0, B(0, 0), 5, 7)]
+    >>> measured += [Span(1, parse("1RECV_F0<0"), 0, 2), Span(1, F(1, 0), 2, 3), Span(1, B(1, 0), 3, 5)]
+    >>> timeline = summarize(measured, gpipe(ranks=2, microbatches=1))
+    >>> timeline.busy, timeline.waited, timeline.idle
+    ((3.0, 3.0), (3.5, 0.0), (4.0, 4.0))
+    """
+    P = schedule.ranks
+    require_stages(sizes or UNITS, schedule.stages)
+    begin, finish = [inf] * P, [0.0] * P
+    busy, held, peak = [0.0] * P, [0.0] * P, [0.0] * P
+    waited, pending, measured = [0.0] * P, [0.0] * P, False
+    for rank, action, start, end in timeline:
+        if action.peer is not None:
+            measured, pending[rank] = True, pending[rank] + end - start
+            continue
+        if begin[rank] < inf:
+            waited[rank] += pending[rank]
+        pending[rank] = 0.0
+        begin[rank], finish[rank] = min(begin[rank], start), max(finish[rank], end)
+        busy[rank] += end - start
+        held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices * schedule.backward
+        peak[rank] = max(peak[rank], held[rank])
+    return _timeline(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
+
+
+def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
+    """Return, for each rank, its memory over time as `(time, level)` pairs in time order.
+
+    Levels rise when an action starts and fall when one ends. Units are those of `Timeline.peak_memory`, without
+    weights. A peak of zero duration comes before the level that follows it, with the same time. `timeline` is as for
+    `summarize`.
+
+    >>> from schedules import gpipe
+    >>> memory_over_time(spans(gpipe(1, 2), Costs()), gpipe(1, 2))
+    (((0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0)),)
+    """
+    unit = schedule.slices * (schedule.stages / schedule.ranks if sizes is None else 1)
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(schedule.ranks)]
+    for rank, action, start, end in timeline:
+        growth = (sizes or UNITS).growth(action.kind, action.stage) * schedule.backward / unit
+        if growth:
+            changes[rank].append((start if growth > 0 else end, growth))
+    return tuple(map(levels, changes))
+
+
+def levels(changes: Iterable[tuple[float, float]]) -> Levels:
+    """Return the `(time, level)` pairs that result from `(time, growth)` pairs in time order.
+
+    Of several levels at the same time, keep each one that no later one reaches, so a peak of zero duration shows.
+
+    >>> levels([(0, 1), (1, 2), (1, -3), (2, 1), (2, 1)])
+    ((0, 1.0), (1, 3.0), (1, 0.0), (2, 2.0))
+    """
+    found, level = list[tuple[float, float]](), 0.0
+    for time, growth in changes:
+        level += growth
+        while found and found[-1][0] == time and found[-1][1] <= level:
+            found.pop()
+        found.append((time, level))
+    return tuple(found)
+
+
+def _timeline(
+    schedule: Schedule,
+    sizes: Sizes | None,
+    begin: list[float],
+    finish: list[float],
+    busy: list[float],
+    peak: list[float],
+    waited: list[float] | None,
+) -> Timeline:
+    """Return the totals; without `waited`, ranks waited whenever they were not busy."""
+    lasted = [f - b if b < inf else 0.0 for f, b in zip(finish, begin, strict=True)]
+    if waited is None:
+        waited = [max(0.0, whole - at_work) for whole, at_work in zip(lasted, busy, strict=True)]
+    if sizes is None:
+        unit = schedule.stages / schedule.ranks
+        memory = tuple(most / unit for most in peak)
+    else:
+        memory = tuple(most + _weights(schedule, rank, sizes) for rank, most in enumerate(peak))
+    return Timeline(max(0.0, max(finish) - min(begin)), max(lasted), tuple(busy), tuple(waited), memory)
+
+
+def _weights(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+    """Return the size of the weights on `rank`, counting every version kept."""
+    if not sizes.weight:
+        return 0
+    return sum(kept * of_stage(sizes.weight, stage) for stage, kept in versions(schedule, rank).items())

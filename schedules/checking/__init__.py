@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules that correct schedules and programs obey."""

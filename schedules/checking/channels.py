@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules a correct program's transfers obey.
+
+Problem. A lowering may be correct on a network that buffers or matches tags, and hang or mix up values on another. And
+other people write programs, too.
+
+Idea. Play all ranks of the program on the least helpful network: sends and receives are posted without waiting, the two
+ends of a channel match in order, and a message passes once both are posted. The compute actions determine which
+messages there must be (`schedules.lowering.program`). Since both ends post in the same order, tags make no difference:
+a program that passes here finishes under tag-matched rendezvous and under one zero-buffer FIFO per channel alike.
+
+Invariant: a message is made, sent, received and used once each, in this order; `WAIT` may be left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Protocol
+
+from schedules.errors import ScheduleError
+from schedules.language.actions import Action
+from schedules.language.graph import Graph
+from schedules.language.placement import Placement
+from schedules.language.schedule import Schedule
+from schedules.lowering.program import Message, Program, Step, Steps, transfer
+
+
+class Lowered(Protocol):
+    """The protocol of a lowered program, ours or someone else's."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its compute actions."""
+
+    @property
+    def graph(self) -> Graph:
+        """The stage graph it is lowered for."""
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """Return an iterator over one rank's compute actions and transfers."""
+
+
+class _Rank:
+    """The state of one rank: messages made but not sent, sent but not waited for, arrived but not used.
+
+    - `step`: the current compute action and its messages, until it has run; `rest`: the remaining actions of the step.
+    - `needed`: the message the rank waits for.
+    """
+
+    def __init__(self, program: Lowered, rank: int) -> None:
+        self.rank, self.stream = rank, program.actions(rank)
+        self.steps = iter(Steps(Program(program.schedule, program.graph), rank))
+        self.step, self.rest = next(self.steps), 0
+        self.position, self.action = 0, next(self.stream, None)
+        self.made, self.sent, self.arrived = set[Message](), set[Message](), set[Message]()
+        self.needed: Message | None = None
+
+    def advance(self) -> None:
+        """Move on to the next action."""
+        self.position, self.action = self.position + 1, next(self.stream, None)
+
+    @cached_property
+    def ahead(self) -> list[Action]:
+        """The actions this rank has not reached; read once, when a rank is stuck."""
+        return [*self.stream]
+
+    def error(self, rule: str, problem: str, repair: str) -> ScheduleError:
+        """Return the error for a violation at the rank's current action."""
+        return ScheduleError(rule, self.rank, self.position, self.action, problem, repair)
+
+
+class _Channels:
+    """All ranks of a program, played together on one network."""
+
+    def __init__(self, program: Lowered) -> None:
+        self.placement = program.schedule.placement
+        self.ranks = [_Rank(program, rank) for rank in range(program.schedule.ranks)]
+        self.sends = defaultdict[tuple[int, int], deque[Message]](deque)
+        self.receives = defaultdict[tuple[int, int], deque[Message]](deque)
+        self.ready = deque(self.ranks)
+
+    def play(self) -> None:
+        """Raise `ScheduleError` unless all ranks reach their end with nothing left over."""
+        while self.ready:
+            rank = self.ready.popleft()
+            rank.needed = None
+            while self._go(rank):
+                rank.advance()
+        for rank in self.ranks:
+            if rank.needed is not None:
+                raise self._stuck(rank)
+        for rank in self.ranks:
+            self._require_nothing_left(rank)
+
+    def _go(self, rank: _Rank) -> bool:
+        """Run the rank's current action. Return false if it must wait, or the rank is at its end."""
+        action = rank.action
+        if action is None or action.peer is None:
+            return self._compute(rank) and action is not None
+        if rank.rest:
+            raise rank.error("fused", "stands between the two actions of a fused pair", "Move it in front or behind.")
+        if not (0 <= action.stage < self.placement.stages and 0 <= action.peer < self.placement.stages):
+            raise rank.error("known_ends", "names a stage that does not exist", "Name the two stages of an edge.")
+        word, _, what = action.kind.partition("_")
+        if word == "RECV":
+            return self._receive(rank, (what, action.peer, action.microbatch, action.stage, action.slice))
+        message = (what, action.stage, action.microbatch, action.peer, action.slice)
+        return self._send(rank, message) if word == "SEND" else self._wait(rank, message)
+
+    def _compute(self, rank: _Rank) -> bool:
+        """Run a compute action on arrived messages; it makes those to send, the second of a fused pair for both.
+
+        Return false if a message it needs has not arrived.
+        """
+        step = rank.step
+        self._require_expected(rank, step.actions[-rank.rest] if rank.rest else next(iter(step.actions), None))
+        if not rank.rest:
+            rank.needed = next((message for message in step.waits if message not in rank.arrived), None)
+            if rank.needed is not None:
+                return False
+            rank.arrived.difference_update(step.waits)
+            rank.rest = len(step.actions)
+        if rank.rest <= 1:
+            rank.made.update(step.sends)
+            rank.step = next(rank.steps, NOTHING)
+        rank.rest = max(0, rank.rest - 1)
+        return True
+
+    def _require_expected(self, rank: _Rank, expected: Action | None) -> None:
+        """Raise `ScheduleError` if the current action is not the schedule's next one."""
+        if rank.action != expected:
+            problem = f"stands where the program's schedule has {expected}" if expected else "is not in its schedule"
+            raise rank.error("same_actions", problem, "Give a program the schedule of its compute actions.")
+
+    def _send(self, rank: _Rank, message: Message) -> bool:
+        if message not in rank.made:
+            raise rank.error("sent_once", "is sent before it is made, or again, or nobody needs it", _SENDS)
+        rank.made.remove(message)
+        rank.sent.add(message)
+        channel = rank.rank, target_of(message, self.placement)
+        self.sends[channel].append(message)
+        self._pass(channel)
+        return True
+
+    def _receive(self, rank: _Rank, message: Message) -> bool:
+        _, s, i, _, _ = message
+        source = self.placement.home(s, i)
+        if source == rank.rank or target_of(message, self.placement) != rank.rank:
+            raise rank.error("received_once", f"is no message for rank {rank.rank}", "Receive it where it is used.")
+        self.receives[source, rank.rank].append(message)
+        self._pass((source, rank.rank))
+        return True
+
+    def _wait(self, rank: _Rank, message: Message) -> bool:
+        """Wait for a posted send. Return whether it has completed: it is no longer queued."""
+        if message not in rank.sent:
+            raise rank.error("waited_once", "has no send before it, or was waited for", "Wait once, behind the send.")
+        if message in self.sends[rank.rank, target_of(message, self.placement)]:
+            rank.needed = message
+            return False
+        rank.sent.remove(message)
+        return True
+
+    def _pass(self, channel: tuple[int, int]) -> None:
+        """Let messages at the heads of both queues pass. Raise `ScheduleError` if they are not the same."""
+        sends, receives = self.sends[channel], self.receives[channel]
+        while sends and receives:
+            if sends[0] != receives[0]:
+                raise self._disorder(channel)
+            message = sends.popleft()
+            receives.popleft()
+            source, target = (self.ranks[rank] for rank in channel)
+            target.arrived.add(message)
+            self.ready.extend(rank for rank in (source, target) if rank.needed == message)
+
+    def _disorder(self, channel: tuple[int, int]) -> ScheduleError:
+        send, receive = self.sends[channel][0], self.receives[channel][0]
+        problem = f"{transfer('RECV', receive)} is posted where {transfer('SEND', send)} is next on its channel"
+        rank = self.ranks[channel[1]]
+        return rank.error("channel_order", problem, "Post both ends of a channel in the same order.")
+
+    def _stuck(self, rank: _Rank) -> ScheduleError:
+        """Return the error for ranks that are stuck: follow the waits to one that never ends, or to a cycle."""
+        seen = dict[int, None]()
+        while True:
+            message = rank.needed
+            assert message is not None, "a rank that is followed waits"
+            seen[rank.rank] = None
+            ends = self.placement.home(message[1], message[2]), target_of(message, self.placement)
+            send, receive = transfer("SEND", message), transfer("RECV", message)
+            if message in self.sends[ends]:
+                problem, repair = f"waits for {send}, for which no receive is posted", f"Post {receive} before that."
+                break
+            source = self.ranks[ends[0]]
+            if send not in source.ahead:
+                problem, repair = f"waits for {send}, which rank {source.rank} never does", f"Add it to rank {ends[0]}."
+                break
+            if source.rank in seen:
+                circle = list(seen)[list(seen).index(source.rank) :]
+                steps = (f"rank {one} at {self.ranks[one].action}" for one in circle)
+                problem = f"waits for {send}, and the ranks wait in a circle: {', '.join(steps)}"
+                repair = "Reorder the actions or the transfers of one of these ranks."
+                break
+            rank = source
+        return rank.error("flows", problem, repair)
+
+    def _require_nothing_left(self, rank: _Rank) -> None:
+        left = [f"{transfer('SEND', message)} is never sent" for message in sorted(rank.made, key=str)]
+        left += [f"{transfer('RECV', message)} is never used" for message in sorted(rank.arrived, key=str)]
+        unmet = [message for (_, target), queue in self.receives.items() if target == rank.rank for message in queue]
+        left += [f"{transfer('RECV', message)} is posted, but never sent" for message in unmet]
+        unmet = [message for (source, _), queue in self.sends.items() if source == rank.rank for message in queue]
+        left += [f"{transfer('SEND', message)} is posted, but never received" for message in unmet]
+        if left:
+            raise rank.error("nothing_left", left[0], "Make, send, receive and use every message once.")
+
+
+_SENDS = "Send each value once, behind the action that makes it, to a stage on another rank that uses it."
+NOTHING = Step(0, (), [], [])
+
+
+def target_of(message: Message, placement: Placement) -> int:
+    """Return the rank a message goes to: the target stage's, or that of the stage's other replica."""
+    _, s, i, t, _ = message
+    if s != t:
+        return placement.home(t, i)
+    source = placement.home(s, i)
+    return next((rank for rank in placement.replicas(s) if rank != source), source)
+
+
+def check_transfers(program: Lowered) -> None:
+    """Raise `ScheduleError` unless the program's transfers deliver every value to its consumers on any network.
+
+    The compute actions must pass `check`. Makes one pass over all actions and keeps only what is in flight.
+    """
+    _Channels(program).play()

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules on actions that run once for many microbatches: sums over replicas and weight updates.
+
+Problem. A gradient is complete once its last term is, and copies of weights stay equal only if all of them are updated
+with the same gradient. Neither shows in the life of a single microbatch.
+
+Idea. As in `schedules.checking.rules`, a rule passes on one rank's actions and raises at the first that breaks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from schedules.checking.progress import Progress
+from schedules.checking.progress import violation as _error
+from schedules.language.actions import Action
+
+Actions: TypeAlias = Iterator[Action]
+
+
+def updated(progress: Progress, actions: Actions) -> Actions:
+    """Require every update `U(s, i)` after all gradients up to microbatch `i`; it applies those not yet applied.
+
+    If a stage has replicas, that is after the `G` that sums their gradients; otherwise the replicas would drift apart.
+    That sum is complete only once, and so is the gradient of parameters that stages share: such stages are updated
+    once, with the gradients of all microbatches, after those of the stages they share with have arrived (`ordered`).
+    A microbatch's backward uses the weight version its forward began with, so that version is kept (PipeDream's weight
+    stashing, SOSP 2019, section 3.3), but no more versions than the schedule's limit. All slices of a microbatch use
+    one version, so no update may come between them.
+    """
+    position = -1
+    for position, action in enumerate(actions):
+        if action.kind == "U":
+            _update(progress, position, action)
+        yield action
+    for stage, work in progress.work.items():
+        if work.versions and work.applied < progress.schedule.microbatches - work.stride:
+            missing = Action("U", stage, work.microbatch(work.count - 1))
+            problem = f"{missing} never runs: gradients behind microbatch {work.applied} are in no update"
+            raise _error("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")
+
+
+def _update(progress: Progress, position: int, action: Action) -> None:
+    """Record an update: microbatches in flight keep the version they began with. Raise if it breaks a rule."""
+    work, i = progress.work[action.stage], action.microbatch
+    if not progress.schedule.backward:
+        problem = "has no gradient to use: nothing comes back in this schedule"
+        raise _error("updated", progress, position, action, problem, f"Drop {action}.")
+    first = work.finished.prefix  # the first unit that is not finished
+    late = first if first < work.count and work.microbatch(first) <= i else None
+    if late is not None or i <= work.applied:
+        problem = f"comes before the backward of microbatch {work.microbatch(late or 0)}"
+        if late is None:
+            problem = f"has no gradient to use: microbatch {work.applied} is in an earlier update"
+        repair = "Put one update behind the last backward of the microbatches that it is for."
+        raise _error("updated", progress, position, action, problem, repair)
+    if work.replicated and not work.summed:
+        problem = "comes before the gradients of the replicas are summed, and they would drift apart"
+        summing = Action("G", action.stage, work.microbatch(work.count - 1))
+        raise _error("updated", progress, position, action, problem, f"Put it behind {summing}.")
+    _require_consistent(progress, position, action)
+    began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
+    work.began, work.versions, work.applied = began, work.versions + 1, i
+    kept, limit = len({work.versions, *began.values()}), progress.schedule.versions(progress.rank)
+    work.kept = max(work.kept, kept)
+    if kept > limit:
+        problem = f"makes {kept} versions of the weights to keep, where the limit is {limit:g}"
+        repair = "Let microbatches in flight finish first, or raise the limit."
+        raise _error("updated", progress, position, action, problem, repair)
+
+
+def _require_consistent(progress: Progress, position: int, action: Action) -> None:
+    """Raise `ScheduleError` if the update lets copies of weights drift apart, or splits the slices of a microbatch."""
+    work = progress.work[action.stage]
+    if (work.replicated or work.tied) and action.microbatch != work.last:
+        shared = "another rank holds the stage too" if work.replicated else "another stage holds some of its parameters"
+        problem = f"updates before microbatch {work.last}, and {shared}: its gradient is there once, at the end"
+        repair = f"Write one {action._replace(microbatch=work.last)}, after the last backward."
+        raise _error("updated", progress, position, action, problem, repair)
+    if (parted := work.parted()) is not None:
+        problem = f"comes between the slices of microbatch {parted}, which would use different weights"
+        repair = f"Move it before the first forward of microbatch {parted}, or after the last."
+        raise _error("updated", progress, position, action, problem, repair)
+
+
+def reduced(progress: Progress, actions: Actions) -> Actions:
+    """Require each rank of a replicated stage to sum the gradients once, by `G` after its last weight gradient."""
+    position = -1
+    for position, action in enumerate(actions):
+        if action.kind == "G":
+            problem, repair = _unready(progress, action)
+            if problem:
+                raise _error("reduced", progress, position, action, problem, repair)
+            progress.work[action.stage].summed = True
+        yield action
+    for stage, work in progress.work.items():
+        if work.replicated and not work.summed and progress.schedule.backward:
+            missing = Action("G", stage, work.microbatch(work.count - 1))
+            why = f"{missing} never runs: the gradients of the replicas are not summed"
+            raise _error("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
+
+
+def _unready(progress: Progress, action: Action) -> tuple[str, str]:
+    """Return why this `G` is wrong here, and the repair; empty if it is fine."""
+    work = progress.work[action.stage]
+    last = Action("G", action.stage, work.microbatch(work.count - 1))
+    if not work.replicated or not progress.schedule.backward:
+        return f"stage {action.stage} has no gradient of a replica to add", f"Drop {action}."
+    if work.summed:
+        return "has run already", f"Drop {action}: gradients are summed once."
+    if action != last:
+        return f"is not named by the last microbatch, {last.microbatch}, of the replica", f"Write {last}."
+    if len(work.finished) < work.count:
+        return f"comes before the backward of microbatch {work.microbatch(work.finished.prefix)}", "Move it behind."
+    return "", ""
+
+
+def require_updates_everywhere(books: Sequence[Progress]) -> None:
+    """Raise `ScheduleError` unless all stages update their weights within the step, or none does."""
+    works = [(book, stage, work) for book in books for stage, work in book.work.items()]
+    if any(work.versions for _, _, work in works):
+        for book, stage, work in works:
+            if not work.versions:
+                missing = Action("U", stage, work.microbatch(work.count - 1))
+                problem = f"{missing} never runs, though other stages update their weights"
+                length = sum(1 for _ in book.schedule.actions(book.rank))
+                raise _error("updated", book, length, None, problem, f"Add it to rank {book.rank}.")

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command-line options and their meaning."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from math import isfinite
+from types import MappingProxyType
+from typing import TypeVar
+
+from schedules.commands.naming import Subject, subjects
+from schedules.errors import UsageError
+from schedules.language.actions import KINDS
+from schedules.language.costs import Cost, Costs, Link, Sizes
+from schedules.language.schedule import Schedule
+
+DEFAULTS = {"ranks": 4, "microbatches": 8}
+Given = TypeVar("Given", Costs, Sizes | None)
+LINK = ("latency", "bandwidth", "bytes")
+
+
+def add_subjects(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for `subjects_of`: names with their parameters, and the sizes for all of them."""
+    parser.add_argument("words", nargs="+", metavar="NAME", help="with its parameters and transforms")
+    for size, default in DEFAULTS.items():
+        parser.add_argument(f"--{size}", type=int, help=f"default {default}", metavar="N")
+    parser.add_argument(
+        "--graph",
+        metavar="EDGES",
+        help="stages that are no chain, as in 0-2,1-2: a value from each first to each second stage, and a cotangent "
+        "back; F0-2 is a value alone, B2-0 a cotangent alone, G0-2 a gradient of what both hold",
+    )
+
+
+def add_costs(parser: argparse.ArgumentParser) -> None:
+    """Add the options for `costs_of` and `sizes_of`."""
+    costs = parser.add_argument_group("times, of one microbatch on one stage; of each stage: 1,1,2")
+    for field in fields(Costs):
+        if field.name not in ("comm", "seed", "jitter"):
+            default = "that of F" if field.default is None else field.default
+            words = f"{KINDS[field.name].meaning}; default {default}"
+            costs.add_argument(f"--{field.name}", type=_cost, metavar="TIME", default=field.default, help=words)
+    links = parser.add_argument_group("transfers between ranks: a time, or latency + bytes / bandwidth")
+    for name in ("comm", *LINK):
+        links.add_argument(f"--{name}", type=_LINKS.get(name, number), metavar="X")
+    noise = parser.add_argument_group("noise")
+    noise.add_argument("--jitter", type=_share, default=0, metavar="SHARE", help="of every action's time, at random")
+    noise.add_argument("--seed", type=int, default=0, metavar="N")
+    sizes = parser.add_argument_group("memory of one microbatch on one stage; without, in microbatches of a rank")
+    for field in fields(Sizes):
+        sizes.add_argument(f"--{field.name}", type=_cost, metavar="SIZE")
+
+
+def add_files(parser: argparse.ArgumentParser, csv: bool = True) -> None:
+    """Add the options for files to write."""
+    parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
+    parser.add_argument("--trace", metavar="FILE", help="write it for ui.perfetto.dev or chrome://tracing")
+    if csv:
+        parser.add_argument("--csv", metavar="FILE", help="write the actions as a table")
+
+
+def subjects_of(options: argparse.Namespace) -> list[Subject]:
+    """Return the schedules named on the command line."""
+    return subjects(options.words, DEFAULTS | _sizes(options), options.graph)
+
+
+def subject_of(options: argparse.Namespace) -> Subject:
+    """Return the one schedule named on the command line. Raise `UsageError` if there are several."""
+    found = subjects_of(options)
+    if len(found) > 1:
+        names = " and ".join(one.title for one in found[:2])
+        raise UsageError(f"got {names}, expected one schedule. Use compare for several.")
+    if options.words[0].endswith(".csv"):
+        for size in _sizes(options):
+            raise UsageError(f"got --{size}, expected no sizes: {options.words[0]} has its own. Drop it.")
+    return found[0]
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, int]:
+    return {size: value for size in DEFAULTS if (value := getattr(options, size)) is not None}
+
+
+def costs_of(options: argparse.Namespace) -> Costs:
+    """Return the costs the options give."""
+    link = {name: value for name in LINK if (value := getattr(options, name)) is not None}
+    if link and options.comm is not None:
+        raise UsageError(f"got --comm and --{next(iter(link))}, expected one of them. Drop one.")
+    times = {field.name: getattr(options, field.name) for field in fields(Costs) if field.name != "comm"}
+    return Costs(**times, comm=Link(**link) if link else options.comm or 0)
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes | None:
+    """Return the sizes the options give, or `None` if they give none."""
+    given = {field.name: getattr(options, field.name) for field in fields(Sizes)}
+    given = {name: size for name, size in given.items() if size is not None}
+    return Sizes(**given) if given else None
+
+
+def fitted(costs: Given, schedule: Schedule) -> Given:
+    """Return `costs`. Raise `UsageError` for a tuple with more or fewer numbers than `schedule` has stages."""
+    given = {field.name: getattr(costs, field.name) for field in fields(costs)} if costs else {}
+    if isinstance(link := given.get("comm"), Link):
+        given["bytes"] = link.bytes
+    for name, value in given.items():
+        if isinstance(value, tuple) and len(value) != schedule.stages:
+            raise UsageError(
+                f"got {len(value)} numbers for --{name}, expected {schedule.stages}: one for each stage of "
+                f"{schedule.factory.__name__}. Give as many, or one for all."
+            )
+    return costs
+
+
+def number(text: str) -> float:
+    """Return the finite number of at least 0 that an option gives."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1
+    if not isfinite(found) or found < 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 0")
+    return found
+
+
+def _cost(text: str) -> Cost:
+    numbers = tuple(map(number, text.split(",")))
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _positive(text: str) -> float:
+    if not (found := number(text)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return found
+
+
+def _share(text: str) -> float:
+    if (found := number(text)) >= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a share below 1")
+    return found
+
+
+_LINKS: Mapping[str, Callable[[str], Cost]] = MappingProxyType({"bandwidth": _positive, "bytes": _cost})

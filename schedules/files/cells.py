@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read and write the cells of a table, in our notation and in that of `torch.distributed.pipelining`.
+
+Problem. That package's tables say less than a program does, and partly in a different notation.
+
+Idea. A cell holds the text of an action; other notation is translated into ours when it is read.
+
+- `2SEND_F1` names no peer. In that package stages form a chain, so it means `2SEND_F1>3`.
+- `(5F3;2B1)OVERLAP_F_B` is a fused pair: `5OVERLAP_F3` directly followed by `2B1`.
+- `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD` say when data-parallel replicas gather a stage's weights, free them, and sum
+  and scale their gradients. A schedule leaves that to the replicas, so these are dropped.
+- There is no `WAIT`: sends are waited for at the end of a step.
+
+A notation is a function that writes the line of one rank: `own`, which can be read back without loss, or `pipelining`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from schedules.checking.channels import Lowered
+from schedules.errors import TableError, VocabularyError
+from schedules.language.actions import KINDS, Action, parse
+from schedules.language.schedule import Schedule
+
+NEIGHBOUR: Mapping[str, int] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
+_PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
+_PEERLESS = re.compile(r"([0-9]{1,18})((?:SEND|RECV)_[FB])[0-9]+")
+_SHARDING = re.compile(r"[0-9]+(?:UNSHARD|RESHARD|REDUCE_GRAD)")
+_TRANSFER = re.compile("|".join(kind for kind, word in KINDS.items() if word.mark))
+
+
+def has_transfers(row: str) -> bool:
+    """Return whether a rank's line has a transfer, so that its table is a program."""
+    return _TRANSFER.search(row) is not None
+
+
+def read_row(rank: int, row: str, transfers: bool = False) -> Iterator[Action]:
+    """Yield the actions in the line of `rank`: compute actions, and transfers too if `transfers` is true.
+
+    Empty cells are idle slots and are skipped. Raise `TableError` for any other text.
+
+    >>> row = "0UNSHARD,0F0,0SEND_F0,,(0F1;0B0)OVERLAP_F_B"
+    >>> " ".join(map(str, read_row(0, row, transfers=True)))
+    '0F0 0SEND_F0>1 0OVERLAP_F1 0B0'
+    """
+    for column, cell in enumerate(row.split(","), 1):
+        try:
+            actions = _read(cell.strip())
+        except VocabularyError:
+            actions = None
+        if actions is None or (not transfers and any(action.peer is not None for action in actions)):
+            expected = _EXPECTED[transfers]
+            raise TableError(f"line {rank + 1}, column {column}: got {cell.strip()!r}, expected {expected}")
+        yield from actions
+
+
+_EXPECTED = (
+    "a compute action such as 3F0, 3B0, 3I0 or 3W0, a pair such as (3F1;3B0)OVERLAP_F_B, or nothing. "
+    "Leave transfers out: lower() inserts them.",
+    "an action such as 3F0, a transfer such as 2SEND_F1>5, or 2SEND_F1 if it goes to the next stage, a pair such as "
+    "(3F1;3B0)OVERLAP_F_B, or nothing. Write the action so, or leave the cell empty.",
+)
+
+
+def _read(text: str) -> tuple[Action, ...]:
+    if pair := _PAIR.fullmatch(text):
+        front, back = (parse(part.strip()) for part in pair.groups())
+        if front.kind != "F" or back.kind not in {"B", "I"}:
+            raise VocabularyError(f"got {text!r}, expected a forward and a backward, as in (5F3;2B1)OVERLAP_F_B.")
+        return front._replace(kind="OVERLAP_F"), back
+    if found := _PEERLESS.fullmatch(text):
+        return (parse(f"{text}{KINDS[found[2]].mark}{int(found[1]) + NEIGHBOUR[found[2]]}"),)
+    return () if not text or _SHARDING.fullmatch(text) else (parse(text),)
+
+
+Plan: TypeAlias = Schedule | Lowered
+Words: TypeAlias = Callable[[Plan, int], str]
+
+
+def own(plan: Plan, rank: int) -> str:
+    """Return the line of `rank` in our notation: every action in its text form, a fused pair in one cell."""
+    return _fuse(",".join(map(str, plan.actions(rank))))
+
+
+def _fuse(line: str) -> str:
+    return re.sub(r"([0-9]+)OVERLAP_(F[0-9.]+),([0-9]+[BI][0-9.]+)", r"(\1\2;\3)OVERLAP_F_B", line)
+
+
+def pipelining(plan: Plan, rank: int) -> str:
+    """Return the line of `rank` for `torch.distributed.pipelining`: "compute_only" or, for a program, "compute_comms".
+
+    In a program, `WAIT` is dropped, and every stage gathers its weights before its first action and sums and scales its
+    gradients after its last backward. `lower` assumes a queue per direction, but over NCCL that package has a single
+    queue for each pair of ranks: in that case, write the schedule and let the package lower it.
+
+    Raise `TableError` for what that package cannot read: replicas, slices, recomputation, updates, schedules without
+    backwards, and transfers between stages that are not neighbors.
+
+    >>> from schedules import gpipe, lower
+    >>> pipelining(lower(gpipe(ranks=2, microbatches=1)), 1)
+    '1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0'
+    """
+    schedule = plan if isinstance(plan, Schedule) else plan.schedule
+    if schedule.placement.mirrors or not schedule.backward:
+        got = "stages on two ranks each" if schedule.placement.mirrors else "no backward"
+        raise TableError(f"got a schedule with {got}, expected stages on one rank each, and backwards. {_NO_WORD}")
+    actions = plan.actions(rank)
+    words = (_word(rank, action) for action in actions) if plan is schedule else _sharded(rank, schedule, actions)
+    line = _fuse(",".join(words))
+    if lone := _LONE.search(line):
+        raise TableError(f"rank {rank}: got {lone[0]}, expected 3B0 or 3I0 directly behind it. Put one there.")
+    return line
+
+
+def _sharded(rank: int, schedule: Schedule, actions: Iterator[Action]) -> Iterator[str]:
+    left: dict[int, int] = {}
+    for action in actions:
+        kind, stage = action.kind, action.stage
+        if stage not in left:
+            left[stage] = schedule.microbatches
+            yield f"{stage}UNSHARD"
+        if not kind.startswith("WAIT"):
+            yield _word(rank, action)
+        left[stage] -= kind in {"B", "W"}
+        if kind in {"B", "W"} and not left[stage]:
+            yield f"{stage}REDUCE_GRAD"
+            yield f"{stage}RESHARD"
+
+
+def _word(rank: int, action: Action) -> str:
+    kind, stage, microbatch, peer, part = action
+    plain = peer is None and kind in {"F", "B", "I", "W", "OVERLAP_F"}
+    if part is not None or not (plain or (kind in NEIGHBOUR and peer == stage + NEIGHBOUR[kind])):
+        expected = "F, B, I or W on a whole microbatch, or a transfer between neighbouring stages"
+        raise TableError(f"rank {rank}: got {action}, expected {expected}. {_NO_WORD}")
+    return f"{stage}{kind}{microbatch}"
+
+
+_NO_WORD = "torch.distributed.pipelining cannot read it: write it in our own words."
+_LONE = re.compile(r"[0-9]+OVERLAP_F[0-9]+")

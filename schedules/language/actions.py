@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary: the actions one rank can run.
+
+Problem. A schedule is checked, simulated, drawn, written to files and run, and all of these must agree on what each
+action means.
+
+Idea. An action is a small frozen tuple. One table, `KINDS`, lists every kind of action and its effect on a microbatch
+(the state it must be in on the stage, and the state it is left in) and on other stages (what crosses an edge). The text
+form, parser, rules, replay and lowering all read that table, so extending the vocabulary takes one row plus a handler
+in the executor, never a second vocabulary. Optional fields have their own marks in the text: `>` and `<` for `peer`,
+a dot for `slice`. A replica of a stage is the same stage on another rank; the microbatch determines which one runs it
+(`schedules.language.placement`).
+
+Letters used throughout: `P` ranks, `S` stages, `M` microbatches; `r` a rank, `s` and `t` stages, `i` a microbatch.
+
+Invariant: `parse(str(a)) == a` for every action, and `parse` accepts nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from schedules.errors import VocabularyError
+
+
+class Kind(NamedTuple):
+    """One kind of action.
+
+    - `meaning`: a one-line description.
+    - `mark`: the character before the peer stage in the text form; empty for actions without a peer.
+    - `before`, `after`: the state of the microbatch on the stage before and after the action: `""` not started, `kept`
+      only its inputs saved, `forward` all residuals saved, `halved` only its weight gradient still to compute, `done`.
+      Both are empty for transfers and for actions that run once for many microbatches.
+    - `crosses`: what the action exchanges with other stages: `F` values, `B` cotangents, or nothing.
+    """
+
+    meaning: str
+    mark: str = ""
+    before: str = ""
+    after: str = ""
+    crosses: str = ""
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "F": Kind("forward", "", "", "forward", "F"),
+        "B": Kind("full backward: gradients of inputs and of weights", "", "forward", "done", "B"),
+        "I": Kind("input half of the backward: gradients of inputs", "", "forward", "halved", "B"),
+        "W": Kind("weight half of the backward: gradients of weights", "", "halved", "done"),
+        "C": Kind("checkpointed forward: keeps its inputs only", "", "", "kept", "F"),
+        "R": Kind("recomputation of a checkpointed forward, for its backward", "", "kept", "forward"),
+        "OVERLAP_F": Kind("forward, overlapped with the backward behind it", "", "", "forward", "F"),
+        "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),
+        "U": Kind("update of the weights with the gradients up to this microbatch: a new version"),
+        "SEND_F": Kind("post the send of a value to a later stage", ">"),
+        "RECV_F": Kind("post the receive of a value from an earlier stage", "<"),
+        "WAIT_F": Kind("let go of a sent value: the later stage has consumed it", ">"),
+        "SEND_B": Kind("post the send of a cotangent to an earlier stage", ">"),
+        "RECV_B": Kind("post the receive of a cotangent from a later stage", "<"),
+        "WAIT_B": Kind("let go of a sent cotangent: the earlier stage has consumed it", ">"),
+        "SEND_G": Kind("post the send of the gradient summed up to this microbatch to another holder", ">"),
+        "RECV_G": Kind("post the receive of that gradient from another holder", "<"),
+        "WAIT_G": Kind("let go of a sent gradient: the other holder has it", ">"),
+    }
+)
+
+
+class Action(NamedTuple):
+    """One action of one rank: `kind`, on `stage`, for `microbatch`.
+
+    `peer` is the stage at the other end of a transfer, and `None` for compute actions. `slice` is the index of a slice
+    of the microbatch's sequence, if the schedule cuts sequences. Build compute actions with `F B I W` and `C R G U`,
+    and any action from its text form with `parse`.
+
+    >>> str(F(3, 0)), str(F(3, 0, slice=2)), str(Action("SEND_F", 2, 1, 5))
+    ('3F0', '3F0.2', '2SEND_F1>5')
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int | None = None
+    slice: int | None = None
+
+    def __str__(self) -> str:
+        kind, stage, microbatch, peer, part = self
+        text = f"{stage}{kind}{microbatch}" if part is None else f"{stage}{kind}{microbatch}.{part}"
+        return text if peer is None else f"{text}{KINDS[kind].mark}{peer}"
+
+    def __repr__(self) -> str:
+        kind, stage, microbatch, peer, part = self
+        cut = "" if part is None else f", slice={part}"
+        if peer is None and len(kind) == 1:
+            return f"{kind}({stage}, {microbatch}{cut})"
+        return f"Action({kind!r}, {stage}, {microbatch}{'' if peer is None else f', {peer}'}{cut})"
+
+
+_new = tuple.__new__  # the same as Action(...) in half the time; schedules make these calls by the million
+
+
+def F(stage: int, microbatch: int, slice: int | None = None) -> Action:
+    """Return the forward of one microbatch, or of one slice of it, through one stage."""
+    return _new(Action, ("F", stage, microbatch, None, slice))
+
+
+def B(stage: int, microbatch: int, slice: int | None = None) -> Action:
+    """Return the full backward: gradients of the stage's inputs and weights."""
+    return _new(Action, ("B", stage, microbatch, None, slice))
+
+
+def I(stage: int, microbatch: int, slice: int | None = None) -> Action:  # noqa: E743 - the standard name
+    """Return the input half of the backward: gradients of the inputs only (arXiv 2401.10241, section 2, there `B`)."""
+    return _new(Action, ("I", stage, microbatch, None, slice))
+
+
+def W(stage: int, microbatch: int, slice: int | None = None) -> Action:
+    """Return the weight half of the backward: gradients of the stage's weights (arXiv 2401.10241, section 2)."""
+    return _new(Action, ("W", stage, microbatch, None, slice))
+
+
+def C(stage: int, microbatch: int, slice: int | None = None) -> Action:
+    """Return a checkpointed forward: it saves only its inputs, so its backward needs an `R` (arXiv 1604.06174)."""
+    return _new(Action, ("C", stage, microbatch, None, slice))
+
+
+def R(stage: int, microbatch: int, slice: int | None = None) -> Action:
+    """Return the recomputation: the forward again from its saved inputs, now saving all that the backward needs."""
+    return _new(Action, ("R", stage, microbatch, None, slice))
+
+
+def G(stage: int, microbatch: int, slice: int | None = None) -> Action:
+    """Return the sum of the gradients of all replicas; `microbatch` is the last one that this rank's replica runs."""
+    return _new(Action, ("G", stage, microbatch, None, slice))
+
+
+def U(stage: int, microbatch: int, slice: int | None = None) -> Action:
+    """Return the weight update that applies all gradients up to `microbatch` not yet applied: a new version."""
+    return _new(Action, ("U", stage, microbatch, None, slice))
+
+
+_NUMBER = r"(0|[1-9][0-9]{0,17})"  # bounded: no longer number is valid, and int() would raise its own error
+_TEXT = re.compile(rf"{_NUMBER}([A-Z_]+){_NUMBER}(?:\.{_NUMBER})?(?:([<>]){_NUMBER})?", re.ASCII)
+
+
+def parse(text: str) -> Action:
+    """Return the action that `text` spells.
+
+    Raise `VocabularyError` for anything `str` would not write: unknown kinds, blanks, leading zeros, a missing or
+    unexpected peer.
+
+    >>> parse("1I4"), parse("5RECV_F1<2")
+    (I(1, 4), Action('RECV_F', 5, 1, 2))
+    """
+    found = _TEXT.fullmatch(text)
+    if not found or found[2] not in KINDS or (found[5] or "") != KINDS[found[2]].mark:
+        known = " ".join(KINDS)
+        raise VocabularyError(
+            f"got {text!r}, expected <stage><kind><microbatch> as in 3F0, or 3F0.2 for a slice, with the peer stage "
+            f"behind it for a transfer as in 2SEND_F1>5 or 5RECV_F1<2. Use one of the kinds {known}, and no blanks."
+        )
+    part, peer = (None if number is None else int(number) for number in (found[4], found[6]))
+    return Action(found[2], int(found[1]), int(found[3]), peer, part)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actions a schedule may contain at all: compute actions, on its own stages and microbatches, each on its rank.
+
+These are the first two rules of `check`. Code that comes across anything else calls `require_fitting` for the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.errors import ScheduleError
+from schedules.language.actions import KINDS, Action
+from schedules.language.schedule import Schedule
+
+Actions = Iterator[Action]
+_COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
+_KINDS = frozenset(_COMPUTE)
+
+
+def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
+    """Require compute actions on the schedule's own stages and microbatches; `lower` inserts the transfers."""
+    S, M, slices = schedule.stages, schedule.microbatches, schedule.slices
+    for position, action in enumerate(actions):
+        if type(action) is Action:
+            kind, stage, i, peer, part = action
+            if (
+                kind in _KINDS
+                and peer is None
+                and type(stage) is type(i) is int  # True and 1.0 equal 1, but print differently
+                and 0 <= stage < S
+                and 0 <= i < M
+                and ((part is None and slices == 1) or _sliced(action, slices))
+            ):
+                yield action
+                continue
+        raise ScheduleError("compute_only", rank, position, action, *_misfit(schedule, action))
+
+
+def _sliced(action: Action, slices: int) -> bool:
+    """Return whether the action has a valid slice: one if microbatches are sliced and it is for one, else none."""
+    part = action.slice
+    if slices == 1 or not KINDS[action.kind].after:
+        return part is None
+    return type(part) is int and 0 <= part < slices
+
+
+def _misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
+    """Return the problem with the action, and the repair."""
+    if type(action) is not Action:
+        return f"no compute action, but {action!r}", "Yield F(stage, microbatch) and the like."
+    if action.kind not in _COMPUTE or action.peer is not None:
+        kinds = ", ".join(_COMPUTE)
+        return "no compute action", f"Yield only {kinds}; transfers are inserted by lower()."
+    if not type(action.stage) is type(action.microbatch) is int:
+        return f"got {tuple(action)}, expected integers", "Name stage and microbatch by an int each."
+    if not 0 <= action.stage < schedule.stages:
+        return f"stage {action.stage} does not exist", f"Use stages 0 to {schedule.stages - 1}."
+    if not 0 <= action.microbatch < schedule.microbatches:
+        return f"microbatch {action.microbatch} does not exist", f"Use microbatches 0 to {schedule.microbatches - 1}."
+    if schedule.slices == 1 or not KINDS[action.kind].after:
+        return f"slice {action.slice} does not exist", "Leave the slice out: this is not done by slices."
+    return f"slice {action.slice} does not exist", f"Use slices 0 to {schedule.slices - 1}."
+
+
+def placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
+    """Require every action to be on the rank that holds its stage for its microbatch."""
+    routes = schedule.placement.routes
+    R = len(routes)
+    for position, action in enumerate(actions):
+        home = routes[action.microbatch % R][action.stage]
+        if home != rank:
+            what = f"stage {action.stage}" if R == 1 else f"stage {action.stage} for microbatch {action.microbatch}"
+            problem = f"{what} lives on rank {home}"
+            raise ScheduleError("placed", rank, position, action, problem, f"Yield {action} on rank {home}.")
+        yield action
+
+
+def require_fitting(schedule: Schedule) -> None:
+    """Raise `ScheduleError` if any action breaks one of these two rules."""
+    for rank in range(schedule.ranks):
+        for _ in placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank))):
+            pass

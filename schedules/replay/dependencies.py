@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data dependencies between actions: the stage graph mapped onto the ranks.
+
+Problem. The possible orders of actions, their times and their transfers all follow from the same facts: what an action
+takes from other stages and what it gives to them.
+
+Idea. What crosses one edge on one route is a `Crossing`: made by one action, used by one other, and identified at both
+ends by the microbatch. `crossings` lists them; `wires` groups them by the ranks and kinds of action that make and use
+them, together with each kind's time and memory. Dependencies between actions of one stage on one rank are left out: a
+rank runs its actions in order, and `rules` checks that order.
+
+Invariant: what is made is kept until its one use, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+from schedules.errors import GraphError
+from schedules.language.actions import KINDS
+from schedules.language.costs import Costs, Sizes, require_stages
+from schedules.language.graph import Edge, Graph, chain
+from schedules.language.schedule import Schedule
+
+
+class Crossing:
+    """The values that stage `source` makes for stage `target` on one route.
+
+    `arrived` maps each unit (a microbatch, or a slice of one) to its arrival time, until rank `consumer` has used it.
+    `wanted` is the unit that `consumer` waits for.
+    """
+
+    __slots__ = ("arrived", "consumer", "producer", "source", "target", "wanted", "what")
+
+    def __init__(self, what: str, edge: Edge, producer: int, consumer: int) -> None:
+        self.what, (self.source, self.target) = what, edge
+        self.producer, self.consumer = producer, consumer
+        self.arrived: dict[int, float] = {}
+        self.wanted: int | None = None
+
+
+class Partial(dict[int, float]):
+    """The arrival time of a replica's gradient: complete once `count` units are in, which unblocks the waiting rank."""
+
+    def __init__(self, crossing: Crossing, count: int) -> None:
+        self.crossing, self.count, self.seen, self.latest = crossing, count, 0, 0.0
+
+    def __setitem__(self, unit: int, time: float) -> None:
+        self.seen, self.latest = self.seen + 1, max(self.latest, time)
+        if self.seen == self.count and self.crossing.wanted is not None:
+            self.crossing.wanted = unit
+
+    def get(self, unit: int, default: float | None = None) -> float | None:  # type: ignore[override]
+        """Return when the gradient arrived, or `default` if it has not; `unit` does not matter."""
+        return self.latest if self.seen == self.count else default
+
+    def __delitem__(self, unit: int) -> None:
+        """Do nothing: the gradient is one for all units."""
+
+
+class Row(NamedTuple):
+    """One kind of action on one stage of one rank: what it takes, what it gives with the transfer times, its costs.
+
+    `grows` is the change in the rank's memory; `fused` is true if the next action is its partner in a fused pair.
+    """
+
+    takes: tuple[Crossing, ...]
+    gives: tuple[tuple[Crossing, float], ...]
+    time: float
+    grows: float
+    fused: bool
+
+
+Wires: TypeAlias = list[dict[str, dict[int, Row]]]
+Key: TypeAlias = tuple[str, int, int]  # a kind, or a payload kind, or `done`; stage and route
+
+
+def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
+    """Return `graph`, else the schedule's own graph, else the chain. Raise `GraphError` if the sizes differ."""
+    if graph is None:
+        return schedule.graph or chain(schedule.stages)
+    if graph.stages != schedule.stages:
+        raise GraphError(
+            f"got a graph of {graph.stages} stages for {schedule!r}, expected {schedule.stages}. "
+            "Cut the model into as many stages as the schedule drives, or change the schedule's ranks or chunks."
+        )
+    return graph
+
+
+def crossings(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Crossing]]:
+    """Yield every value, cotangent and gradient that one action makes for another, each with its route."""
+    for route, homes in enumerate(schedule.placement.routes):
+        for s, t in sorted(graph.values):
+            yield route, Crossing("F", (s, t), homes[s], homes[t])
+        for s, t in sorted(graph.cotangents):
+            yield route, Crossing("B", (t, s), homes[t], homes[s])
+        for s in range(schedule.stages):
+            for rank in schedule.placement.replicas(s):
+                if rank != homes[s]:
+                    yield route, _partial(schedule, (s, s), route, rank)
+        for s, t in sorted(graph.gradients):
+            yield route, _partial(schedule, (s, t), route, homes[t])
+
+
+def _partial(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Crossing:
+    """Return the crossing of one replica's gradient to another, or of a stage's summed gradient to another stage."""
+    (s, t), placement = edge, schedule.placement
+    producer = placement.routes[route][s]
+    crossing = Crossing("G", edge, producer, consumer)
+    routes = [number for number, homes in enumerate(placement.routes) if homes[s] == producer]
+    units = sum(len(range(number, schedule.microbatches, len(placement.routes))) for number in routes) * schedule.slices
+    summed = s != t and len(placement.replicas(s)) > 1
+    crossing.arrived = Partial(crossing, 1 if summed else units)
+    return crossing
+
+
+def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:
+    """Return, for each rank and kind, a row for each stage the rank holds, or for each stage and route if several.
+
+    The key of a row is `stage * routes + route`.
+    """
+    for values in (costs, sizes):
+        require_stages(values, schedule.stages)
+    R = len(schedule.placement.routes)
+    taken: dict[Key, list[Crossing]] = {}
+    given: dict[Key, list[tuple[Crossing, float]]] = {}
+    for route, crossing in crossings(schedule, graph):
+        delay = costs.transfer(crossing.what, crossing.source, crossing.producer, crossing.consumer)
+        for key in _takers(schedule, crossing, route):
+            taken.setdefault(key, []).append(crossing)
+        for key in _givers(schedule, crossing, route):
+            given.setdefault(key, []).append((crossing, delay))
+    table: Wires = [{kind: {} for kind, word in KINDS.items() if not word.mark} for _ in range(schedule.ranks)]
+    for route, homes in enumerate(schedule.placement.routes):
+        for s, rank in enumerate(homes):
+            for kind, rows in table[rank].items():
+                word = KINDS[kind]
+                takes = taken.get((word.crosses or kind, s, route), ())
+                gives = [*given.get((word.crosses or kind, s, route), ())]
+                gives += given.get(("done", s, route), ()) if word.after == "done" else ()
+                share = schedule.slices if word.after else 1
+                time, grows = costs.time(kind, s) / share, sizes.growth(kind, s) / share * schedule.backward
+                rows[s * R + route] = Row(tuple(takes), tuple(gives), time, grows, kind == "OVERLAP_F")
+    return table
+
+
+def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
+    """Yield what takes a crossing: on its route; for a replica's gradient `G`, for a shared parameter's any `U`."""
+    t, placement = crossing.target, schedule.placement
+    if crossing.what != "G":
+        yield crossing.what, t, route
+    elif t == crossing.source:
+        yield "G", t, placement.route(t, crossing.consumer)
+    else:
+        yield from (("U", t, number) for number, homes in enumerate(placement.routes) if homes[t] == crossing.consumer)
+
+
+def _givers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
+    """Yield what gives a crossing: on its route; for gradients what completes them, on any route of the rank."""
+    s, placement = crossing.source, schedule.placement
+    if crossing.what != "G":
+        yield crossing.what, s, route
+        return
+    summed = s != crossing.target and len(placement.replicas(s)) > 1
+    for number, homes in enumerate(placement.routes):
+        if homes[s] == crossing.producer:
+            yield "G" if summed else "done", s, number

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run two copies of a schedule in opposite directions.
+
+Problem. While a pipeline fills, the last ranks idle; while it drains, the first ranks do.
+
+Idea. Start a second copy from the other end, so that the work of each fills the idle time of the other (Chimera,
+arXiv 2107.06925, section 3.1). Every stage then lives on two ranks, whose gradients are summed at the end.
+
+Invariant: each copy keeps its order on each rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import isfinite
+from typing import Any, TypeAlias
+
+from schedules.errors import SizeError
+from schedules.language.actions import KINDS, Action, G
+from schedules.language.graph import Graph
+from schedules.language.placement import Placement
+from schedules.language.schedule import Factory, Limits, Schedule, Shape
+from schedules.replay.dependencies import graph_of
+from schedules.replay.engine import Token, makes, needs, unit_of
+from schedules.transforms.split import transform
+
+Step: TypeAlias = tuple[Action, ...]
+
+
+def sums(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
+    """Yield the `G`s that end a step, one for every stage `rank` shares with another rank, in stage order.
+
+    >>> from schedules import bidirectional
+    >>> list(sums(0, bidirectional(ranks=3), microbatches=4)), list(sums(1, bidirectional(ranks=3), microbatches=4))
+    ([G(0, 2), G(2, 3)], [])
+    """
+    last = range(microbatches - 1, microbatches - 1 - len(placement.routes), -1)
+    for stage in placement.stages_on(rank):
+        if len(placement.replicas(stage)) > 1:
+            yield G(stage, next(i for i in last if placement.home(stage, i) == rank))
+
+
+def _both_ways(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
+    """Return the transform with twice the microbatches, every second one on a mirrored route."""
+
+    def shape(arguments: dict[str, Any]) -> Shape:
+        given, schedule = once.shape(arguments), arguments["schedule"]
+        _require_copies(schedule)
+        return given._replace(
+            microbatches=2 * given.microbatches,
+            placement=_mirrored(given.placement),
+            backward=schedule.backward,
+        )
+
+    limits = Limits(memory=lambda rank, schedule: schedule.memory(rank) + schedule.memory(schedule.ranks - 1 - rank))
+    return Factory(once.generator, once.signature, shape, limits)
+
+
+def _require_copies(schedule: Schedule) -> None:
+    if schedule.placement.mirrors:
+        expected = "one whose stages live on one rank each"
+        raise SizeError.of("mirror", "schedule", schedule, expected, "Mirror the schedule that it is made of.")
+    if isfinite(schedule.versions(0)):
+        raise _drifting(schedule)
+
+
+def _drifting(schedule: Schedule) -> SizeError:
+    expected = "one that updates no weights: the two copies would drift apart"
+    return SizeError.of("mirror", "schedule", schedule, expected, "Mirror a synchronous schedule.")
+
+
+def _mirrored(placement: Placement) -> Placement:
+    P, homes = placement.ranks, placement.homes
+    return Placement(P, homes, (tuple(P - 1 - home for home in homes),))
+
+
+@_both_ways
+@transform
+def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
+    """Run the schedule down and up the ranks at once: its microbatch `k` becomes `2k` going down, `2k + 1` going up.
+
+    If a rank can run a pass of either copy, it picks the one with fewer stages to go, then the older microbatch; weight
+    gradients come last. That requires playing all ranks along the schedule's stage graph (`connect`): the first rank
+    whose actions are generated pays for all of them.
+
+    Peak memory: that of ranks `r` and `P - 1 - r` together. Mirrored 1F1B with at least `P` microbatches in total idles
+    for `2 floor((P - 1) / 2) max(F, B)`. `chimera` is that in units of `P` microbatches, with less memory; `dualpipe`
+    is that with weight gradients deferred.
+
+    Raise `SizeError` for a schedule that is already mirrored, or asynchronous.
+
+    >>> from schedules import one_f_one_b
+    >>> print(mirror(one_f_one_b(ranks=2, microbatches=2)))
+    rank 0 |0F0 1F1 1B1     0F2 0B0     1F3 1B3     0B2    g|
+    rank 1 |0F1 1F0 1B0     0F3 0B1     1F2 1B2     0B3    g|
+    """
+    yield from _merged(schedule)[rank]
+    if schedule.backward:
+        yield from sums(rank, _mirrored(schedule.placement), 2 * schedule.microbatches)
+
+
+@lru_cache(maxsize=1)  # every rank asks for its row in turn
+def _merged(schedule: Schedule) -> Sequence[Sequence[Action]]:
+    """Return each rank's actions of both copies; those whose inputs never come are last, for `check` to report."""
+    P, graph = schedule.ranks, graph_of(schedule, None)
+    lanes = [[deque(_steps(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
+    rows: list[list[Action]] = [[] for _ in range(P)]
+    made = set[Token]()
+    while True:
+        slot: list[Action] = []
+        for row, pair in zip(rows, lanes, strict=True):
+            ready = [lane for lane in pair if lane and made.issuperset(_needs(lane[0], graph))]
+            if ready:
+                step = min(ready, key=lambda lane: _to_go(lane[0], graph)).popleft()
+                row += step
+                slot += step
+        if not slot:
+            break
+        made.update(map(makes, slot))
+    for row, pair in zip(rows, lanes, strict=True):
+        row += [action for lane in pair for step in lane for action in step]
+    return tuple(tuple(one._replace(microbatch=one.microbatch // schedule.slices) for one in row) for row in rows)
+
+
+def _steps(schedule: Schedule, home: int, way: int) -> Iterator[Step]:
+    """Yield the actions of rank `home` for the copy `way`, numbered by slice; a fused pair is one step."""
+    opener: Step = ()
+    for action in schedule.actions(home):
+        if action.kind == "U":
+            raise _drifting(schedule)
+        there = action._replace(microbatch=2 * action.microbatch + way)
+        step = (*opener, there._replace(microbatch=unit_of(there, schedule.slices)))
+        opener = step if action.kind == "OVERLAP_F" else ()
+        if not opener:
+            yield step
+    if opener:
+        yield opener
+
+
+def _needs(step: Step, graph: Graph) -> set[Token]:
+    return {token for action in step for token in needs(action, graph)}
+
+
+def _to_go(step: Step, graph: Graph) -> tuple[int, int]:
+    """Return the priority of a step: the stages its microbatch has to go (most for weight gradients), then its age."""
+    kind, stage, microbatch, *_ = step[-1]
+    ways = {"F": 2 * graph.stages - stage, "B": stage + 1, "": 2 * graph.stages + 1}
+    return ways[KINDS[kind].crosses], microbatch

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What single ranks would be given, without starting them."""
+
+import dataclasses
+
+import torch
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b
+from tests.common.models import Case
+
+
+def on_meta(case: Case, ranks: int = 1, rows: int = 4):
+    """A pipeline of a case whose model has no values."""
+    _, inputs, targets = case.make(rows)
+    with torch.device("meta"):
+        model = case.build()
+    return fpipe.pipeline(
+        model,
+        example=inputs,
+        targets=targets,
+        loss=case.loss,
+        schedule=one_f_one_b(ranks=ranks, microbatches=2),
+        cuts=case.at(ranks),
+    )
+
+
+def ranks_of(pipe: fpipe.Pipeline):
+    """The same pipeline as each of its ranks alone would have it; only what it holds can be asked for."""
+    for rank in range(pipe.schedule.ranks):
+        plans = {variant: dataclasses.replace(plan, ranks=(rank,)) for variant, plan in pipe.plans.items()}
+        yield dataclasses.replace(pipe, plans=plans)
+
+
+def union(states):
+    """All leaves of all ranks, which must agree where they hold the same one."""
+    found = {}
+    for params, buffers in states:
+        for name, value in {**params, **buffers}.items():
+            assert name not in found or same_bits(found[name], value), name
+            found[name] = value
+    return found

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws."""
+
+import gc
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+
+import fpipe
+from schedules import families
+
+HOME = Path(__file__).parents[2]
+README = (HOME / "README.md").read_text()
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+BLOCKS = blocks(README)
+PAGES = {path.name: blocks(path.read_text()) for path in [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]}
+
+
+@pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
+def test_python_block_runs(page, number, capsys):
+    block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}
+    exec(compile(block, f"{page} block {number}", "exec"), namespace)
+    for name, value in namespace.items():
+        if name.startswith("test_"):
+            value()
+    printed = capsys.readouterr().out
+    for expected in re.findall(r"print\(.*\)\s+# ([0-9.]+|\[.*\])$", block, re.MULTILINE):
+        assert expected in printed
+
+
+def test_the_first_screen_is_a_runnable_example():
+    assert "```python" in README[:500]
+    assert len(BLOCKS) >= 4
+
+
+def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkeypatch):
+    """The old gradients are gone when the next step begins, so a step needs no room for two sets."""
+    original, alive, passed = fpipe.value_and_grad, [], []
+
+    def value_and_grad(pipe, *options, **named):
+        step, last, returned = original(pipe, *options, **named), [], []
+
+        def stepping(params, buffers, *batch, **seed):
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in last))
+            passed.append(not returned or buffers is returned[0])
+            out, grads = step(params, buffers, *batch, **seed)
+            last[:], returned[:] = map(weakref.ref, grads.values()), [out.buffers]
+            return out, grads
+
+        return stepping
+
+    monkeypatch.setattr(fpipe, "value_and_grad", value_and_grad)
+    exec(compile(BLOCKS[0], "README", "exec"), {"__name__": "readme_loop"})
+    assert len(alive) == 20
+    assert not any(alive)
+    assert all(passed)
+
+
+TEXTS = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_picture_is_what_the_command_draws():
+    command = re.search(r"^    python (-m schedules show .*)$", README, re.MULTILINE)[1].split()
+    drawn = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, check=True).stdout
+    (picture,) = [text for text in TEXTS if text.startswith("rank 0 |")]
+    assert picture.strip() in drawn
+
+
+def test_the_failure_of_the_broken_schedule_is_what_it_prints(capsys):
+    (broken,) = [block for block in BLOCKS if "forgot" not in block and "def mine(" in block]
+    exec(compile(broken, "README", "exec"), {"__name__": "readme_broken"})
+    (shown,) = [text for text in TEXTS if "[rule: " in text]
+    assert shown.strip() in capsys.readouterr().out
+
+
+def test_every_schedule_stands_in_the_table():
+    table = re.search(r"\| family \| schedules \|\n(.*?)\n\n", README, re.DOTALL)[1]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families.__all__)
+
+
+def test_the_two_commands_are_in_the_makefile():
+    makefile = (HOME / "Makefile").read_text()
+    for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)

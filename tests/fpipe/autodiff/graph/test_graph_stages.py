@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages recorded as graphs compute what autograd does, bit for bit, whatever the model does; in the same phases."""
+
+import pytest
+import torch
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe.autodiff.autograd import Autograd
+from fpipe.autodiff.graph.simplification import SMALL
+from fpipe.autodiff.recorded import Recorded
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b, recompute, split_backward, zb_v
+from tests.common.models import (
+    ZOO,
+    Case,
+    assert_same,
+    build,
+    by_night,
+    few,
+    in_turn,
+    loop,
+    mse,
+    rows_of,
+    run,
+    run_reference,
+)
+from tests.common.random_models import case_of, descriptions, places
+from tests.fpipe.autodiff.test_split_backward import PARTS, W, Written
+from tests.fpipe.capture.trace.test_front_end import MODELS
+from tests.fpipe.verification.test_random_models import schedules
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+
+HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=2), "ZB-V": zb_v(ranks=2, microbatches=2)}
+LEFT_TO_AUTOGRAD = ("assignments to .data",)
+RANDOM = ("dropping", "gpt_dropout")
+
+
+def recorded(pipe):
+    """Whether all stages are graphs, and none was left to autograd."""
+    return all(isinstance(stage.functions, Recorded) for stage in pipe.stages)
+
+
+@pytest.mark.parametrize(("name", "how"), in_turn(ZOO, HOWS))
+def test_every_model(name, how):
+    how = HOWS[how]
+    built = build(ZOO[name], how, 4, capture="trace", backward="graph")
+    assert recorded(built[0])
+    seed = 3 if name in RANDOM else None
+    got = run(*built, seed=seed)
+    assert_same(got, run_reference(*built, seed=seed))
+    if name not in RANDOM:
+        assert_same(got, loop(built[1], ZOO[name].loss, *built[2:], 2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_graph_would_lose(name):
+    """Custom functions, checkpoints, hooks, autocast, vmap: what they make of the backward is recorded with it."""
+    make, cuts, *_ = MODELS[name]
+    built = build(Case(make, rows_of(), mse, cuts), HOWS["ZB-V"], 4, cuts, "trace", backward="graph")
+    assert recorded(built[0]) == (name not in LEFT_TO_AUTOGRAD), built[0].stages[0].functions.remark
+    got = run(*built)
+    assert_same(got, run_reference(*built))
+    assert_same(got, loop(built[1], mse, *built[2:], 2))
+
+
+EARLY = {"norm": {"bias": "computed by native_layer_norm_backward.default"}}
+
+
+def chain(function, backward="graph", batches=3, stages=3):
+    """Stages of one part each, the first without differentiable input, and what they are given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Written(function) for _ in range(stages)])
+    inputs, targets = (torch.randn(2 * batches, W),), torch.randn(2 * batches, W)
+    how = split_backward(one_f_one_b(ranks=stages, microbatches=batches))
+    cuts = [str(k) for k in range(1, stages)]
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts, backward=backward)
+    return pipe, model, inputs, targets
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_deferred(name):
+    """More than by autograd: what is behind a product goes with it, and a weight that is used twice."""
+    pipe, model, inputs, targets = chain(PARTS[name][0])
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    want = loop(model, mse, inputs, targets, 3)
+    assert same_bits(step.loss, want.loss)
+    assert grads.keys() == want.grads.keys()
+    assert all(same_bits(grads[k], want.grads[k]) for k in grads)
+    for stage in pipe.stages:
+        assert stage.undeferred == {f"{stage.index}.{weight}": why for weight, why in EARLY.get(name, {}).items()}
+
+
+def gelu(module, x):
+    """A linear layer, and what it needs for its backward besides."""
+    return functional.gelu(functional.linear(x, module.weight, module.bias))
+
+
+@pytest.mark.parametrize("s", [0, 1])
+def test_what_is_kept_in_between_is_the_least(s):
+    """Of a stage of linear layers, their inputs and the gradients of their outputs; of the first stage, too."""
+    pipe, model, inputs, _ = chain(lambda m, x: gelu(m, gelu(m, x)))
+    stage, x = pipe.stages[s], inputs[0][:2]
+    params, _ = pipe.init(model)
+    outputs, _, residuals = stage.forward(stage.leaves(params), (), (x,), 0)
+    kept = stage.backward_input(residuals, (torch.randn_like(outputs[0]),))[1]
+    assert not residuals, "what the forward kept is let go of"
+    assert sum(tensor.numel() for tensor in kept) == 4 * x.numel()
+    stage.backward_weight(kept)
+    assert not kept
+
+
+def test_functions_are_pure():
+    """The same twice, of unchanged arguments; the halves make the whole."""
+    pipe, model, inputs, _ = chain(gelu)
+    stage, x = pipe.stages[1], inputs[0][:2]
+    leaves = stage.leaves(pipe.init(model)[0])
+    before = [tensor.clone() for tensor in (*leaves, x)]
+    forward = [stage.forward(leaves, (), (x,), 0) for _ in range(2)]
+    assert same_bits(forward[0][0][0], forward[1][0][0])
+    assert same_bits(forward[0][0][0], stage.evaluate(leaves, (), (x,), 0)[0][0])
+    cotangent = torch.randn_like(x)
+    outgoing, grads = stage.backward(forward[0][2], (cotangent,))
+    half, deferred = stage.backward_input(forward[1][2], (cotangent,))
+    assert all(map(same_bits, (*outgoing, *grads), (*half, *stage.backward_weight(deferred))))
+    assert all(map(same_bits, (*leaves, x), before))
+
+
+def test_a_stage_that_reads_values_is_left_to_autograd():
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(W, W)
+
+        def forward(self, x):
+            return self.linear(x) if x.sum() > 0 else x
+
+    model = nn.Sequential(nn.Linear(W, W), Reading())
+    how, x = one_f_one_b(ranks=2, microbatches=2), torch.randn(4, W)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=x,
+        loss=mse,
+        schedule=how,
+        cuts=["1"],
+        unsplittable=[Reading],
+        backward="graph",
+    )
+    assert [type(stage.functions) for stage in pipe.stages] == [Recorded, Autograd]
+    assert "  backward    by autograd: it reads the values of tensors" in str(pipe)
+    assert "  backward    as a graph" in str(pipe)
+    fpipe.verify(pipe, model, (x,), x)
+
+
+def test_what_is_computed_out_of_sight_is_left_to_autograd():
+    def hidden(module, x):
+        with torch.utils._python_dispatch._disable_current_modes():
+            y = x * 2
+        return functional.linear(y, module.weight, module.bias)
+
+    pipe, *_ = chain(hidden)
+    assert "by autograd" in pipe.stages[1].functions.remark
+
+
+def test_python_is_run_once():
+    """What modules do besides calling torch, they do when they are recorded; by autograd, every time."""
+    calls = []
+
+    def counted(module, x):
+        calls.append(None)
+        return functional.linear(x, module.weight, module.bias)
+
+    for backward, expected in (("graph", 0), ("autograd", 9)):
+        pipe, model, inputs, targets = chain(counted, backward)
+        state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+        calls.clear()
+        step(*state, inputs, targets)
+        assert len(calls) == expected
+
+
+def test_recomputed_stages_and_checkpoints_inside():
+    """A checkpointed body is in the graph twice, so that what it makes is not kept; it draws the same twice."""
+
+    def plain(module, x):
+        return functional.dropout(functional.dropout(gelu(module, x).sin(), 0.5), 0.3)
+
+    def body(module, x):
+        return checkpoint(lambda x: plain(module, x), x, use_reentrant=False)
+
+    kept = {}
+    for name, function in (("checkpoint", body), ("plain", plain)):
+        pipe, model, inputs, targets = chain(function)
+        again = fpipe.pipeline(
+            model,
+            example=inputs,
+            targets=targets,
+            loss=mse,
+            schedule=recompute(pipe.schedule, (0, 1)),
+            cuts=["1", "2"],
+            backward="graph",
+        )
+        assert recorded(pipe)
+        assert recorded(again)
+        assert_same(run(pipe, model, inputs, targets, 3), run_reference(pipe, model, inputs, targets, 3))
+        assert_same(run(again, model, inputs, targets, 3), run_reference(pipe, model, inputs, targets, 3))
+        stage, x = pipe.stages[1], inputs[0][:2]
+        leaves = stage.leaves(pipe.init(model)[0])
+        residuals = stage.forward(leaves, (), (x,), 0)[2]
+        found = {one.data_ptr() for one in residuals if isinstance(one, torch.Tensor)}
+        kept[name] = found - {leaf.data_ptr() for leaf in leaves}
+    assert len(kept["checkpoint"]) == 1 < len(kept["plain"])
+
+
+def by_rows(module, x):
+    """Another graph, with other views of the weight, for microbatches of another size."""
+    return gelu(module, x) if len(x) == 3 else x @ module.weight + module.weight[:1] * module.bias
+
+
+@pytest.mark.parametrize("function", [gelu, by_rows])
+def test_other_sizes_are_recorded_on_their_own(function):
+    pipe, model, _, _ = chain(function)
+    x = torch.randn(8, W)  # of 3, 3 and 2
+    assert recorded(pipe)
+    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 3))
+    assert_same(run(pipe, model, (x,), x), run_reference(pipe, model, (x,), x))
+
+
+def test_evaluation_too():
+    pipe, model, inputs, targets = chain(gelu)
+    eager, *_ = chain(gelu, "autograd")
+    for batch in (inputs, targets), (inputs,):
+        got, want = (fpipe.evaluate(one)(*one.init(model), *batch) for one in (pipe, eager))
+        assert same_bits(got.outputs, want.outputs)
+
+
+@pytest.mark.parametrize("name", ["gpt", "normalised", "dropping", "unet"])
+def test_through_a_compiler(name):
+    """One that changes nothing, but takes the graphs as all do: without seeds, with tensors in and out."""
+    taken = []
+
+    def compiler(module, examples):
+        taken.append(module)
+        return module
+
+    how = zb_v(ranks=2, microbatches=2)
+    for backward in (compiler, "aot_eager"):
+        built = build(ZOO[name], how, 4, capture="trace", backward=backward)
+        assert recorded(built[0])
+        seed = 3 if name in RANDOM else None
+        assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))
+    assert taken
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@by_night
+def test_compiled_stages_are_close():
+    built = build(
+        ZOO["mlp"], split_backward(one_f_one_b(ranks=2, microbatches=2)), 4, capture="trace", backward="inductor"
+    )
+    assert recorded(built[0])
+    assert "as a graph, compiled by inductor" in str(built[0])
+    fpipe.verify(*built, tolerance=1e-5)
+    with pytest.raises(fpipe.MismatchError, match="expected closer than 1e-30 of the largest magnitude"):
+        fpipe.verify(*built, tolerance=1e-30)
+
+
+def test_what_is_no_way_is_refused():
+    with pytest.raises(fpipe.InputError, match="backward: got 'graphs', expected one of autograd, graph, "):
+        chain(gelu, "graphs")
+
+
+@settings(max_examples=few(8))
+@given(descriptions(), st.data())
+def test_any_model(description, data):
+    """The same bits as autograd's, cut anywhere, or left to autograd."""
+    microbatches, names = data.draw(st.integers(1, 3)), places(description)
+    chosen = data.draw(st.sets(st.sampled_from(names), max_size=5)) if names else set()
+    cuts = tuple(name for name in names if name in chosen)
+    how = data.draw(schedules(len(cuts) + 1, microbatches))
+    case = case_of(description)
+    try:
+        built = build(case, how, 3 * microbatches, cuts, "trace", backward="graph")
+    except fpipe.CutError:
+        return
+    except fpipe.CaptureError as error:
+        assume(not (description.has("no_grad") and "no parameter has a gradient of" in str(error)))
+        raise
+    event("recorded" if recorded(built[0]) else next(filter(None, (s.functions.remark for s in built[0].stages))))
+    seed = 5 if case.random else None
+    assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))
+
+
+class Overwriting(torch.autograd.Function):
+    """A product whose backward changes the gradient in place, once it has used it for the weight."""
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.clone()
+        of_weight = x.t() @ grad
+        grad[0].mul_(3)
+        return grad @ weight.t(), of_weight
+
+
+def started(module, x):
+    """Tensors that depend on no argument, one of which is written to."""
+    ones, more = torch.ones_like(x), torch.ones_like(x) * 2
+    ones[0] += x[0]
+    return functional.linear(x * ones + more, module.weight, module.bias)
+
+
+def with_statistics(module, x):
+    """Statistics that nobody reads are still kept up."""
+    functional.batch_norm(x, module.mean, module.square, training=True)
+    return functional.linear(x, module.weight, module.bias)
+
+
+def noise(module, x):
+    """Draws without a gradient, and more than one of them."""
+    return functional.linear(x + torch.rand_like(x) * torch.bernoulli(torch.full_like(x, 0.5)), module.weight)
+
+
+def cast_once(module, x):
+    """Under autocast both uses of a weight share one cast, so its gradients are added in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.linear(functional.linear(x, module.weight, module.bias), module.weight).float()
+
+
+def summed(module, x):
+    """Sums that are viewed as something else than themselves without their first dimension."""
+    square = module.bias.view(2, 2)
+    y = functional.linear(x, module.weight) + (square * 2).view(1, W)
+    return y * module.weight[:1].sum(1, keepdim=True).view(1) * (module.weight[:1] * x[:1]).sum(1, keepdim=True).view(1)
+
+
+def powers(module, x):
+    """A power of one is a copy, and only one of both is written to."""
+    y = functional.linear(x, module.weight, module.bias)
+    return (y**1).mul_(y) + y
+
+
+SUBTLE = {
+    "cast once": (cast_once, set()),
+    "sums": (summed, set()),
+    "in place in the backward": (lambda m, x: Overwriting.apply(x, m.weight) + m.bias, {"weight", "bias"}),
+    "constants": (started, set()),
+    "noise": (noise, set()),
+    "powers": (powers, set()),
+}
+
+
+@pytest.mark.parametrize("name", SUBTLE)
+def test_what_is_easily_lost(name):
+    function, early = SUBTLE[name]
+    pipe, model, inputs, targets = chain(function)
+    assert recorded(pipe)
+    seed = 7 if name == "noise" else None
+    for _ in range(2):  # the same again: nothing was changed that is used again
+        assert_same(run(pipe, model, inputs, targets, seed), run_reference(pipe, model, inputs, targets, seed))
+    assert pipe.stages[1].undeferred.keys() == {f"1.{name}" for name in early}
+
+
+def test_statistics_that_nobody_reads():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(W, W), Written(with_statistics), nn.Linear(W, W))
+    model[1].register_buffer("mean", torch.zeros(W))
+    model[1].register_buffer("square", torch.ones(W))
+    x, how = torch.randn(6, W), one_f_one_b(ranks=3, microbatches=3)
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1", "2"], backward="graph")
+    assert recorded(pipe)
+    got = run(pipe, model, (x,), x)
+    assert_same(got, run_reference(pipe, model, (x,), x))
+    assert_same(got, loop(model, mse, (x,), x, 3))
+    assert got.buffers["1.mean"].abs().sum() > 0
+
+
+def test_only_small_constants_are_kept():
+    """The one with which a backward begins, for example, not a tensor of the size of a value."""
+    for rows, count in ((2, 1), (2 * SMALL, 0)):
+        x = torch.randn(rows, W)
+        pipe = fpipe.pipeline(
+            nn.Sequential(nn.Linear(W, W)),
+            example=(x,),
+            loss=lambda out: (out * torch.ones_like(out)).sum(),
+            schedule=one_f_one_b(ranks=1, microbatches=1),
+            backward="graph",
+        )
+        known = pipe.stages[0].functions.forward.__globals__.values()
+        assert sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in known) == count
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_sparse_gradients(backward, microbatches):
+    torch.manual_seed(0)
+    model, words, y = (
+        nn.Sequential(nn.Embedding(9, W, sparse=True), nn.Linear(W, W)),
+        torch.arange(6),
+        torch.randn(6, W),
+    )
+    how = split_backward(one_f_one_b(ranks=2, microbatches=microbatches))
+    pipe = fpipe.pipeline(model, example=(words,), targets=y, loss=mse, schedule=how, cuts=["1"], backward=backward)
+    grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (words,), y)[1]
+    want = loop(model, mse, (words,), y, microbatches).grads
+    assert grads["0.weight"].is_sparse
+    assert grads.keys() == want.keys()
+    assert all(same_bits(grads[name].to_dense(), want[name].to_dense()) for name in want)

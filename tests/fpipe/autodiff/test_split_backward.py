@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is deferred, what is not and why, what is kept in between, and that the bits are those of one backward."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe.autodiff.accumulation import alone
+from fpipe.autodiff.split_backward import Graph, Splitter, made_so_far, search
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b, split_backward
+from tests.common.models import loop, mse
+
+W = 4
+
+
+def leaf(*shape):
+    return torch.randn(*shape).requires_grad_()
+
+
+class Written(nn.Module):
+    """Part of a model, with a weight and a bias, that does what a function says."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(W, W)), nn.Parameter(torch.randn(W))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def hooked(m, x):
+    turned = m.weight.t()
+    turned.register_hook(lambda grad: grad * 0.5)
+    return x @ turned + m.bias
+
+
+def under_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.linear(x, m.weight, m.bias).float()
+
+
+def with_node(m, x):
+    y = functional.linear(x, m.weight, m.bias)
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda grads: tuple(grad * 0.5 for grad in grads))
+    return y
+
+
+def checkpointed(m, x):
+    def body(x):
+        return functional.linear(x, m.weight, m.bias).sin()
+
+    return checkpoint(body, x, use_reentrant=False)
+
+
+PARTS = {
+    "linear": (lambda m, x: functional.linear(x, m.weight, m.bias), {}),
+    "several rows": (lambda m, x: functional.linear(x.view(-1, 1, W), m.weight, m.bias).view(-1, W), {}),
+    "autocast": (under_autocast, {}),
+    "twice": (
+        lambda m, x: functional.linear(functional.linear(x, m.weight, m.bias), m.weight),
+        {"weight": "used 2 times"},
+    ),
+    "also in a norm": (
+        lambda m, x: functional.linear(x, m.weight, m.bias) + m.weight.square().mean(),
+        {"weight": "used 2 times"},
+    ),
+    "scaled": (
+        lambda m, x: functional.linear(x, m.weight * 2, m.bias),
+        {"weight": "computed by MulBackward0"},
+    ),
+    "norm": (
+        lambda m, x: functional.layer_norm(x, (W,), None, m.bias) @ m.weight,
+        {"bias": "computed by NativeLayerNormBackward0"},
+    ),
+    "factor": (
+        lambda m, x: torch.addmm(m.bias, x, m.weight, alpha=2),
+        dict.fromkeys(("weight", "bias"), "computed by AddmmBackward0 with factors or as a sparse tensor"),
+    ),
+    "checkpoint": (checkpointed, dict.fromkeys(("weight", "bias"), "checkpointed")),
+    "hook": (hooked, dict.fromkeys(("weight", "bias"), "tensors have hooks")),
+    "node": (with_node, dict.fromkeys(("weight", "bias"), "tensors have hooks")),
+    "convolution": (
+        lambda m, x: functional.conv1d(x[:, :, None], m.weight[:, :, None], m.bias)[:, :, 0],
+        {},
+    ),
+    "unused": (lambda m, x: functional.linear(x, m.weight), {}),
+    "dropout": (lambda m, x: functional.linear(x.relu_(), m.weight, m.bias), {}),
+}
+
+
+def pipeline(function, batches=3, stages=3):
+    """Stages of one part each, the first without differentiable input, and what they are given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Written(function) for _ in range(stages)])
+    inputs, targets = (torch.randn(2 * batches, W),), torch.randn(2 * batches, W)
+    how = split_backward(one_f_one_b(ranks=stages, microbatches=batches))
+    cuts = [str(k) for k in range(1, stages)]
+    return (
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts),
+        model,
+        inputs,
+        targets,
+    )
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_bits_of_one_device_and_what_is_deferred(name):
+    function, undeferred = PARTS[name]
+    pipe, model, inputs, targets = pipeline(function)
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    want = loop(model, mse, inputs, targets, 3)
+    assert same_bits(step.loss, want.loss)
+    assert grads.keys() == want.grads.keys()
+    assert all(same_bits(grads[k], want.grads[k]) for k in grads)
+    for stage in pipe.stages:
+        assert stage.undeferred == {f"{stage.index}.{weight}": why for weight, why in undeferred.items()}
+
+
+def test_a_weight_that_later_stages_use_too_is_not_deferred():
+    model = nn.Sequential(*[nn.Linear(W, W) for _ in range(3)])
+    model[2].weight = model[0].weight
+    how = split_backward(one_f_one_b(ranks=3, microbatches=2))
+    pipe = fpipe.pipeline(model, example=(torch.ones(4, W),), loss=torch.mean, schedule=how, cuts=["1", "2"])
+    assert pipe.stages[0].undeferred == {"0.weight": "also used by other stages"}
+    assert pipe.stages[1].undeferred == pipe.stages[2].undeferred == {}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpointed_body_runs_twice(whole):
+    """Once forward, and once in the backward, be it split or not."""
+    runs = []
+
+    def body(x, weight, bias):
+        runs.append(1)
+        return functional.linear(functional.linear(x, weight, bias).sin(), weight.t(), bias)
+
+    pipe, model, _, targets = pipeline(lambda m, x: checkpoint(body, x, m.weight, m.bias, use_reentrant=False), 1, 2)
+    params, _ = pipe.init(model)
+    for stage in pipe.stages:
+        x = leaf(2, W).detach()
+        given = (x, targets[:2]) if stage.index else (x,)
+        arguments = stage.leaves(params), (), tuple(given), 0
+        if stage.index:
+            arguments = stage.leaves(params), (), tuple(given[::-1]), 0
+        runs.clear()
+        _, _, kept = stage.forward(*arguments)
+        incoming = (torch.ones(2, W),) * len(stage.pulled_by)
+        if whole:
+            stage.backward(kept, incoming)
+        else:
+            _, deferred = stage.backward_input(kept, incoming)
+            stage.backward_weight(deferred)
+        assert len(runs) == 2
+
+
+def test_only_inputs_and_gradients_of_outputs_are_kept():
+    """Between the halves everything else is freed, even if nothing waits for the input's gradient."""
+    for inner in (True, False):
+        x, w1, b1, w2 = leaf(8, W) if inner else torch.randn(8, W), leaf(16, W), leaf(16), leaf(W, 16)
+        middle = functional.linear(x, w1, b1)
+        active = functional.gelu(middle)
+        out = functional.linear(active, w2).sin()
+        watched = {"middle": weakref.ref(middle), "active": weakref.ref(active)}
+        edges, half = Splitter({}, True).half(Graph([out], 0), [w1, b1, w2])
+        found = torch.autograd.grad(out, [x, *edges] if inner else edges, torch.ones_like(out))
+        incoming = found[inner:]
+        del middle, active, out, found, edges
+        gc.collect()
+        assert not [name for name, ref in watched.items() if ref() is not None]
+        kept = {t.data_ptr(): t for _, part in half.tasks for t in part if isinstance(t, torch.Tensor)}
+        assert sum(t.numel() for t in kept.values()) == 8 * (W + 16)
+        assert sum(t.numel() for t in incoming) == 8 * (16 + W)
+        assert not [t for t in (*kept.values(), *incoming) if t.requires_grad or t.grad_fn is not None]
+        assert None not in half.grads(incoming, [w1, b1, w2], [None] * 3, alone)
+
+
+def graphs():
+    """Graphs that a split may meet one after the other, all of the same leaves."""
+    x, a, b, c = leaf(3, W), leaf(W, W), leaf(W, W), leaf(W, W)
+    makes = {
+        "a b": lambda: (x @ a).sin() @ b,
+        "b a": lambda: (x @ b).sin() @ a,
+        "a a": lambda: (x @ a).sin() @ a,
+        "transposed": lambda: (x @ a.t()).sin() @ b.t(),
+        "viewed": lambda: (x @ a.transpose(0, 1)).sin() @ b.mT,
+        "reshaped": lambda: (x @ a.view(W, W)).sin() @ b.view(W, W),
+        "one": lambda: x @ a,
+        "three": lambda: ((x @ a).sin() @ b).sin() @ c,
+        "sum": lambda: (x @ a).sin() @ b + c.sum().sin(),
+        "sum of a": lambda: (x @ a).sin() @ b + a.sum(),
+        "leaf": lambda: a,
+    }
+    return x, (a, b, c), makes
+
+
+@pytest.mark.parametrize("first", graphs()[2])
+@pytest.mark.parametrize("second", graphs()[2])
+def test_another_graph_is_noticed(first, second):
+    x, weights, makes = graphs()
+    splitter = Splitter({}, True)
+    for name in (first, second, first):
+        out = makes[name]()
+        want = torch.autograd.grad(out, [x, *weights], torch.ones_like(out), allow_unused=True)
+        start, out = made_so_far(), makes[name]()
+        edges, half = splitter.half(Graph([out], start), weights)
+        ends = (x, *[weights[k] for k in half.split.now], *edges)
+        found = torch.autograd.grad(out, ends, torch.ones_like(out), allow_unused=True)
+        got = half.grads(found[1:], weights, [None] * 3, alone)
+        for mine, grad in zip(got, want[1:], strict=True):
+            assert mine is None if grad is None else same_bits(mine, grad)
+
+
+def test_the_same_graph_is_searched_once():
+    _, weights, makes = graphs()
+    splitter, again = Splitter({}, True), Splitter({}, False)
+    splits = []
+    for _ in range(3):
+        start, out = made_so_far(), makes["a b"]()
+        splitter.half(Graph([out], start), weights)
+        again.half(Graph([out], start), weights)
+        splits.append((splitter.split, again.split))
+    assert splits[0][0] is splits[1][0] is splits[2][0]
+    assert splits[0][1] is not splits[1][1]
+
+
+def test_where_no_gradient_comes_in_there_is_none():
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    x, w = leaf(2, W), leaf(W, W)
+    out = Nothing.apply(x @ w.view(W, W)) + x
+    edges, half = Splitter({}, True).half(Graph([out], 0), [w])
+    _, incoming = torch.autograd.grad(out, [x, *edges], torch.ones_like(out), allow_unused=True)
+    assert half.grads((incoming,), [w], [None], alone) == (None,)
+
+
+def test_reasons():
+    x, w = leaf(2, W), leaf(W, W)
+    out = x @ w
+    assert search(Graph([out], 0), [w, leaf(3)], {}).reasons == {1: "not reached"}
+    assert search(Graph([out], 0), [w], {0: "told so"}).reasons == {0: "told so"}
+    assert search(Graph([out, w], 0), [w], {}).reasons == {0: "also used by other stages"}
+    grouped = functional.conv1d(leaf(1, 2, 5), leaf(3, 2, 2), (bias := leaf(3)) * 1)
+    assert search(Graph([grouped], 0), [bias], {}).reasons == {0: "computed by MulBackward0"}
+
+
+def test_a_convolution_s_weight_and_bias_go_together():
+    w, b = leaf(3, 2, 2), leaf(3)
+    out = functional.conv1d(leaf(1, 2, 5), w, b) + b.sum()
+    assert search(Graph([out], 0), [w, b], {}).reasons == {
+        0: "ConvolutionBackward0 computes others too",
+        1: "used 2 times",
+    }
+
+
+def test_where_data_decide_the_graph_is_searched_each_time():
+    def either(m, x):
+        return (
+            functional.linear(x, m.weight, m.bias) if x.sum() > 0 else functional.linear(x.sin(), m.weight) @ m.weight
+        )
+
+    torch.manual_seed(1)
+    model, inputs, targets = nn.Sequential(nn.Linear(W, W), Written(either)), (torch.randn(8, W),), torch.randn(8, W)
+    how = split_backward(one_f_one_b(ranks=2, microbatches=8))
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1"], unsplittable=[Written]
+    )
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    want = loop(model, mse, inputs, targets, 8)
+    assert same_bits(step.loss, want.loss)
+    assert all(same_bits(grads[k], want.grads[k]) for k in want.grads)
+    assert [stage.functions.varying for stage in pipe.stages] == [False, True]
+    assert set(pipe.stages[1].undeferred.values()) == {"data decide how it is used"}

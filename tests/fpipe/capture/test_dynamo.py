@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front end `dynamo`: a rehearsal finds what its graph would lose; what it cannot read is told with the place."""
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from schedules import one_f_one_b
+from tests.common.models import WIDTH, Case, Scale, assert_same, build, loop, mse, rows_of, run
+
+
+class Layer(nn.Module):
+    """A linear layer with something done to what it returns."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.linear, self.then = nn.Linear(WIDTH, WIDTH), then
+
+    def forward(self, x):
+        return self.then(self, self.linear(x))
+
+
+def plain(self, x):
+    return x.tanh()
+
+
+def case(then):
+    return Case(lambda: nn.Sequential(*map(Layer, [plain, plain, then, plain])), rows_of(), mse, ("1", "2", "3"))
+
+
+def cast(self, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.linear(x)
+
+
+def without_gradient(self, x):
+    with torch.no_grad():
+        return self.linear(x).abs()
+
+
+class Unreadable(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x
+
+
+def test_autocast_is_refused():
+    with pytest.raises(fpipe.CaptureError, match=r"module 2 \(Layer\): got autocast, .* capture=\"trace\""):
+        build(case(cast), one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
+
+
+def test_a_region_without_gradient_belongs_to_its_module():
+    one = case(lambda self, x: x + without_gradient(self, x))
+    built = _, model, inputs, targets = build(one, one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
+    assert_same(run(*built), loop(model, mse, inputs, targets, 2))
+
+
+def test_a_module_that_is_one_region_can_begin_a_stage():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.quiet, self.c = nn.Linear(WIDTH, WIDTH), Scale(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.c(x * self.quiet(x))
+
+    one = Case(Model, rows_of(), mse, ("", "quiet", ""))
+    built = _, model, inputs, targets = build(one, one_f_one_b(ranks=2, microbatches=2), 4, capture="dynamo")
+    assert_same(run(*built), loop(model, mse, inputs, targets, 2))
+
+
+def test_what_cannot_be_read_is_told_with_the_place():
+    one = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Unreadable()), rows_of(), mse, ())
+    with pytest.raises(fpipe.CaptureError) as caught:
+        build(one, one_f_one_b(ranks=1, microbatches=2), 4, (), "dynamo")
+    message = str(caught.value)
+    assert message.startswith("module 1 (Unreadable): dynamo could not read it: ")
+    assert 'choose capture="trace"' in message
+    assert "TORCHDYNAMO_VERBOSE" not in message
+
+
+def test_an_error_of_the_model_is_named_at_rehearsal():
+    one = case(lambda self, x: self.linear(x[:, :2]))
+    with pytest.raises(
+        fpipe.CaptureError, match=r"^module 2\.linear \(Linear\): the model did not run on fake tensors"
+    ):
+        build(one, one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
+
+
+def test_leaves_are_told_apart_whatever_their_order():
+    """torch's trees keep the order of a dict, fpipe's sort it."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, z, a):
+            return {"z": self.b(self.a(z) - a), "a": [a, {"y": z * 2, "b": 3}]}
+
+    def batch(rows):
+        targets = {"w": torch.randn(rows, WIDTH), "c": torch.randn(rows, WIDTH)}
+        return {"z": torch.randn(rows, WIDTH), "a": torch.randn(rows, WIDTH)}, targets
+
+    def loss(outputs, targets):
+        return mse(outputs["z"], targets["w"]) + (outputs["a"][1]["y"] * targets["c"]).mean() * outputs["a"][1]["b"]
+
+    one = Case(Named, batch, loss, ("", "b", ""))
+    built = _, model, inputs, targets = build(one, one_f_one_b(ranks=2, microbatches=2), 4, capture="dynamo")
+    assert_same(run(*built), loop(model, loss, inputs, targets, 2))

@@ -1,0 +1,136 @@
+"""Losses, distributions and masks that look at values."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fpipe
+from schedules import one_f_one_b
+from tests.common.models import WIDTH, mse
+
+BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
+HOW = one_f_one_b(ranks=2, microbatches=2)
+
+
+def built(model, loss=mse, backward="autograd", **options):
+    torch.manual_seed(0)
+    x, y = torch.rand(8, WIDTH), torch.rand(8, WIDTH)
+    x[4:] *= 100  # the second microbatch goes the other way
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=loss, schedule=HOW, cuts=["b"], backward=backward, **options
+    )
+    return pipe, (x,), y
+
+
+class Two(nn.Module):
+    """Two layers, and something between them."""
+
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        self.a, self.between, self.b = nn.Linear(WIDTH, WIDTH), between, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.b(self.between(self.a(x)))
+
+
+def branching(outputs, targets):
+    each = (outputs - targets).square()
+    return each.sum() if each.mean() > 1 else each.mean()
+
+
+class Branching(nn.Module):
+    def forward(self, outputs, targets):
+        return branching(outputs, targets)
+
+
+@BACKWARDS
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [(branching, "loss"), (Branching(), "loss"), (Branching(), Branching)],
+    ids=["function", "name", "class"],
+)
+def test_a_loss_named_in_unsplittable_may_read_values(loss, named, backward):
+    pipe, inputs, targets = built(model := Two(), loss, backward, unsplittable=[named])
+    assert fpipe.verify(pipe, model, inputs, targets).eager
+    step, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    halves = [branching(model(x), y) for x, y in zip(inputs[0].chunk(2), targets.chunk(2), strict=True)]
+    assert torch.equal(step.loss, sum(half / 2 for half in halves))
+
+
+def test_a_loss_that_reads_values_is_told_to_be_named():
+    with pytest.raises(fpipe.CaptureError, match=r"unsplittable=\['loss'\]"):
+        built(Two(), branching)
+
+
+class Sampled(nn.Module):
+    """Samples by a reparametrized normal distribution, whose arguments are looked at."""
+
+    def forward(self, x):
+        return torch.distributions.Normal(x, functional.softplus(x) + 0.1).rsample()
+
+
+def density(x):
+    return torch.distributions.Normal(x.mean(1, keepdim=True), x.square()).log_prob(x).clamp(-9)
+
+
+@BACKWARDS
+@pytest.mark.parametrize("between", [Sampled(), density], ids=["in a module", "in the model itself"])
+def test_distributions_look_at_their_arguments_in_every_step(between, backward):
+    pipe, inputs, targets = built(model := Two(between), backward=backward)
+    assert fpipe.verify(pipe, model, inputs, targets, seed=1).reference
+    params, buffers = pipe.init(model)
+    params["a.bias"] = torch.full((WIDTH,), torch.nan)
+    with pytest.raises(ValueError, match="xpected"):
+        fpipe.value_and_grad(pipe)(params, buffers, inputs, targets, seed=1)
+
+
+class Columns(nn.Module):
+    """Picks columns by their values, as many as there may be."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.pick = pick
+
+    def forward(self, x):
+        mask = x.sum(0) > x.sum(0).mean()
+        return x + self.pick(x, mask)
+
+
+PICKS = {
+    "columns": lambda x, mask: x[:, mask].sum(1, keepdim=True),
+    "with others": lambda x, mask: x[0, ..., mask].sum() + x[:1, None, mask].mean(),
+    "in two dimensions": lambda x, mask: x[None, x > mask].sum(),
+    "masked_select": lambda x, mask: torch.masked_select(x, mask).sum(),
+}
+
+
+@BACKWARDS
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_a_mask_may_stand_anywhere_in_an_index_inside_unsplittable(pick, backward):
+    pipe, inputs, targets = built(model := Two(Columns(pick)), backward=backward, unsplittable=["between"])
+    assert fpipe.verify(pipe, model, inputs, targets).eager
+
+
+def test_a_mask_that_follows_from_parameters_is_refused_with_the_name_of_the_module():
+    with pytest.raises(fpipe.CaptureError, match=r"module between \(Columns\).*unsplittable"):
+        built(Two(Columns(PICKS["columns"])))
+
+
+class Looking(nn.Module):
+    """Looks itself up by its address, which a copy has not."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def forward(self, x):
+        return x * self.known[id(self)]
+
+
+def test_an_error_that_has_nothing_to_do_with_values_is_not_blamed_on_control_flow():
+    between = Looking()
+    between.known[id(between)] = 2.0
+    with pytest.raises(fpipe.CaptureError, match=r"module between \(Looking\): got KeyError.*through self") as caught:
+        built(Two(between))
+    assert "ontrol flow" not in str(caught.value)

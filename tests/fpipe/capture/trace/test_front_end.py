@@ -1,0 +1,782 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recording front end: modules run as their author wrote them, wherever the cuts are; what cannot is refused.
+
+Each model here does something that a graph of operators would lose. It is cut at modules and inside them, and must
+equal a plain loop over the user's own module.
+"""
+
+import gc
+import threading
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe.ir.captured import Call
+from schedules import gpipe, one_f_one_b, split_backward
+from tests.common.models import (
+    WIDTH,
+    Case,
+    Tripled,
+    assert_same,
+    build,
+    by_day,
+    few,
+    loop,
+    mse,
+    rows_of,
+    run,
+    run_reference,
+)
+
+
+class Block(nn.Module):
+    """Two linears, with something in between."""
+
+    def __init__(self, middle=None):
+        super().__init__()
+        self.a, self.b, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), middle
+
+    def forward(self, x):
+        h = self.a(x)
+        h = torch.tanh(h) if self.middle is None else self.middle(self, h)
+        return x + self.b(h)
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other; `around` is how each is called."""
+
+    def __init__(self, middle=None, around=None, depth=4):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(middle) for _ in range(depth)])
+        self.around = around
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.around is None else self.around(self, block, x)
+        return x
+
+
+def mixed(module, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return module.a(x).float().sin()
+
+
+def stopped(module, x):
+    with torch.no_grad():
+        scale = module.a(x).abs().mean()
+    return x * scale
+
+
+def hooked(module, x):
+    h = torch.sin(x)
+    h.register_hook(lambda grad: grad * 0.5)
+    return h * 1.5
+
+
+def packed(module, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: (t * 2).float()):
+        return torch.sin(x) * x
+
+
+def vmapped(module, x):
+    return torch.func.vmap(lambda row: row * row.sum())(x)
+
+
+def replaced(module, x):
+    y = x * 2
+    y.data = y.data.cos()
+    return y
+
+
+def differentiated(module, x):
+    y = x.detach().requires_grad_()
+    return x + torch.autograd.grad((module.a(y) ** 2).sum(), y, create_graph=True)[0]
+
+
+class Noted:
+    """Keeps what was noted in an attribute, for others to read."""
+
+    def __call__(self, module, x):
+        module.note = x.mean()
+        return torch.sin(x)
+
+
+class WithNotes(Stack):
+    """The root adds what its blocks have left in attributes."""
+
+    def __init__(self):
+        super().__init__(Noted())
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(block.note for block in self.blocks)
+
+
+class Autocast(nn.Module):
+    """Autocast around everything: no module boundary is outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.stack(x).float()
+
+
+@dataclass
+class Made:
+    """What only one module returns."""
+
+    h: Tensor
+
+
+class Wrapping(Block):
+    def forward(self, x):
+        return Made(super().forward(x))
+
+
+class Masked(Stack):
+    """A mask computed in the root's forward, by functions that hold tensors."""
+
+    def forward(self, x):
+        allowed = x > -1
+
+        def both(row):
+            return allowed[row] & (x[row] < 1)
+
+        mask = torch.vmap(both)(torch.arange(len(x)))
+        return super().forward(x).masked_fill(~mask, 0.5)
+
+
+@dataclass
+class State:
+    """What travels between blocks."""
+
+    h: Tensor
+    mask: Tensor
+    count: int = 0
+    extra: Tensor | None = None
+
+
+class Keeping(Block):
+    """Fills a cache at its first call."""
+
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = torch.arange(WIDTH) / WIDTH
+        return super().forward(x * self.kept)
+
+
+def caches():
+    model = Stack()
+    model.blocks = nn.ModuleList([Keeping() for _ in range(4)])
+    return model
+
+
+class Travelling(nn.Module):
+    """A dataclass with a mask, an integer and nothing in it; one block's output is used far behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def step(self, block, state):
+        h = block(state.h).masked_fill(state.mask, 0.5)
+        return State(h, state.mask, state.count + 1, h if state.count == 0 else state.extra)
+
+    def forward(self, x):
+        state = State(x, x > 0.3)
+        for block in self.blocks:
+            state = self.step(block, state)
+        return state.h * state.count + state.extra
+
+
+class Remembering:
+    """An object that blocks write into and read from, as caches do."""
+
+    def __init__(self):
+        self.seen = []
+
+
+class Cached(nn.Module):
+    """Blocks that get an object; what is in it is used behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Noting() for _ in range(4)])
+
+    def forward(self, x):
+        memory = Remembering()
+        for block in self.blocks:
+            x = block(x, memory)
+        return x + memory.seen[0] * memory.seen[-1]
+
+
+class Noting(Block):
+    """Writes into the object that it gets."""
+
+    def forward(self, x, memory):
+        h = super().forward(x)
+        memory.seen.append(h.sin())
+        return h
+
+
+class Sinking(Block):
+    """Leaves a tensor in a list that it shares with others, and reads one from there."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        h = super().forward(x) + self.shared[0]
+        self.shared.append(h.sin())
+        return h
+
+
+class Leaving(Block):
+    """Leaves a tensor in a list, and reads none."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        h = super().forward(x)
+        self.shared.append(h.sin())
+        return h
+
+
+def leaving():
+    model = Sharing()
+    model.blocks = nn.ModuleList([Leaving(model.shared) for _ in range(4)])
+    return model
+
+
+class Sharing(nn.Module):
+    """Blocks that speak to each other through a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = []
+        self.blocks = nn.ModuleList([Sinking(self.shared) for _ in range(4)])
+
+    def forward(self, x):
+        self.shared[:] = [x.cos()]
+        for block in self.blocks:
+            x = block(x)
+        return x + self.shared[1] * self.shared[-1]
+
+
+class Numbered(Block):
+    """Gets an object, counts in it, and uses the number."""
+
+    def forward(self, x, counter):
+        counter.append(None)
+        return super().forward(x) * len(counter)
+
+
+class Counted(nn.Module):
+    """An object without tensors that every call changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Numbered() for _ in range(4)])
+
+    def forward(self, x):
+        class Counter(list):
+            """No tree."""
+
+        counter = Counter()
+        for block in self.blocks:
+            x = block(x, counter)
+        return x
+
+
+class Indirect(nn.Module):
+    """Methods other than forward, and a module called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.blocks = Block(), nn.ModuleList([Block(), Block(), Block()])
+
+    def encode(self, x):
+        return self.encoder.forward(x) * 2
+
+    def forward(self, x):
+        h = self.encode(x)
+        for block in (*self.blocks, self.blocks[0]):
+            h = block(x=h)
+        return h
+
+
+def hooks():
+    """Forward hooks that change what comes out, and one on the way back."""
+    model = Stack()
+    model.blocks[1].register_forward_hook(lambda module, args, out: out * 1.25)
+    model.blocks[2].a.register_forward_pre_hook(lambda module, args: (args[0] - 0.5,))
+    model.blocks[3].b.register_full_backward_hook(halved)
+    return model
+
+
+def halved(module, incoming, outgoing):
+    return (incoming[0] * 0.5,)
+
+
+def backward_hook():
+    model = Stack()
+    model.blocks[1].register_full_backward_hook(halved)
+    return model
+
+
+def dropping():
+    def middle(module, x):
+        return functional.dropout(x, 0.3, module.training)
+
+    model = Stack(middle)
+    model.blocks[2].middle = None
+    model.blocks[2].b = nn.Sequential(nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4))
+    return model
+
+
+AT_BLOCKS = ("blocks.1", "blocks.2", "blocks.3")
+INSIDE = ("blocks.0.b", "blocks.1.b", "blocks.2.b")
+
+
+def checkpointed(root, block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def enclosed(root, block, x):
+    return checkpoint(lambda: block(x) * x, use_reentrant=False)
+
+
+MODELS = {
+    "custom function in a block": (lambda: Stack(lambda m, x: Tripled.apply(x)), AT_BLOCKS, INSIDE),
+    "custom function around": (lambda: Stack(around=lambda m, b, x: Tripled.apply(b(x))), AT_BLOCKS, INSIDE),
+    "checkpoint": (lambda: Stack(around=checkpointed), AT_BLOCKS),
+    "checkpointed closure": (lambda: Stack(around=enclosed), AT_BLOCKS),
+    "vmap over a closure": (Masked, AT_BLOCKS, INSIDE),
+    "checkpoint inside": (lambda: Stack(lambda m, x: checkpoint(torch.sin, x, use_reentrant=False)), AT_BLOCKS, INSIDE),
+    "saved-tensor hooks": (lambda: Stack(packed), AT_BLOCKS),
+    "tensor hook": (lambda: Stack(hooked), AT_BLOCKS, INSIDE),
+    "module hooks": (hooks, AT_BLOCKS, INSIDE),
+    "autocast in a block": (lambda: Stack(mixed), AT_BLOCKS, INSIDE),
+    "autocast around all": (Autocast, tuple(f"stack.{c}" for c in AT_BLOCKS), tuple(f"stack.{c}" for c in INSIDE)),
+    "no_grad": (lambda: Stack(stopped), AT_BLOCKS, INSIDE),
+    "vmap": (lambda: Stack(vmapped), AT_BLOCKS, INSIDE),
+    "assignments to .data": (lambda: Stack(replaced), AT_BLOCKS),
+    "gradients in the forward": (lambda: Stack(differentiated), AT_BLOCKS),
+    "attributes": (WithNotes, AT_BLOCKS, INSIDE),
+    "caches": (caches, AT_BLOCKS, INSIDE),
+    "vmap with a weight": (lambda: Stack(lambda m, x: torch.vmap(m.a)(x)), AT_BLOCKS),
+    "dataclass": (Travelling, AT_BLOCKS, INSIDE),
+    "object": (Cached, AT_BLOCKS, INSIDE),
+    "a list": (Sharing, AT_BLOCKS, INSIDE),
+    "left in a list": (leaving, AT_BLOCKS, INSIDE),
+    "counter": (Counted, AT_BLOCKS, INSIDE),
+    "methods": (Indirect, ("blocks.0", "blocks.1", "blocks.2"), ("blocks.0.b", "blocks.1.b", "blocks.2.b")),
+}
+CUT = by_day(((name, cuts) for name, (_, *ways) in MODELS.items() for cuts in ways), 2)
+HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gpipe(ranks=4, microbatches=3))}
+
+
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize(("name", "cuts"), CUT, ids=[f"{name}, {cuts[0]}" for name, cuts in CUT])
+def test_modules_run_as_they_are(name, cuts, how):
+    case = Case(MODELS[name][0], rows_of(), mse, cuts)
+    built = build(case, how, 6, capture="trace")
+    got = run(*built)
+    assert_same(got, run_reference(*built))
+    assert_same(got, loop(built[1], mse, *built[2:], how.microbatches))
+
+
+@settings(max_examples=few(12))
+@given(st.sets(st.sampled_from([*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b"]), max_size=4), st.booleans())
+def test_random_numbers_depend_on_no_cut(cuts, checkpoints):
+    def results(cuts):
+        def make():
+            model = dropping()
+            model.around = checkpointed if checkpoints else None
+            return model
+
+        where = tuple(c for c in (*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b") if c in cuts)
+        where = tuple(sorted(where, key=lambda name: (name[:8], name)))
+        where = tuple(c for c in where if not checkpoints or c.count(".") == 1)
+        how = one_f_one_b(ranks=len(where) + 1, microbatches=2)
+        return run(*build(Case(make, rows_of(), mse, where), how, 4, where, "trace"), seed=3)
+
+    assert_same(results(cuts), results(()))
+
+
+def test_random_numbers_in_a_checkpoint_in_a_checkpoint():
+    """Two runs of both draw the same: gradients are those of one more pipeline, without the inner checkpoint."""
+
+    class Inner(Block):
+        again = True
+
+        def forward(self, x):
+            x = functional.dropout(x, 0.5)
+            drop = functional.dropout
+            return super().forward(checkpoint(drop, x, 0.3, use_reentrant=False) if self.again else drop(x, 0.3))
+
+    def make(again):
+        model = Stack(around=checkpointed)
+        model.blocks = nn.ModuleList([Inner() for _ in range(4)])
+        for block in model.blocks:
+            block.again = again
+        return model
+
+    how = one_f_one_b(ranks=2, microbatches=2)
+    with_inner, without = (
+        build(Case(lambda again=again: make(again), rows_of(), mse, ()), how, 4, ("blocks.2",), "trace")
+        for again in (True, False)
+    )
+    assert_same(run(*with_inner, seed=3), run(*without, seed=3))
+    assert_same(run(*with_inner, seed=3), run_reference(*with_inner, seed=3))
+
+
+def pipeline(model, cuts, **kwargs):
+    x = torch.randn(4, WIDTH)
+    how = one_f_one_b(ranks=len(cuts) + 1, microbatches=2)
+    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=cuts, **kwargs)
+
+
+REFUSED = {
+    "a cut inside a checkpointed function": (Stack(around=checkpointed), ["blocks.1.b"], ["blocks.1", "checkpoint"]),
+    "a cut inside a module with a backward hook": (
+        backward_hook(),
+        ["blocks.1.b"],
+        ["blocks.1", "backward hook halved"],
+    ),
+    "a cut inside saved-tensor hooks": (Stack(packed), ["blocks.1.b"], ["blocks.1", "saved-tensor hooks"]),
+    "a cut inside a forward that differentiates": (Stack(differentiated), ["blocks.1.b"], ["blocks.1", "backward"]),
+    "a cut inside a module with a vmap over its weights": (
+        Stack(lambda m, x: torch.vmap(m.a)(x)),
+        ["blocks.1.b"],
+        ["blocks.1", "vmap"],
+    ),
+    "seeding": (Stack(lambda m, x: (torch.manual_seed(1), x)[1]), ["blocks.2"], ["blocks.0", "seed"]),
+    "data-dependent control flow": (Stack(lambda m, x: x if x.sum() > 0 else -x), ["blocks.2"], ["blocks.0"]),
+    "data-dependent shapes": (Stack(lambda m, x: x[x > 0].sum() + x), ["blocks.2"], ["blocks.0"]),
+    "a generator of its own": (
+        Stack(lambda m, x: x + torch.rand(4, generator=torch.Generator())),
+        ["blocks.2"],
+        ["blocks.0", "generator"],
+    ),
+}
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x) * self.count
+
+
+class Carrying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x):
+        h = self.linear(x) if self.last is None else self.linear(x) + self.last
+        self.last = h.detach()
+        return h
+
+
+class Once(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.first = nn.Linear(WIDTH, WIDTH), True
+
+    def forward(self, x):
+        h = self.linear(x) * 2 if self.first else self.linear(x)
+        self.first = False
+        return h
+
+
+class Foreign(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.hidden = nn.Linear(WIDTH, WIDTH), [nn.Parameter(torch.ones(WIDTH))]
+
+    def forward(self, x):
+        return self.linear(x) * self.hidden[0]
+
+
+for what, part, words in (
+    ("a counter", Counting(), ["1", "'count'"]),
+    ("state of the last call", Carrying(), ["1", "made and kept", "buffer"]),
+    ("another way the first time", Once(), ["again", "first time"]),
+    ("a parameter that is none", Foreign(), ["1", "requires a gradient", "Register"]),
+):
+    REFUSED[what] = (nn.Sequential(nn.Linear(WIDTH, WIDTH), part), ["1"], words)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(what):
+    model, cuts, words = REFUSED[what]
+    with pytest.raises((fpipe.CaptureError, fpipe.CutError)) as caught:
+        pipeline(model, cuts)
+    message = str(caught.value)
+    assert "got" in message
+    assert "expected" in message
+    assert not [word for word in words if word not in message], message
+
+
+def test_what_is_no_tensor_may_be_handed_on():
+    """A lock is not sent; what a later stage does with it is not part of what it computes."""
+
+    class Locking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Block(), Taking()
+
+        def forward(self, x):
+            lock = threading.Lock()
+            return self.b(self.a(x), lock)
+
+    class Taking(Block):
+        def forward(self, x, lock):
+            with lock:
+                return super().forward(x)
+
+    case = Case(Locking, rows_of(), mse, ("b", "", ""))
+    how = one_f_one_b(ranks=2, microbatches=2)
+    built = build(case, how, 4, ("b",), "trace")
+    assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
+
+
+def branching(module, x):
+    return torch.tanh(x) if x.sum() > 0 else -x
+
+
+def test_unsplittable_modules_may_branch_on_data():
+    """Named so, they run as themselves; which way they went at capture does not matter."""
+    inputs, targets = rows_of()(6)
+    model = Stack(branching)
+    how = gpipe(ranks=4, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=AT_BLOCKS, unsplittable=["blocks.*"]
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, how.microbatches))
+    with pytest.raises(fpipe.CutError, match=r"blocks\.0"):
+        fpipe.pipeline(
+            model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=INSIDE, unsplittable=["blocks.*"]
+        )
+
+
+class Either(nn.Module):
+    """Uses one weight or the other, and counts in a buffer how often it was the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if x.sum() > 0:
+            self.count.add_(1)
+            return self.first(x)
+        return self.second(x)
+
+
+def test_what_is_returned_may_be_of_any_registered_type():
+    """A dataclass that was not met before: the module that returns it can be called as itself all the same."""
+
+    class Unpacking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Wrapping(lambda m, x: torch.tanh(x) if x.sum() > 0 else -x), Block()
+
+        def forward(self, x):
+            return self.b(self.a(x).h)
+
+    inputs, targets = rows_of()(4)
+    model, how = Unpacking(), gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["b"], unsplittable=Wrapping
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 2))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_branch_may_return_what_it_got(sign):
+    """Or an output of another module that it holds on to; what is recorded is one branch, and either may be taken."""
+
+    class Maybe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return {"h": self.linear(x), "x": x} if sign * x.sum() > 0 else {"h": x, "x": x}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.maybe, self.last = nn.Linear(WIDTH, WIDTH), Maybe(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            out = self.maybe(self.first(x))
+            return self.last(out["h"]) + out["x"]
+
+    torch.manual_seed(0)
+    model, x, how = Model(), torch.randn(8, WIDTH), one_f_one_b(ranks=3, microbatches=8)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["maybe", "last"], unsplittable=["maybe"]
+    )
+    fpipe.verify(pipe, model, (x,), x)
+
+
+def test_either_branch_gets_its_gradients():
+    """Whichever was assumed at capture; a weight that no microbatch has used gets none."""
+    inputs, targets = (torch.cat([torch.ones(2, WIDTH), -torch.ones(4, WIDTH)]),), torch.randn(6, WIDTH)
+    model = nn.Sequential(Either(), nn.Linear(WIDTH, WIDTH), Either())
+    how = one_f_one_b(ranks=3, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1", "2"], unsplittable=Either
+    )
+    got, want = run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3)
+    assert want.buffers["0.count"] == 1
+    assert_same(got, want)
+    assert fpipe.verify(pipe, model, inputs, targets).eager
+
+
+class Experts(nn.Module):
+    """A mixture of experts whose router says who sees which row: shapes inside depend on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x):
+        probabilities = self.router(x).softmax(-1)
+        chosen, out = probabilities.argmax(-1), torch.zeros_like(x)
+        for k in (torch.nn.functional.one_hot(chosen, 3).sum(0) > 0).nonzero():
+            rows = chosen == k[0]
+            out[rows] = self.experts[int(k)](x[rows]) * probabilities[rows].max(-1, keepdim=True).values
+        return out
+
+
+def test_experts_may_see_any_rows():
+    inputs, targets = rows_of()(9)
+    model, how = nn.Sequential(Experts(), Block(), Experts()), one_f_one_b(ranks=3, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1", "2"], unsplittable=Experts
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+
+
+def checking(module, x):
+    torch._check_tensor_all(x.isfinite(), lambda: "not finite")
+    return torch.sin(x)
+
+
+@pytest.mark.parametrize("cuts", [AT_BLOCKS, INSIDE])
+def test_torchs_own_checks_are_made(cuts):
+    """They pass at capture, and are made in every step, in modules that are cut too."""
+    pipe, model, inputs, targets = build(
+        Case(lambda: Stack(checking), rows_of(), mse, cuts), gpipe(ranks=4, microbatches=3), 6, capture="trace"
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
+    with torch.no_grad():
+        model.blocks[1].a.weight[0, 0] = torch.inf
+    with pytest.raises(RuntimeError, match="not finite"):
+        run(pipe, model, inputs, targets)
+
+
+def test_control_flow_on_data_is_shown_where_it_is():
+    with pytest.raises(fpipe.CaptureError, match=r"test_trace.py, line \d+: return torch.tanh\(x\) if x.sum\(\) > 0"):
+        pipeline(Stack(branching), ["blocks.1"])
+
+
+def test_a_weight_is_cast_once_in_an_autocast_region():
+    """It would be cast once in each stage: other bits."""
+    model = Autocast()
+    model.stack.blocks[3].a.weight = model.stack.blocks[0].a.weight
+    with pytest.raises(fpipe.CutError, match="autocast"):
+        pipeline(model, ["stack.blocks.2"])
+    case = Case(lambda: model, rows_of(), mse, ())
+    built = build(case, gpipe(ranks=1, microbatches=2), 4, (), "trace")
+    assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
+
+
+def test_modules_are_called_as_themselves():
+    """Those that lie in one stage; a cut block is opened, and its children are called."""
+    called = []
+
+    class Spy(nn.Linear):
+        def forward(self, x):
+            called.append(not isinstance(x, torch._subclasses.FakeTensor))
+            return super().forward(x)
+
+    model = nn.Sequential(*[Block() for _ in range(2)])
+    for block in model:
+        block.a = Spy(WIDTH, WIDTH)
+    pipe = pipeline(model, ["1.b"])
+    called.clear()
+    x = torch.randn(4, WIDTH)
+    fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
+    assert called == [True] * 4
+
+
+def test_nothing_is_left_behind():
+    """After a step nobody but the user holds parameters, or what a forward has put into attributes."""
+    model = WithNotes()
+    pipe = pipeline(model, ["blocks.2"])
+    x, (params, buffers) = torch.randn(4, WIDTH), pipe.init(model)
+    out = fpipe.value_and_grad(pipe)(params, buffers, (x,), x)
+    del out
+    gc.collect()
+    memory = {p.data_ptr() for p in params.values()}
+    tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    holders = [one for one in tensors if one.device.type == "cpu" and one.data_ptr() in memory]
+    assert {id(one) for one in holders} == {id(p) for p in params.values()}
+    assert not hasattr(model.blocks[0], "note")
+
+
+def test_calls_are_nested_ranges_of_units():
+    calls = pipeline(Stack(), ["blocks.2"]).training.assembly.captured.calls
+    assert calls[0] == Call("", Stack, 0, calls[0].stop)
+    assert [c.path for c in calls[1:4]] == ["blocks.0", "blocks.0.a", "blocks.0.b"]
+    for outer, inner in pairwise(calls):
+        assert inner.start >= outer.stop or (outer.start <= inner.start and inner.stop <= outer.stop)
+
+
+class Moving(nn.Module):
+    """Moves what it computes to where its first parameter is, as libraries do; here that is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        first = next(self.parameters())
+        assert isinstance(first, nn.Parameter)
+        return self.second(self.first(x).to(first.device, first.dtype))
+
+
+@pytest.mark.parametrize("cut", ["1", "1.second", "2"])
+def test_a_module_may_ask_a_parameter_that_its_stage_lacks_where_it_is(cut):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moving(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=[cut])
+    fpipe.verify(pipe, model, (x,), x)

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model is cut: where the user says, or so that the largest stage is as small as it can be."""
+
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe import CutError
+from fpipe.cutting.balance import Forbidden, Refusal
+from fpipe.cutting.calls import Calls
+from fpipe.cutting.partition import Barrier, Cuts, Evenly, Explicit, asked, even, explicit, followed
+from fpipe.ir.captured import Call, Parameter, Unit
+from fpipe.ir.variant import Variant
+from schedules import gpipe
+from tests.common.models import WIDTH, Block, Result, assert_same, eval_loop, loop, mse, run
+
+
+def unit(path, reads=(), makes=()):
+    return Unit(path, tuple(reads), tuple(makes), lambda *_: ())
+
+
+def named(*names):
+    """A module with modules of these dotted names."""
+    model = nn.Module()
+    for name in names:
+        inner = model
+        for part in name.split("."):
+            if part not in inner._modules:
+                inner.add_module(part, nn.Module())
+            inner = inner._modules[part]
+    return model
+
+
+UNITS = [unit(path) for path in ("a", "a.x", "", "b@1", "b.y@1", "c", "a@1", "d.e.f")]
+KNOWN = named("a.x", "b.y", "c", "d.e.f", "empty")
+CALLS = Calls.of(SimpleNamespace(units=UNITS, calls=()), KNOWN)
+
+
+# ------------------------------------------------------------------------------------------------ names and indices
+
+
+@pytest.mark.parametrize(
+    ("cuts", "places"),
+    [
+        ([], ()),
+        (["b"], (3,)),
+        (["a.x"], (1,)),
+        (["b", "c"], (3, 5)),
+        (["b.y", "d"], (4, 7)),
+        (["c", "d.e"], (5, 7)),
+        (["b", "a@1"], (3, 6)),
+        ([1, 3], (3, 6)),
+        (["a.x", 2, "d"], (1, 5, 7)),
+    ],
+)
+def test_a_stage_begins_where_a_module_is_called(cuts, places):
+    assert explicit(CALLS, cuts, ()) == places
+
+
+@pytest.mark.parametrize(
+    ("cuts", "words"),
+    [
+        (["bb"], ["'bb'", "name of a module", "Did you mean one of ['b'"]),
+        (["nothing like it"], ["'nothing like it'", "Did you mean one of ['a'"]),
+        ([""], ["''"]),
+        ([5], ["got 5", "below 5", "a, b, c, a, d"]),
+        ([-1], ["got -1"]),
+        (["empty"], ["'empty'", "runs no operation of its own"]),
+        (["a@2"], ["'a@2'", "called 2 times", "'a@1' is the second"]),
+        (["a@b"], ["'a@b'", "a call that takes place"]),
+        (["b", "b"], ["'b' twice"]),
+        (["c", "b"], ["'b' after 'c'", "Put 'b' first"]),
+        (["a"], ['"the model\'s first operation"', "'a'", "no operation between"]),
+        ([0], ["and 0 with no operation between"]),
+        (["d", "d.e"], ["'d' and 'd.e'", "no operation between them"]),
+        (["b", "a"], ["'a' after 'b'"]),
+    ],
+)
+def test_what_cannot_be_cut(cuts, words):
+    with pytest.raises(CutError) as caught:
+        explicit(CALLS, cuts, ())
+    assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
+def test_no_cut_inside_a_barrier():
+    barrier = Barrier(Call("b", nn.Linear, 3, 5), "a reason")
+    assert explicit(CALLS, ["b", "c"], [barrier]) == (3, 5), "at its edges there is"
+    with pytest.raises(CutError, match=r"'b\.y', inside 'b' \(Linear\): a reason; expected a module outside"):
+        explicit(CALLS, ["b.y"], [barrier])
+
+
+@pytest.mark.parametrize("capture", ["export", "modules"])
+def test_an_index_is_that_of_the_part_in_a_sequence(capture):
+    layer = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(layer, nn.Identity(), nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(4, WIDTH)
+    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=[3, 4], capture=capture)
+    assert [stage.parameters for stage in pipe.stages] == [
+        ("0.weight", "0.bias"),
+        ("0.weight", "0.bias"),
+        ("4.weight", "4.bias"),
+    ]
+    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
+
+
+# ---------------------------------------------------------------------------------------- what the arguments may be
+
+
+FOUR = gpipe(ranks=4, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ({}, Evenly(4, ())),
+        ({"stages": 4}, Evenly(4, ())),
+        ({"cuts": ["a", 3, "b"]}, Explicit(("a", 3, "b"))),
+        ({"cuts": Block}, Evenly(4, (Block,))),
+        ({"cuts": (Block, nn.Linear), "stages": 4}, Evenly(4, (Block, nn.Linear))),
+        ({"cuts": "blocks.*"}, Evenly(4, ("blocks.*",))),
+        ({"cuts": ["encoder.*", nn.Linear]}, Evenly(4, ("encoder.*", nn.Linear))),
+    ],
+)
+def test_what_the_arguments_mean(arguments, where):
+    assert asked(arguments.get("cuts"), arguments.get("stages"), (), FOUR) == Cuts(where)
+
+
+def test_one_item_needs_no_list():
+    two = gpipe(ranks=2, microbatches=2)
+    assert asked("a", None, "b", two) == Cuts(Explicit(("a",)), ("b",))
+    assert asked(2, None, Block, two) == Cuts(Explicit((2,)), (Block,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cuts": ["a", "b.*", "c"]}, "expected names and indices of modules, or else only classes and patterns"),
+        ({"cuts": ["a", Block, "c"]}, "expected names and indices"),
+        ({"cuts": [True, 2, 3]}, "expected names and indices"),
+        ({"cuts": 1.5}, "expected names and indices"),
+        ({"cuts": ["a", "b", "c"], "stages": 4}, "got both"),
+        ({"cuts": []}, "got 1 stages, expected 4"),
+        ({"cuts": Block, "stages": 3}, "got 3 stages, expected 4"),
+        ({"stages": 0}, "got 0 stages, expected 4"),
+        ({"unsplittable": [3]}, "unsplittable: got [3]"),
+    ],
+)
+def test_arguments_that_mean_nothing(arguments, words):
+    with pytest.raises(CutError) as caught:
+        asked(arguments.get("cuts"), arguments.get("stages"), arguments.get("unsplittable", ()), FOUR)
+    assert words in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- evenly
+
+
+def captured(sizes, skips=(), calls=()):
+    """A chain of units with parameters of these sizes; `skips` are pairs of units with a value between them."""
+    units, sources, fakes = [], {}, {}
+    for k, size in enumerate(sizes):
+        reads = [1000 + k] if size else []
+        reads += [k - 1] if k else []
+        reads += [2000 + start for start, end in skips if end == k]
+        makes = [k] + [2000 + k for start, _ in skips[:1] if start == k]
+        if size:
+            sources[1000 + k], fakes[1000 + k] = Parameter(f"{k}"), torch.empty(size, device="meta")
+        units.append(unit(f"m{k}", reads, makes))
+    return SimpleNamespace(units=units, sources=sources, fakes=fakes, calls=calls)
+
+
+def evenly(model, stages, among=(), barriers=(), refusal=lambda positions: None):
+    where = Evenly(stages, among)
+    return even(model, Calls.of(model, named(*[call.path for call in model.calls])), where, barriers, lambda _: refusal)
+
+
+def largest(sizes, cuts):
+    return max(sum(size + 1 for size in sizes[a:b]) for a, b in pairwise([0, *cuts, len(sizes)]))
+
+
+def intervals(units):
+    return st.tuples(st.integers(0, units), st.integers(0, units)).map(sorted).filter(lambda ends: ends[0] < ends[1])
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
+def test_even_cuts_are_within_a_tenth_of_the_best_of_those_allowed(sizes, data):
+    """Of all choices outside barriers, none of whose stages is refused, against brute force."""
+    count = len(sizes)
+    stages = data.draw(st.integers(1, count))
+    barriers = [Barrier(Call("x", nn.Module, *ends), "sealed") for ends in data.draw(st.lists(intervals(count)))]
+    bad = data.draw(st.sets(intervals(count).map(tuple), max_size=12))
+
+    def refusal(positions):
+        found = [stage for stage in pairwise([0, *positions, count]) if stage in bad]
+        stages = tuple(Forbidden(range(a, a + 1), range(b, b + 1)) for a, b in found[:1])
+        return Refusal("it is refused", stages) if found else None
+
+    places = [k for k in range(1, count) if not any(one.holds(k) for one in barriers)]
+    allowed = [cuts for cuts in combinations(places, stages - 1) if refusal(cuts) is None or stages == 1]
+    if not allowed:
+        with pytest.raises(CutError) as caught:
+            evenly(captured(sizes), stages, barriers=barriers, refusal=refusal)
+        assert "it is refused" in str(caught.value) or "sealed" in str(caught.value)
+        return
+    found = evenly(captured(sizes), stages, barriers=barriers, refusal=refusal)
+    assert found in allowed
+    assert largest(sizes, found) <= 1.1 * min(largest(sizes, cuts) for cuts in allowed)
+
+
+def test_even_cuts_avoid_places_where_more_values_cross_unless_it_is_a_tenth_worse():
+    assert evenly(captured([10] * 40), 2) == (20,)
+    assert evenly(captured([10] * 40, skips=[(19, 21)]), 2) == (19,)
+    assert evenly(captured([10] * 40, skips=[(5, 35)]), 2) == (20,)
+
+
+def test_even_cuts_go_where_more_values_cross_if_all_else_is_refused():
+    def refusal(positions):
+        return (
+            None if positions == (3,) else Refusal("no", (Forbidden(range(1), range(positions[0], 1 + positions[0])),))
+        )
+
+    assert evenly(captured([1, 1, 1, 1, 1, 1], skips=[(1, 4)]), 2, refusal=refusal) == (3,)
+
+
+def test_a_tied_parameter_counts_once():
+    model = captured([100, 1, 1, 1])
+    model.units[3] = unit("m3", (1000, 2), (3,))
+    assert evenly(model, 2) == (1,)
+
+
+def test_beside_one_large_module_the_rest_is_even():
+    assert evenly(captured([100, 9, 9, 9, 9, 9, 9]), 4) == (1, 3, 5)
+
+
+def test_no_more_stages_than_places():
+    with pytest.raises(CutError, match="got 4, expected at most 3"):
+        evenly(captured([1, 1, 1]), 4)
+
+
+def test_only_at_the_calls_selected():
+    kinds = [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear, nn.Tanh]
+    model = captured([50, 1, 1, 1, 1, 1], calls=[Call(f"b.{k}", kind, k, k + 1) for k, kind in enumerate(kinds)])
+    assert evenly(model, 2) == (1,)
+    assert evenly(model, 2, (nn.Linear,)) == (2,)
+    assert evenly(model, 2, ("b.[35]",)) == (3,)
+    assert evenly(model, 3, ("b.3", nn.Linear)) == (2, 4)
+    for among, words in (
+        ((nn.Linear,), "got 2 calls of the class Linear at which a stage can begin, expected at least 3 for 4 stages"),
+        ((nn.ReLU,), "cuts: got the class ReLU, which no call of a module matches"),
+        (("*",), "cuts: got '*', which no call of a module matches"),
+    ):
+        with pytest.raises(CutError) as caught:
+            evenly(model, 4, among)
+        assert words in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- whole pipelines
+
+
+def pipeline(model, x, how=None, **where):
+    how = how or gpipe(ranks=4, microbatches=2)
+    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, **where)
+
+
+class Net(nn.Module):
+    """Blocks of different sizes between a first and a last layer."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, n), nn.GELU(), nn.Linear(n, WIDTH)) for n in sizes)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def begins(pipe):
+    """The first parameter of each stage but the first."""
+    return [stage.parameters[0] for stage in pipe.stages[1:]]
+
+
+@pytest.mark.parametrize(
+    ("where", "first"),
+    [
+        ({"cuts": nn.Sequential}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
+        ({"cuts": "blocks.*"}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
+        ({"cuts": "blocks.*.2"}, ["blocks.0.2", "blocks.1.2", "blocks.3.2"]),
+        ({"cuts": [1, "blocks.2.2", 6]}, ["blocks.0.0", "blocks.2.2", "last"]),
+        ({"unsplittable": ["blocks.*"]}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
+        ({"unsplittable": nn.Sequential}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
+    ],
+)
+def test_pipelines_cut_so(where, first):
+    model, x = Net(8, 32, 8, 8, 16), torch.randn(4, WIDTH)
+    pipe = pipeline(model, x, **where)
+    assert begins(pipe) == [f"{name}.weight" for name in first]
+    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (
+            {"cuts": [1, "blocks.1.2", 4], "unsplittable": nn.Sequential},
+            "'blocks.1.2', inside 'blocks.1' (Sequential): ",
+        ),
+        (
+            {"unsplittable": Net},
+            "the number of modules that run one after the other. Excluded",
+        ),
+        ({"unsplittable": Net}, "Excluded were cuts inside the model (Net): it is to stay whole, as unsplittable says"),
+        (
+            {"cuts": [1, 2, 5]},
+            "got 5, expected an index below 5, counted from zero: the model itself calls first",
+        ),
+        ({"unsplittable": ["blocks.7"]}, "unsplittable: got 'blocks.7', expected the name of a module"),
+        ({"unsplittable": ["x.*"]}, "unsplittable: got 'x.*', which no call of a module matches"),
+    ],
+)
+def test_pipelines_not_cut_so(where, words):
+    with pytest.raises(CutError) as caught:
+        pipeline(Net(8, 8, 8), torch.randn(4, WIDTH), **where)
+    assert words in str(caught.value)
+
+
+class Running(nn.Module):
+    """Writes a slice of one tensor in every layer: once begun, it cannot be cut until the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.after = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x):
+        x = self.before(x)
+        out = torch.zeros_like(x)
+        for k, layer in enumerate(self.layers):
+            x = layer(x)
+            out[:, k] = x[:, k]
+        return self.after(x + out)
+
+
+def test_even_cuts_avoid_what_cannot_be_cut():
+    model, x = Running(), torch.randn(4, WIDTH)
+    for how in (gpipe(ranks=4, microbatches=2), gpipe(ranks=7, microbatches=2)):
+        pipe = pipeline(model, x, how)
+        assert len([name for name in begins(pipe) if "layers" in name]) < 3
+        assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
+    with pytest.raises(CutError, match=r"stage \d: got a value from outside that is modified in place"):
+        pipeline(model, x, cuts=["layers.1", "layers.2", "layers.3"])
+    with pytest.raises(CutError, match=r"Refused was: stage \d: got a value from outside that is modified in place"):
+        pipeline(model, x, cuts="layers.*")
+
+
+def test_a_model_is_cut_at_the_same_modules_in_eval_mode():
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH)]
+    model, x = nn.Sequential(*layers), torch.randn(4, WIDTH)
+    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=[1, 3])
+    got = fpipe.evaluate(pipe)(*pipe.init(model), (x,), x)
+    assert_same(Result(got.loss, got.outputs, {}, got.buffers), eval_loop(model, mse, (x,), x, 2))
+
+
+class Checkpointed(nn.Module):
+    """A layer, and two that are computed again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.c(self.b(x).tanh()), self.a(x), use_reentrant=False)
+
+
+def test_no_stage_begins_inside_what_is_checkpointed():
+    model, x = nn.Sequential(*[Checkpointed() for _ in range(3)]), torch.randn(4, WIDTH)
+    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=Checkpointed)
+    assert begins(pipe) == ["1.a.weight", "2.a.weight"]
+    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
+    with pytest.raises(CutError, match="got 2 calls of the class Checkpointed at which a stage can begin"):
+        pipeline(model, x, cuts=Checkpointed)
+    with pytest.raises(CutError, match=r"cuts: got '0\.c', inside '0' \(Checkpointed\): "):
+        pipeline(model, x, gpipe(ranks=2, microbatches=2), cuts="0.c")
+    pipe = pipeline(model, x, gpipe(ranks=6, microbatches=2))
+    assert not [name for name in begins(pipe) if name.split(".")[1] == "c"]
+
+
+def test_positions_are_found_again_by_the_calls_around_them():
+    model = named("a", "b", "c", "drop")
+
+    def calls(*paths):
+        return Calls.of(SimpleNamespace(units=[unit(path) for path in paths], calls=()), model)
+
+    known = calls("a", "drop", "", "b", "b@1", "c")
+    fewer = calls("a", "", "", "b", "b@1", "b@1", "c", "c")
+    assert followed(known, (1, 2, 4, 5), calls("a", "drop", "b", "b@1", "c"), "in eval mode") == (1, 2, 3, 4)
+    assert followed(known, (1, 4, 5), fewer, "in eval mode") == (1, 4, 6)
+    with pytest.raises(CutError, match=r"stage 1, in eval mode: .* at the end of 'drop', where it begins in training"):
+        followed(known, (2,), fewer, "in eval mode")
+    with pytest.raises(CutError, match="stage 2, in eval mode: got no operation of its own"):
+        followed(known, (1, 2), calls("a", "b"), "in eval mode")
+
+
+class HalvedInTraining(nn.Module):
+    """An even cut falls elsewhere in each mode: training has a large head in the middle, which eval mode skips."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.aside, self.last = nn.Linear(4, 4), nn.Linear(4, 40), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            x = x + self.aside(x).mean()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.last(x)
+
+
+def test_eval_mode_is_cut_where_training_is():
+    """Ranks hold the parameters of training's stages, so each stage of eval mode has to read no others."""
+    x, variant = torch.randn(4, 4), Variant(training=False, loss=True, outputs=True)
+    how = gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(HalvedInTraining(), example=(x,), loss=torch.mean, schedule=how, stages=2)
+    for stage, trained in zip(pipe.plan(variant).assembly.stages, pipe.stages, strict=True):
+        assert set(stage.parameters) <= set(trained.parameters)
+    batching = pipe.captures.batchings[True]
+    captured, positions = pipe.captures.of(variant, batching.split(batching.example)[0])
+    assert pipe.captures.cuts.positions(captured, pipe.model) != positions, "by itself it would be cut elsewhere"

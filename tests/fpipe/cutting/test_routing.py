@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage graph: what travels, along which edges, and which in-place changes a cut would hide."""
+
+import pytest
+import torch
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+from schedules import gpipe, one_f_one_b
+from tests.common.models import WIDTH, ZOO, Case, assert_same, build, few, loop, mse, rows_of, run, run_reference
+
+
+def graph(name):
+    return build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4)[0].program.graph
+
+
+CHAIN = {(0, 1), (1, 2), (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "cotangents", "gradients"),
+    [
+        ("mlp", CHAIN, CHAIN, set()),
+        ("skips", CHAIN, CHAIN, set()),
+        ("chained", CHAIN, CHAIN | {(0, 2)}, {(0, 2), (0, 3)}),
+        ("gpt", CHAIN, CHAIN | {(0, 3)}, {(0, 3)}),
+        ("frozen_below", CHAIN, {(1, 2), (2, 3)}, set()),
+        ("all_frozen", CHAIN, set(), set()),
+        ("twice", CHAIN, CHAIN | {(0, 3)}, {(0, 3)}),
+        ("contexts", {(0, 1), (0, 2), (1, 2), (2, 3), (1, 3)}, None, set()),
+    ],
+)
+def test_what_travels(name, values, cotangents, gradients):
+    found = graph(name)
+    if name != "contexts":
+        assert found.values == values
+        assert found.cotangents == cotangents
+    assert found.gradients == gradients
+    assert found.cotangents <= found.values | {(0, 2), (0, 3)}, "cotangents go the way of values, or of tied parameters"
+
+
+def test_a_value_travels_from_user_to_user():
+    """`first` is used by stages 1, 2 and 3; it goes 0 to 1 to 2 to 3, never 0 to 3."""
+    stages = build(ZOO["skips"], one_f_one_b(ranks=4, microbatches=2), 4)[0].stages
+    assert [[port.peer for port in stage.gives] for stage in stages] == [[1], [2], [3], []]
+    assert [sum(len(port.specs) for port in stage.gives) for stage in stages] == [1, 2, 2, 0]
+
+
+def test_what_the_batch_has_is_not_sent():
+    """The token ids are read by stages 0 and 3, from the batch both times."""
+    pipe, *_ = build(ZOO["later"], one_f_one_b(ranks=4, microbatches=2), 4)
+    assert pipe.stages[0].batch == (0,)
+    assert 0 in pipe.stages[3].batch
+    integers = [
+        spec for stage in pipe.stages for port in stage.gives for spec in port.specs if spec.dtype == torch.int64
+    ]
+    assert len(integers) == 1, "the argmax alone"
+
+
+def test_parameters_and_buffers_live_where_they_are_used():
+    pipe, model, *_ = build(ZOO["normalised"], one_f_one_b(ranks=4, microbatches=2), 4)
+    assert [stage.parameters for stage in pipe.stages] == [
+        ("0.weight", "0.bias"),
+        ("1.weight", "1.bias", "2.weight", "2.bias"),
+        ("4.weight", "4.bias"),
+        ("5.weight", "5.bias", "6.weight", "6.bias"),
+    ]
+    assert {name for stage in pipe.stages for name in stage.buffers} == {name for name, _ in model.named_buffers()}
+
+
+def test_what_nothing_reads_is_held_by_the_first_stage():
+    pipe, *_ = build(ZOO["unused"], one_f_one_b(ranks=4, microbatches=2), 4)
+    assert {"spare", "idle"} <= set(pipe.stages[0].unused)
+
+
+def test_a_tied_parameter_belongs_to_its_first_user():
+    pipe, *_ = build(ZOO["chained"], one_f_one_b(ranks=4, microbatches=2), 4)
+    owners = [stage.index for stage in pipe.stages if "a.weight" in stage.grads]
+    holders = [stage.index for stage in pipe.stages if "a.weight" in stage.parameters]
+    assert (owners, holders) == ([0], [0, 2, 3])
+
+
+# ----------------------------------------------------------------------------------------------- in place, across a cut
+
+
+class Pair(nn.Module):
+    """`a`, then `b`, then `c`; `change` does something in place in `b`, and `use` something in `c`."""
+
+    def __init__(self, change, use):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.change, self.use = change, use
+        self.register_buffer("state", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = self.a(x * 1)
+        z = self.b(y * 1)
+        self.change(self, x, y, z)
+        return self.c(z) + self.use(self, x, y, z)
+
+
+CHANGES = {
+    "a value": (lambda m, x, y, z: y.detach().add_(1), lambda m, x, y, z: y, "a value"),
+    "a view of a value": (lambda m, x, y, z: y.detach()[:, :1].add_(1), lambda m, x, y, z: y, "a value"),
+}
+
+
+def case(change, use):
+    return Case(lambda: Pair(change, use), rows_of(), mse, ("", "", ""))
+
+
+def nothing(*_):
+    return 0
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_later_stage_would_not_see_is_refused(what):
+    change, use, named = CHANGES[what]
+    with pytest.raises(fpipe.CutError) as caught:
+        build(case(change, use), gpipe(ranks=3, microbatches=2), 4, ("b", "c"))
+    message = str(caught.value)
+    assert message.startswith("stage 1: ")
+    assert named in message
+    assert "in place" in message
+    assert "Move the cut" in message
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_within_one_stage_it_is_exact(what):
+    change, use, _ = CHANGES[what]
+    one = case(change, use)
+    built = _, model, inputs, targets = build(one, gpipe(ranks=2, microbatches=2), 4, ("b",))
+    assert_same(run(*built), run_reference(*built))
+    assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_no_later_stage_reads_may_change(what):
+    change, _, _ = CHANGES[what]
+    one = case(change, nothing)
+    built = _, model, inputs, targets = build(one, gpipe(ranks=3, microbatches=2), 4, ("b", "c"))
+    assert_same(run(*built), run_reference(*built))
+    assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "use"),
+    [
+        (lambda m, x, y, z: m.state.add_(1), lambda m, x, y, z: m.state),
+        (lambda m, x, y, z: x.add_(1), lambda m, x, y, z: x),
+    ],
+    ids=["a buffer", "an input"],
+)
+def test_changed_in_one_stage_and_read_by_name_in_a_later_one(change, use):
+    """What the later stage reads is the changed value, which crosses the cut like any other."""
+    one = case(change, use)
+    built = _, model, inputs, targets = build(one, gpipe(ranks=3, microbatches=2), 4, ("b", "c"))
+    assert_same(run(*built), run_reference(*built))
+    assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
+
+
+def test_a_buffer_changed_in_one_stage_and_read_in_an_earlier_one():
+    class Late(Pair):
+        def forward(self, x):
+            y = self.b(self.a(x) + self.state)
+            self.state.add_(1)
+            return self.c(y)
+
+    one = Case(lambda: Late(nothing, nothing), rows_of(), mse, ("", "", ""))
+    with pytest.raises(fpipe.CutError, match="the buffer 'state'"):
+        build(one, gpipe(ranks=2, microbatches=2), 4, ("b",))
+
+
+@pytest.mark.parametrize("capture", ["export", "modules"])
+def test_a_parameter_that_is_changed_in_place(capture):
+    class Shrinking(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return super().forward(x)
+
+    one = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Shrinking(WIDTH, WIDTH)), rows_of(), mse, ("", "1", ""))
+    with pytest.raises(fpipe.CutError, match=r"the parameter '1\.weight' in place"):
+        build(one, gpipe(ranks=2, microbatches=2), 4, capture=capture)
+
+
+class Step(nn.Module):
+    """One operation on a pool of tensors, some of which share memory."""
+
+    def __init__(self, kind, i, j):
+        super().__init__()
+        self.kind, self.i, self.j = kind, i, j
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pool):
+        x, y = pool[self.i % len(pool)], pool[self.j % len(pool)]
+        if self.kind == "view":
+            return [*pool, x[:, :2]]
+        if self.kind == "same":
+            return [*pool, x.view_as(x)]
+        if self.kind == "in_place":
+            x.mul_(1.5)
+            return pool
+        if self.kind == "add_in_place":
+            x.add_(y.mean(1, keepdim=True))
+            return pool
+        if self.kind == "add":
+            return [*pool, x + y.mean(1, keepdim=True)]
+        return [*pool, self.linear(x.mean(1, keepdim=True).expand(-1, WIDTH))]
+
+
+class Pool(nn.Module):
+    """Steps, then a sum of everything that there is."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.steps = nn.ModuleList(Step(*step) for step in steps)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        pool = [self.first(x)]
+        for step in self.steps:
+            pool = step(pool)
+        total = pool[0]
+        for tensor in pool[1:]:
+            total = total + tensor.mean(1, keepdim=True)
+        return self.last(total)
+
+
+kinds = st.sampled_from(["view", "same", "in_place", "in_place", "add_in_place", "add", "linear"])
+steps = st.lists(st.tuples(kinds, st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6)
+
+
+@settings(max_examples=few(20))
+@given(steps=steps, data=st.data())
+def test_shared_memory_is_exact_or_refused(steps, data):
+    """Views, and changes in place through any of them, cut anywhere: never a wrong number."""
+    one = Case(lambda: Pool(steps), rows_of(), mse, ("", "", ""))
+    model, inputs, targets = one.make(4)
+    try:
+        want = loop(model, mse, inputs, targets, 2)
+    except RuntimeError:
+        assume(False)  # autograd refuses it on one device
+    places = [f"steps.{k}" for k, step in enumerate(model.steps) if step.kind not in ("in_place",) or k] + ["last"]
+    cuts = data.draw(
+        st.sets(st.sampled_from(places), min_size=1, max_size=2).map(lambda found: sorted(found, key=places.index))
+    )
+    try:
+        built = build(one, gpipe(ranks=len(cuts) + 1, microbatches=2), 4, tuple(cuts))
+    except fpipe.CutError as error:
+        event(str(error).split(": ")[1][:30])
+        return
+    event("exact")
+    assert_same(run(*built), want)
+    assert_same(run(*built), run_reference(*built))
+
+
+@pytest.mark.parametrize(
+    ("steps", "cut"),
+    [
+        ([("view", 0, 0), ("in_place", 0, 0), ("add", 1, 0)], "steps.1"),
+        ([("same", 0, 0), ("in_place", 1, 0), ("add", 0, 0)], "steps.1"),
+        ([("view", 0, 0), ("in_place", 0, 0), ("view", 0, 0), ("view", 1, 0)], "steps.2"),
+        ([("view", 0, 0), ("in_place", 1, 0), ("in_place", 1, 0)], "steps.2"),
+    ],
+    ids=["base and view", "view and base", "a view from before", "again in the next stage"],
+)
+def test_shared_memory_that_is_refused(steps, cut):
+    one = Case(lambda: Pool(steps), rows_of(), mse, ("", "", ""))
+    with pytest.raises(fpipe.CutError, match="in place"):
+        build(one, gpipe(ranks=2, microbatches=2), 4, (cut,))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recomputation: a forward that keeps its inputs only and is run again before its backward changes no bit."""
+
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+from fpipe.ir.variant import TRAINING
+from fpipe.pipelines.step import scatter
+from fpipe.tensors.tree import same_bits
+from schedules import chimera, dualpipe_v, gpipe, one_f_one_b, overlap, recompute, split_backward
+from tests.common.models import (
+    WIDTH,
+    ZOO,
+    Case,
+    assert_same,
+    build,
+    by_day,
+    captured_by,
+    few,
+    loop,
+    mse,
+    rows_of,
+    run,
+    run_reference,
+)
+
+SEED = 5
+
+
+def require_exact(case, how, rows, cuts=None, capture="export"):
+    built = _, model, inputs, targets = build(case, how, rows, cuts, capture)
+    got = run(*built, seed=SEED if case.random else None)
+    assert_same(got, run_reference(*built, seed=SEED if case.random else None))
+    if not case.random and not how.placement.mirrors:
+        assert_same(got, loop(model, case.loss, inputs, targets, how.microbatches))
+    return got
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+@pytest.mark.parametrize(("name", "capture"), by_day(captured_by("trace", "export", "modules"), 3))
+def test_the_zoo(name, capture):
+    require_exact(ZOO[name], recompute(one_f_one_b(ranks=4, microbatches=3)), 6, capture=capture)
+
+
+@settings(max_examples=few(15))
+@given(
+    name=st.sampled_from(["chained", "tied_sequence", "normalised", "dropping", "in_place", "frozen_below"]),
+    made=st.sampled_from([gpipe, one_f_one_b, lambda **sizes: split_backward(one_f_one_b(**sizes)), chimera]),
+    microbatches=st.integers(2, 5),
+    stages=st.sets(st.integers(0, 3)).map(lambda found: tuple(sorted(found))),
+)
+def test_any_stages_of_any_schedule(name, made, microbatches, stages):
+    how = made(ranks=4, microbatches=microbatches)
+    if name == "normalised" and how.placement.mirrors:
+        name = "mlp"  # what keeps state has no replicas
+    require_exact(ZOO[name], recompute(how, stages), 2 * microbatches)
+
+
+def test_a_recomputation_discards_its_update_of_buffers():
+    got = require_exact(ZOO["normalised"], recompute(one_f_one_b(ranks=4, microbatches=3)), 6)
+    assert got.buffers["1.num_batches_tracked"] == 3
+
+
+@pytest.mark.parametrize("name", ["skips", "dropping", "tied_sequence"])
+def test_fused_pairs(name):
+    require_exact(ZOO[name], dualpipe_v(ranks=2, microbatches=5), 10)
+    require_exact(ZOO[name], overlap(one_f_one_b(ranks=4, microbatches=4)), 8)
+
+
+class Turned(nn.Module):
+    """A product whose kernel is another one, with other bits, where its second factor requires no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x):
+        wide = x[:, None, :] * torch.linspace(-1, 1, 64)[:, None]
+        return wide.transpose(1, 2) @ (self.weight * 1.5)
+
+
+def test_the_first_forward_has_the_bits_of_the_second():
+    x, turned = torch.randn(4, 3), Turned()
+    with torch.no_grad():
+        without = turned(x)
+    assert not same_bits(without, turned(x)), "the product must tell the difference"
+    model = nn.Sequential(nn.Linear(WIDTH, 3), Turned(), nn.Linear(16, WIDTH))
+    case = Case(lambda: model, rows_of(), lambda out, wanted: mse(out.sum(1), wanted), ("1", "2", "2"))
+    for how in (one_f_one_b(ranks=2, microbatches=2), recompute(one_f_one_b(ranks=2, microbatches=2))):
+        require_exact(case, how, 8, ("1",))
+
+
+def test_the_first_forward_keeps_nothing():
+    made = []
+
+    def watched(x):
+        out = torch.tanh(x)
+        made.append(weakref.ref(out))
+        return out
+
+    x, y = torch.randn(2, 4, WIDTH)
+    layers = [nn.Linear(WIDTH, WIDTH), watched, nn.Linear(WIDTH, WIDTH), watched, nn.Linear(WIDTH, WIDTH)]
+    one = one_f_one_b(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(layers, example=(x,), targets=y, loss=mse, schedule=one, capture="modules")
+    inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch(TRAINING, (x,), y), None)
+    stage, given = pipe.stages[0], (inputs.params[0][0], inputs.buffers[0], inputs.batch(0, 0), inputs.keys[0])
+    made.clear()
+    outputs, buffers, residuals = stage.forward(*given)
+    assert [found() is None for found in made] == [False, False], "what the backward needs"
+    del residuals
+    again, same = stage.evaluate(*given)
+    assert [found() is None for found in made] == [True] * 4
+    assert all(map(same_bits, again, outputs))
+    assert all(map(same_bits, same, buffers))

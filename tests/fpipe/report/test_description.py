@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `print(pipe)` shows."""
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from schedules import dualpipe, gpipe, one_f_one_b
+from tests.common.models import SCHEDULES, WIDTH, ZOO, build, mse
+
+
+def test_the_picture():
+    case, how = ZOO["gpt"], one_f_one_b(ranks=4, microbatches=2)
+    pipe, *_ = build(case, how, 4, capture="trace")
+    assert str(pipe).splitlines() == [
+        "Pipeline of GPT under one_f_one_b(ranks=4, microbatches=2)",
+        "4 stages, 712 parameters (2.8 KiB), all trainable",
+        "",
+        "stage 0 on rank 0",
+        "  modules     embed, place, blocks.0, 2 other operations",
+        "  parameters  220 (880 B), all trainable",
+        "  gives       stage 1: 96 B per microbatch, 96 B of cotangents back",
+        "                float32[2, 3, 4]  from blocks.0",
+        "  gets        stage 3: 176 B of cotangents per microbatch",
+        "  keeps       1.1 KiB per microbatch",
+        "",
+        "stage 1 on rank 1",
+        "  modules     blocks.1",
+        "  parameters  164 (656 B), all trainable",
+        "  gives       stage 2: 96 B per microbatch, 96 B of cotangents back",
+        "                float32[2, 3, 4]  from blocks.1",
+        "  keeps       1.1 KiB per microbatch",
+        "",
+        "stage 2 on rank 2",
+        "  modules     blocks.2-3",
+        "  parameters  328 (1.3 KiB), all trainable",
+        "  gives       stage 3: 96 B per microbatch, 96 B of cotangents back",
+        "                float32[2, 3, 4]  from blocks.3",
+        "  keeps       2.2 KiB per microbatch",
+        "",
+        "stage 3 on rank 3",
+        "  modules     head, loss, 1 other operation",
+        "  parameters  44 (176 B), all trainable",
+        "  keeps       368 B per microbatch",
+        "",
+        "tied parameters",
+        "  embed.weight = head.weight: stages 0, 3, owned by stage 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            "frozen_below",
+            ["36 trainable", "all frozen", "(80 B), 16 trainable", "32 B per microbatch, no cotangents"],
+        ),
+        ("normalised", ["  buffers     3 (40 B)"]),
+        ("twice", ["b, b@1, 1 other operation", "shared.bias: stages 0, 3, owned by stage 0"]),
+        ("later", ["int64[2, 3]       from pick"]),
+        ("one_weight", ["0.weight = 2.weight = 4.weight = 6.weight: stages 0, 1, 2, 3, owned by stage 0"]),
+        ("strides", ["stage 3: 192 B per microbatch, 768 B of cotangents back", "float32[2, 20, 12]  from the model"]),
+    ],
+)
+def test_what_is_shown(case, words):
+    pipe, *_ = build(ZOO[case], SCHEDULES["one_f_one_b"](4, 2), 4, capture="trace")
+    text = str(pipe)
+    assert not [word for word in words if word not in text], text
+
+
+def test_weights_whose_gradients_are_not_deferred():
+    case = ZOO["gpt"]
+    text = str(build(case, SCHEDULES["split_backward"](4, 2), 4, capture="trace")[0])
+    assert "  undeferred  embed.weight: also used by other stages" in text, text
+    assert "  keeps       1.1 KiB per microbatch, 1.2 KiB for the weight half of its backward" in text, text
+    assert "undeferred" not in str(build(case, SCHEDULES["one_f_one_b"](4, 2), 4, capture="trace")[0])
+
+
+def test_ranks_of_replicas():
+    pipe, *_ = build(ZOO["mlp"], dualpipe(ranks=4, microbatches=4), 8)
+    assert "stage 1 on ranks 1, 2" in str(pipe)
+
+
+def test_a_model_of_one_stage_is_whole():
+    pipe, *_ = build(ZOO["gpt"], gpipe(ranks=1, microbatches=2), 4, capture="trace")
+    text = str(pipe)
+    assert "modules     the whole model, loss, 1 other operation" in text
+    assert "embed.weight = head.weight: stage 0" in text
+
+
+class Wide(nn.Module):
+    """Many modules of different names, whose results all cross the cut, and one weight for all of them."""
+
+    def __init__(self, count):
+        super().__init__()
+        for k in range(count):
+            self.add_module(f"layer_{k:03}", nn.Linear(WIDTH, WIDTH))
+            self.get_submodule(f"layer_{k:03}").weight = self.layer_000.weight
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        found = [layer(x) for name, layer in self.named_children() if name != "last"]
+        return self.last(sum(found))
+
+
+def test_long_lists_end_in_a_count():
+    x = torch.randn(4, WIDTH)
+    how = gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(Wide(200), example=(x,), targets=x, loss=mse, schedule=how, cuts=["layer_100"])
+    lines = str(pipe).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 40
+    text = "\n".join(lines)
+    assert "layer_011, ... 88 more" in text
+    assert "layer_000.weight = layer_001.weight = layer_002.weight = 197 more names: stages 0, 1," in text
+    assert "              ... 88 more" in text
+
+
+def test_a_long_chain_is_one_entry():
+    x = torch.randn(4, WIDTH)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(100)])
+    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=gpipe(ranks=2, microbatches=2), cuts=[60])
+    assert "modules     0-59\n" in str(pipe)
+    assert "modules     60-99, loss" in str(pipe)
+
+
+def test_gradients_that_are_summed():
+    pipe, *_ = build(ZOO["one_weight"], gpipe(ranks=4, microbatches=2), 4, tied="sum", capture="trace")
+    assert "6.weight: stages 0, 1, 2, 3, gradients summed once a step" in str(pipe)

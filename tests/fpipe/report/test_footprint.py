@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes that stages hold, counted by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from schedules import Costs, Sizes, dualpipe, gpipe, one_f_one_b, recompute, simulate, v_half, zb_h1
+from tests.common.models import WIDTH, ZOO, build, mse
+
+ROWS, WIDE, FLOAT = 3, 8, 4
+SMALL, LARGE = ROWS * WIDTH * FLOAT, ROWS * WIDE * FLOAT
+
+
+def square(output):
+    return output.square().mean()
+
+
+def sizes_of(*modules, cuts, width=WIDTH, **options):
+    """Of a sequence of modules, for microbatches of three rows."""
+    model = nn.Sequential(*modules)
+    how = zb_h1(ranks=1 + len(cuts), microbatches=2)
+    x = torch.ones(2 * ROWS, width)
+    return fpipe.pipeline(model, example=(x,), loss=square, schedule=how, cuts=cuts, **options).sizes
+
+
+def parameters(*modules):
+    return sum(p.numel() * FLOAT for module in modules for p in module.parameters())
+
+
+def without_fakes(module, examples):
+    """A compiler of functions that need memory."""
+
+    def run(*given):
+        assert not any(isinstance(tensor, FakeTensor) for tensor in given)
+        return module(*given)
+
+    return run
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph", without_fakes])
+def test_linear_layers(backward):
+    """What a layer was given is kept, and from the input half on the gradient of its output."""
+    layers = [nn.Linear(WIDTH, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    sizes = sizes_of(*layers, cuts=["1", "4"], backward=backward)
+    assert sizes.inputs == (0, LARGE, SMALL)
+    assert sizes.weight == tuple(map(parameters, layers[::2]))
+    assert sizes.residual == (LARGE, LARGE + SMALL, 2 * SMALL)
+    both, autograd = LARGE + SMALL, backward == "autograd"  # what the two tanh return, and the last two of these
+    assert sizes.activation == (0, both + LARGE * autograd, 2 * SMALL + FLOAT * autograd), "what is given, and the loss"
+
+
+def test_what_the_weight_half_does_not_need_is_let_go():
+    """The input of the stage goes with the activation; so does all that is between the layers."""
+    wide = [nn.Sigmoid(), nn.Linear(WIDTH, WIDTH), *[nn.Tanh() for _ in range(9)]]
+    sizes = sizes_of(nn.Linear(WIDTH, WIDTH), *wide, nn.Linear(WIDTH, WIDTH), cuts=["1"])
+    assert sizes.activation[1] > 10 * SMALL
+    assert sizes.residual[1] == 4 * SMALL, "two inputs, two gradients"
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+def test_what_is_checkpointed_keeps_its_input():
+    def body():
+        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)])
+
+    plain, saved = (
+        sizes_of(nn.Linear(WIDTH, WIDTH), made(body()), nn.Sigmoid(), cuts=["1"])
+        for made in (nn.Sequential, Checkpointed)
+    )
+    assert plain.activation[1] > 5 * SMALL
+    assert saved.activation[1] == 2 * SMALL + FLOAT, "its input; what the sigmoid returned; the loss"
+
+
+def test_frozen_stages_keep_nothing():
+    assert (
+        sizes_of(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH), cuts=["1"]).activation[0] == 0
+    )
+    pipe, *_ = build(ZOO["all_frozen"], gpipe(ranks=4, microbatches=2), 4)
+    assert pipe.sizes.activation == pipe.sizes.residual == (0,) * 4
+
+
+def test_a_parameter_counts_once_on_each_rank():
+    """Under a V the first and last stages are on one rank, which has one copy of what both use."""
+    for how, weight in (
+        (gpipe(ranks=4, microbatches=4), 176),
+        (v_half(ranks=2, microbatches=4), 0),
+        (dualpipe(4, 4), 0),
+    ):
+        pipe, *_ = build(ZOO["gpt"], how, 8)
+        assert pipe.sizes.weight[3] == weight
+        assert pipe.sizes.weight[0] == 880
+
+
+def test_nothing_is_allocated_and_nothing_computed():
+    """Three layers of 64 GiB each, for microbatches of 8 GiB."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(2**17, 2**17) for _ in range(3)])
+        x = torch.empty(2 * 2**14, 2**17)
+    before = torch.random.get_rng_state()
+    pipe = fpipe.pipeline(model, example=(x,), loss=square, schedule=zb_h1(ranks=3, microbatches=2), cuts=["1", "2"])
+    sizes = pipe.sizes
+    assert torch.equal(torch.random.get_rng_state(), before)
+    unit = 2**14 * 2**17 * FLOAT
+    assert sizes.inputs == (0, unit, unit)
+    assert sizes.residual == (unit, 2 * unit, 2 * unit)
+    assert sizes.weight == (2**36 + 2**19,) * 3
+
+
+def test_random_modules_leave_the_generator_alone():
+    pipe, *_ = build(ZOO["gpt_dropout"], one_f_one_b(ranks=4, microbatches=2), 4)
+    before = torch.random.get_rng_state()
+    assert isinstance(pipe.sizes, Sizes)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_step_after_sizes_is_the_same():
+    pipe, model, inputs, targets = build(ZOO["normalised"], zb_h1(ranks=4, microbatches=2), 4, capture="trace")
+    assert pipe.sizes is pipe.sizes, "found once"
+    fpipe.verify(pipe, model, inputs, targets)
+
+
+def test_simulated_peaks_are_in_bytes():
+    """Recomputation costs the inputs of all, and the activations of one."""
+    how = gpipe(ranks=2, microbatches=4)
+    layers = [nn.Linear(WIDTH, WIDTH), *[nn.Tanh() for _ in range(6)], nn.Linear(WIDTH, WIDTH)]
+    x = torch.ones(4 * ROWS, WIDTH)
+
+    def peak(how):
+        pipe = fpipe.pipeline(nn.Sequential(*layers), example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"])
+        return pipe.sizes, simulate(how, Costs(), pipe.program.graph, pipe.sizes).peak_memory[1]
+
+    sizes, most = peak(how)
+    assert most == 4 * sizes.activation[1] + sizes.weight[1]
+    sizes, most = peak(recompute(how))
+    assert most == 3 * sizes.inputs[1] + sizes.activation[1] + sizes.weight[1]

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the executor computes, shown on formulas: symbolic stages over any schedule of any stage graph.
+
+A symbolic stage makes a formula of everything that it is given: parameters, buffers, batch, key, values and cotangents,
+told apart by port. What all stages make under a program must be what the whole model makes, one microbatch after the
+other. Formulas are objects of their own, so it can also be seen when the executor lets go of them.
+"""
+
+import gc
+import weakref
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fpipe.runtime.executor import Execution, Inputs, Port
+from fpipe.runtime.instructions import link
+from fpipe.runtime.transport.local import LocalTransport, drive
+from schedules import B, F, Graph, I, W, chain, gpipe, lower, one_f_one_b, split_backward
+from schedules.proof.formulas import formula
+from schedules.testing import orders
+
+
+class Formula(str):
+    """A formula that can be watched."""
+
+
+def make(*parts):
+    return Formula(formula(*parts))
+
+
+def width(s, t):
+    """How many values cross an edge."""
+    return 1 + (s + t) % 2
+
+
+class Symbolic:
+    """Stage `s` of a graph."""
+
+    def __init__(self, graph: Graph, s: int) -> None:
+        self.index, last = s, graph.stages - 1
+        self.results = ("result",) if s == last else ()
+        self.gets = self._ports("F", [(p, s) for p in graph.fed_by[s]])
+        self.gives = self._ports("F", [(s, t) for t in graph.feeds[s]])
+        self.pulls = self._ports("B", [(p, s) for p in graph.pulls[s]])
+        self.pulled_by = self._ports("B", [(s, t) for t in graph.pulled_by[s]])
+        self.shares = self._ports("G", [(s, t) for t in graph.shares[s]])
+        self.shared_by = self._ports("G", [(p, s) for p in graph.shared_by[s]])
+        self.totals = ("total",)
+
+    def _ports(self, what, edges):
+        return [
+            Port(t if s == self.index else s, tuple(f"{what}{s}>{t}/{k}" for k in range(width(s, t)))) for s, t in edges
+        ]
+
+    def forward(self, params, buffers, inputs, key):
+        kept = make("F", params, inputs, key)
+        outputs = [make(spec, kept) for spec in self.results]
+        outputs += [make(spec, kept) for port in self.gives for spec in port.specs]
+        return tuple(outputs), (*buffers, key), Residuals(kept)
+
+    def evaluate(self, params, buffers, inputs, key):
+        return self.forward(params, buffers, inputs, key)[:2]
+
+    def backward(self, residuals, cotangents, onto=()):
+        return self._pull(residuals, cotangents), self._added(make("W", residuals.kept, cotangents), onto)
+
+    def _added(self, grads, onto):
+        return (*onto, grads) if onto else grads
+
+    def _pull(self, residuals, cotangents):
+        return tuple(make(spec, residuals.kept, cotangents) for port in self.pulls for spec in port.specs)
+
+    def backward_input(self, residuals, cotangents):
+        return self._pull(residuals, cotangents), (residuals, cotangents)
+
+    def backward_weight(self, deferred, onto=()):
+        residuals, cotangents = deferred
+        return self._added(make("W", residuals.kept, cotangents), onto)
+
+    def accumulate(self, total, grads, count):
+        assert count == len(total)
+        return (*total, grads)
+
+    def finished(self, total):
+        return total
+
+    def shared(self, total, peer):
+        if peer == self.index:
+            return total
+        (specs,) = [port.specs for port in self.shares if port.peer == peer]
+        return tuple(make(spec, *total) for spec in specs)
+
+
+class Residuals:
+    """What a forward keeps."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+
+def batch(s, i):
+    return (make("batch", s, i),)
+
+
+def key(i):
+    return 100 + i
+
+
+def whole(graph: Graph, microbatches: int):
+    """The model itself, microbatch by microbatch: results, and the terms of every gradient by (stage, microbatch)."""
+    stages = [Symbolic(graph, s) for s in range(graph.stages)]
+    results, terms = {}, {}
+    for i in range(microbatches):
+        crossing, kept, back = {}, {}, {}
+        for s, stage in enumerate(stages):
+            got = tuple(value for port in stage.gets for value in crossing[port.peer, s])
+            outputs, _, kept[s] = stage.forward(f"params {s}", (), batch(s, i) + got, key(i))
+            outputs = list(outputs)
+            if stage.results:
+                results[i] = tuple(outputs[:1])
+                outputs = outputs[1:]
+            for port in stage.gives:
+                crossing[s, port.peer] = [outputs.pop(0) for _ in port.specs]
+        for s, stage in reversed(list(enumerate(stages))):
+            cotangents = tuple(value for port in stage.pulled_by for value in back[port.peer, s])
+            outgoing, terms[s, i] = stage.backward(kept[s], cotangents)
+            outgoing = list(outgoing)
+            for port in stage.pulls:
+                back[s, port.peer] = [outgoing.pop(0) for _ in port.specs]
+    return results, terms
+
+
+FUNCTIONS = {
+    "F": "forward",
+    "C": "evaluate",
+    "R": "forward",
+    "OVERLAP_F": "forward",
+    "B": "backward",
+    "I": "backward_input",
+    "W": "backward_weight",
+}
+
+
+@st.composite
+def runnable(draw):
+    """Any correct schedule of whole microbatches without updates, and the graph that it is correct for."""
+    return draw(orders().filter(lambda case: case[0].slices == 1 and "U" not in set(map(kind_of, actions(case[0])))))
+
+
+def kind_of(action):
+    return action.kind
+
+
+def actions(schedule):
+    return (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
+
+
+def plainly(action, function, *arguments):
+    return function(*arguments)
+
+
+class Hooked:
+    """A stage whose functions are called through `compute(action, function, *arguments)`."""
+
+    def __init__(self, stage, running, compute):
+        self.stage, self.running, self.compute = stage, running, compute
+
+    def __getattr__(self, name):
+        found = getattr(self.stage, name)
+        if name not in FUNCTIONS.values():
+            return found
+        return lambda *arguments: self.compute(self.running[0].at.action, found, *arguments)
+
+
+def hooked(actions, stages, placement, transport, inputs, compute):
+    """An execution of these actions, whose stages call `compute`."""
+    running = []
+    stages = {s: Hooked(stage, running, compute) for s, stage in stages.items()}
+    running.append(Execution(link(actions, stages, placement), transport, inputs))
+    return running[0]
+
+
+def execute(schedule, graph, compute=plainly, rows=None):
+    """Run a schedule's program, or these rows of actions, in one process: the executions, and their outcomes."""
+    program = lower(schedule, graph)
+    transport = LocalTransport()
+    executions = []
+    for rank in range(schedule.ranks):
+        held = schedule.placement.stages_on(rank)
+        inputs = Inputs(
+            params=[{s: f"params {s}" for s in held}] * schedule.microbatches,
+            buffers=dict.fromkeys(held, ()),
+            batch=batch,
+            keys=[key(i) for i in range(schedule.microbatches)],
+        )
+        stages = {s: Symbolic(graph, s) for s in held}
+        actions = list(program.actions(rank)) if rows is None else rows[rank]
+        executions.append(hooked(actions, stages, schedule.placement, transport, inputs, compute))
+    return executions, drive(transport, executions)
+
+
+def order(schedule, rank, s, kinds):
+    return [action.microbatch for action in schedule.actions(rank) if action.stage == s and action.kind in kinds]
+
+
+@given(runnable())
+def test_any_schedule_of_any_graph_computes_the_whole_model(case):
+    schedule, graph = case
+    _, outcomes = execute(schedule, graph)
+    results, terms = whole(graph, schedule.microbatches)
+    placement = schedule.placement
+    assert sorted(outcomes) == list(range(schedule.ranks))
+    for rank, outcome in outcomes.items():
+        mine = {i for i in results if placement.home(graph.stages - 1, i) == rank}
+        assert outcome.results == {i: results[i] for i in mine}, "on a rank of the last stage"
+        assert set(outcome.buffers) == set(outcome.grads) == set(placement.stages_on(rank))
+        for s in placement.stages_on(rank):
+            forwards = order(schedule, rank, s, ("F", "C", "OVERLAP_F"))
+            assert outcome.buffers[s] == tuple(map(key, forwards)), "buffers go in the order of F"
+            assert outcome.grads[s] == total(schedule, s, terms), "and gradients as scheduled"
+    got = {(rank, *edge): copy for rank, outcome in outcomes.items() for edge, copy in outcome.shared.items()}
+    crossing = {(route[t], s, t) for route in placement.routes for s, t in graph.gradients if route[s] != route[t]}
+    totals = {s: total(schedule, s, terms) for s in range(graph.stages)}
+    assert got == {(rank, s, t): Symbolic(graph, s).shared(totals[s], t) for rank, s, t in crossing}
+
+
+def total(schedule, s, terms):
+    """The gradient of a stage: terms in the order of the schedule; of replicas, their sums in the order of routes."""
+    ranks = schedule.placement.replicas(s)
+    sums = [tuple(terms[s, i] for i in order(schedule, rank, s, ("B", "W"))) for rank in ranks]
+    assert sorted(term for one in sums for term in one) == sorted(terms[s, i] for i in range(schedule.microbatches))
+    return tuple(sums) if len(ranks) > 1 else sums[0]
+
+
+@given(runnable())
+def test_nothing_is_left_at_the_end(case):
+    for execution in execute(*case)[0]:
+        tables = execution.kept, execution.posted, execution.residuals, execution.deferred, execution.checkpoints
+        assert list(tables) == [{}] * 5
+
+
+@given(runnable())
+def test_every_action_calls_its_stage_function(case):
+    schedule, graph = case
+    calls = defaultdict(list)
+
+    def compute(action, function, *arguments):
+        calls[schedule.placement.home(action.stage, action.microbatch)].append((action, function.__name__))
+        return function(*arguments)
+
+    execute(schedule, graph, compute)
+    for rank in range(schedule.ranks):
+        called = [action for action in schedule.actions(rank) if action.kind != "G"]
+        assert calls[rank] == [(action, FUNCTIONS[action.kind]) for action in called]
+
+
+@given(runnable())
+def test_everything_is_let_go_of_at_its_last_use(case):
+    """Between two compute actions there are the residuals of what is in flight, the arguments of what is to be computed
+    again, and nothing of what is done."""
+    schedule, graph = case
+    kept, arguments = weakref.WeakKeyDictionary(), weakref.WeakKeyDictionary()
+    done = {}
+
+    def compute(action, function, *given):
+        kind, s, i, _, _ = action
+        flying = {where for where, latest in done.items() if latest in ("F", "R", "OVERLAP_F", "I")} - {(s, i)}
+        assert {where for where in kept.values() if where != (s, i)} == flying
+        used = {where for where, latest in done.items() if latest != "C"} - {(s, i)}
+        assert not {where for where in arguments.values() if where in used}
+        out = function(*given)
+        if kind in ("F", "C", "R", "OVERLAP_F"):
+            for value in given[2]:
+                arguments[value] = s, i
+        if kind in ("F", "R", "OVERLAP_F"):
+            kept[out[2]] = s, i
+        done[s, i] = kind
+        return out
+
+    gc.disable()
+    try:
+        execute(schedule, graph, compute)
+    finally:
+        gc.enable()
+    assert not kept
+
+
+def test_a_sent_value_is_let_go_of_by_both_ends():
+    alive = weakref.WeakSet()
+    most = 0
+
+    def compute(action, function, *arguments):
+        nonlocal most
+        most = max(most, len(alive))
+        out = function(*arguments)
+        if action.kind == "F":
+            alive.update(out[0])
+        return out
+
+    microbatches = 20
+    executions, outcomes = execute(one_f_one_b(ranks=3, microbatches=microbatches), chain(3), compute)
+    del executions, outcomes
+    gc.collect()
+    assert most < microbatches + 8, "results of the last stage stay; values that crossed do not"
+    assert not alive
+
+
+@pytest.mark.parametrize("kinds", ["B", "IW"])
+def test_the_position_tells_where_a_rank_stands(kinds):
+    schedule = gpipe(ranks=2, microbatches=2)
+    schedule = split_backward(schedule) if kinds == "IW" else schedule
+    seen = []
+
+    def compute(action, function, *arguments):
+        if action.stage == 0:
+            seen.append((execution.at.position, action))
+        return function(*arguments)
+
+    program = list(lower(schedule, chain(2)).actions(0))
+    graph, transport = chain(2), LocalTransport()
+    inputs = [Inputs([{s: ""}] * 2, {s: ()}, batch, [0, 1]) for s in range(2)]
+    stages = [{s: Symbolic(graph, s)} for s in range(2)]
+    execution = hooked(program, stages[0], schedule.placement, transport, inputs[0], compute)
+    other = Execution(link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])
+    drive(transport, [execution, other])
+    assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
+    assert execution.at.position == len(program) - 1
+
+
+@given(st.integers(1, 3), st.integers(1, 5))
+def test_a_wrong_program_is_not_taken_for_a_right_one(ranks, microbatches):
+    """Backwards of another order than stated give other sums: what the properties above would see."""
+    schedule = gpipe(ranks=ranks, microbatches=microbatches)
+    _, outcomes = execute(schedule, chain(ranks))
+    _, terms = whole(chain(ranks), microbatches)
+    backwards = tuple(terms[0, i] for i in reversed(range(microbatches)))
+    assert (outcomes[0].grads[0] == backwards) == (microbatches == 1)
+
+
+def test_an_action_of_no_known_kind_or_order_is_an_error():
+    schedule = gpipe(ranks=1, microbatches=1)
+    with pytest.raises(KeyError):
+        execute(schedule, chain(1), rows=[[F(0, 0)._replace(kind="X")]])
+    for rows in ([[W(0, 0)]], [[F(0, 0), I(0, 0), W(0, 0), W(0, 0)]]):
+        with pytest.raises(KeyError):
+            execute(schedule, chain(1), rows=rows)
+    assert execute(schedule, chain(1), rows=[[F(0, 0), B(0, 0)]])[1][0].grads[0]

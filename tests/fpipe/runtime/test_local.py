@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process: messages meet in order, a deadlock is known at once, and a broken order is named."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fpipe import DeadlockError, PipelineError, TransportError
+from fpipe.runtime.executor import Execution, Inputs, Port
+from fpipe.runtime.instructions import link
+from fpipe.runtime.transport.interface import message, posted
+from fpipe.runtime.transport.local import LocalRanks, LocalTransport, drive
+from schedules import Placement, parse
+
+
+class Echo:
+    """A stage in a chain that passes on what it gets."""
+
+    results = shares = shared_by = totals = ()
+
+    def __init__(self, s, stages):
+        before, after = [Port(s - 1, (None,))] * (s > 0), [Port(s + 1, (None,))] * (s < stages - 1)
+        self.gets = self.pulls = before
+        self.gives = self.pulled_by = after
+
+    def forward(self, params, buffers, inputs, key):
+        return inputs, buffers, "kept"
+
+    def backward(self, residuals, cotangents, onto):
+        return cotangents or ("cotangent",), ()
+
+    def accumulate(self, total, grads, count):
+        return total
+
+
+def start(*rows, homes=None):
+    """One execution per row of actions, one stage on each rank unless `homes` says otherwise."""
+    homes = tuple(range(len(rows))) if homes is None else homes
+    placement, transport = Placement(len(rows), homes), LocalTransport()
+    executions = []
+    for rank, row in enumerate(rows):
+        stages = {s: Echo(s, len(homes)) for s, home in enumerate(homes) if home == rank}
+        nothing = dict.fromkeys(stages)
+        inputs = Inputs([nothing] * 9, nothing, lambda s, i: ("x",) if s == 0 else (), range(9))
+        executions.append(Execution(link(map(parse, row.split()), stages, placement), transport, inputs))
+    return transport, executions
+
+
+def test_a_message_crosses_and_comes_back():
+    transport, executions = start(
+        "0RECV_B0<1 0F0 0SEND_F0>1 0B0 0WAIT_F0>1", "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1WAIT_B0>0"
+    )
+    assert sorted(drive(transport, executions)) == [0, 1]
+
+
+def test_waiting_for_what_nobody_sends_is_a_deadlock_at_once():
+    transport, executions = start("0F0 0SEND_F0>1 0RECV_B0<1 0B0", "1RECV_F0<0 1F0")
+    with pytest.raises(DeadlockError) as caught:
+        drive(transport, executions)
+    message = str(caught.value)
+    assert "rank 0, position 3, 0B0: waits for 0RECV_B0<1" in message
+    assert "rank 1" not in message, "it has finished"
+    assert "schedules.check" in message
+    assert isinstance(caught.value, PipelineError)
+
+
+def test_a_circle_names_every_rank():
+    """Each of three ranks waits for the next: 0 for a cotangent of 1, 1 for one of 2, 2 for a value of 1."""
+    transport, executions = start("0F0 0RECV_B0<1 0B0", "1RECV_B0<2 1B0", "2RECV_F0<1 2F0")
+    with pytest.raises(DeadlockError) as caught:
+        drive(transport, executions)
+    lines = str(caught.value).splitlines()
+    assert lines[1:4] == [
+        "rank 0, position 2, 0B0: waits for 0RECV_B0<1",
+        "rank 1, position 1, 1B0: waits for 1RECV_B0<2",
+        "rank 2, position 1, 2F0: waits for 2RECV_F0<1",
+    ]
+
+
+def test_a_send_that_nobody_receives_is_a_deadlock_too():
+    transport, executions = start("0F0 0SEND_F0>1 0WAIT_F0>1", "")
+    with pytest.raises(DeadlockError, match=r"rank 0, position 2, 0WAIT_F0>1: waits for 0SEND_F0>1"):
+        drive(transport, executions)
+
+
+def test_a_broken_order_names_both_messages():
+    transport, executions = start("0F0 0F1 0SEND_F0>1 0SEND_F1>1", "1RECV_F1<0 1RECV_F0<0 1F0 1F1")
+    with pytest.raises(TransportError) as caught:
+        drive(transport, executions)
+    message = str(caught.value)
+    assert "got 0SEND_F0>1" in message
+    assert "expected the message of 1RECV_F1<0" in message
+    assert "channel" in message
+    assert "lower()" in message
+
+
+def test_messages_of_two_stages_on_one_channel_are_told_apart():
+    transport, executions = start("0F0 0SEND_F0>1 2RECV_F0<1", "3RECV_F0<2", homes=(0, 1, 0, 1))
+    with pytest.raises(TransportError, match=r"got 0SEND_F0>1.*, expected the message of 3RECV_F0<2"):
+        drive(transport, executions)
+
+
+@given(st.permutations(range(6)), st.integers(0, 63))
+def test_a_channel_is_a_queue_whichever_end_posts_first(payloads, ends_first):
+    """Sends and receives posted in any interleaving: the k-th receive gets what the k-th send sent."""
+    channel = LocalTransport().channel(0, 1)
+    messages = [("F", 0, i, 1) for i in range(6)]
+    handles = []
+    for i in range(6):
+        if ends_first >> i & 1:
+            channel.send(messages[i], (payloads[i],), ())
+            handles.append(channel.receive(messages[i], ()))
+        else:
+            handles.append(channel.receive(messages[i], ()))
+            channel.send(messages[i], (payloads[i],), ())
+    assert [handle.payload for handle in handles] == [(payload,) for payload in payloads]
+    assert all(handle.done for handle in handles)
+
+
+def test_the_two_directions_are_two_channels():
+    transport = LocalTransport()
+    value = transport.channel(0, 1).receive(("F", 0, 0, 1), ())
+    cotangent = transport.channel(1, 0).receive(("B", 1, 0, 0), ())
+    transport.channel(1, 0).send(("B", 1, 0, 0), ("b",), ())
+    transport.channel(0, 1).send(("F", 0, 0, 1), ("f",), ())
+    assert (value.payload, cotangent.payload) == (("f",), ("b",))
+
+
+@pytest.mark.parametrize("what", "FBG")
+def test_both_ends_name_a_message_alike(what):
+    send, receive = parse(f"1SEND_{what}3>0"), parse(f"0RECV_{what}3<1")
+    assert message(send) == message(receive) == (what, 1, 3, 0)
+    assert posted("SEND", message(send)) == str(send)
+    assert posted("RECV", message(send)) == str(receive)
+
+
+def test_all_ranks_are_here():
+    ranks = LocalRanks(3)
+    assert ranks.ranks == (0, 1, 2)
+    assert (ranks.any(True), ranks.any(False)) == (True, False)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage functions are pure, their halves make the whole, and what flows is what was foretold."""
+
+import copy
+import gc
+import operator
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+from fpipe.autodiff.accumulation import owned, summed
+from fpipe.ir.variant import TRAINING
+from fpipe.tensors.random import key, preserved
+from fpipe.tensors.spec import Spec
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b
+from tests.common.models import ZOO, build, few, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
+
+NAMES = [name for name in ZOO if name not in ("recurrent",)]
+
+
+def chain(name, capture="export"):
+    """The stages of a case in order, each with what it is given for the first microbatch."""
+    pipe, model, inputs, targets = build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4, capture=capture)
+    params, buffers = pipe.init(model)
+    batch = pipe.batch(TRAINING, inputs, targets).take()
+    crossing = {}
+    for stage in pipe.stages:
+        given = tuple(batch[leaf][0] for leaf in stage.batch)
+        for port in stage.gets:
+            given += crossing[port.peer, stage.index]
+        arguments = stage.leaves(params), tuple(buffers[name] for name in stage.buffers), given, key(1, 0)
+        yield stage, arguments
+        with preserved([torch.device("cpu")]):
+            outputs, _, _ = stage.forward(*arguments)
+        rest = outputs[len(stage.results) :]
+        for port in stage.gives:
+            crossing[stage.index, port.peer], rest = rest[: len(port.specs)], rest[len(port.specs) :]
+
+
+def all_same(a, b):
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+def cotangents(stage):
+    generator = torch.Generator().manual_seed(0)
+    specs = [spec for port in stage.pulled_by for spec in port.specs]
+    return tuple(spec.like(torch.randn(spec.shape, generator=generator).to(spec.dtype)) for spec in specs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_is_pure(name):
+    """The same twice, of unchanged arguments; what comes out carries no graph."""
+    for stage, arguments in chain(name):
+        before = copy.deepcopy([[t.detach() for t in part] for part in arguments[:3]])
+        with preserved([torch.device("cpu")]):
+            outputs, buffers, kept = stage.forward(*arguments)
+            again, buffers_again, kept_again = stage.forward(*arguments)
+        assert all_same(outputs, again)
+        assert all_same(buffers, buffers_again)
+        assert all(all_same(part, old) for part, old in zip(arguments[:3], before, strict=True))
+        assert not any(tensor.requires_grad for tensor in (*outputs, *buffers))
+        incoming = cotangents(stage)
+        if kept is not None:
+            for one, other in zip(stage.backward(kept, incoming), stage.backward(kept_again, incoming), strict=True):
+                assert all_same(one, other)
+                assert not any(tensor.requires_grad for tensor in one)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_halves_make_a_whole(name):
+    for stage, arguments in chain(name):
+        incoming = cotangents(stage)
+        with preserved([torch.device("cpu")]):
+            _, _, kept = stage.forward(*arguments)
+            _, _, again = stage.forward(*arguments)
+        outgoing, grads = stage.backward(kept, incoming)
+        half, deferred = stage.backward_input(again, incoming)
+        assert all_same(half, outgoing)
+        assert all_same(stage.backward_weight(deferred), grads)
+        assert len(outgoing) == sum(len(port.specs) for port in stage.pulls)
+        assert len(grads) == (len(stage.grads) if kept is not None else 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_flows_is_what_was_foretold(name, monkeypatch):
+    """Shapes, dtypes and strides of values and cotangents; nothing has to be laid out anew."""
+    different = []
+    like = Spec.like
+
+    def watched(self, tensor):
+        if Spec.of(tensor) != self:
+            different.append((Spec.of(tensor), tensor.stride(), self, self.stride))
+        return like(self, tensor)
+
+    built = build(ZOO[name], one_f_one_b(ranks=4, microbatches=2), 4)
+    monkeypatch.setattr(Spec, "like", watched)
+    run(*built, seed=1)
+    assert not different
+
+
+def test_where_nothing_is_trained_no_graph_is_kept():
+    stages = list(chain("frozen_below"))
+    first, arguments = stages[0]
+    _, _, kept = first.forward(*arguments)
+    assert kept is None
+    assert first.backward(None, ()) == ((), ())
+    assert first.backward_input(None, ()) == ((), None)
+    assert first.backward_weight(None) == ()
+    assert all(stage.forward(*arguments)[2] is not None for stage, arguments in stages[1:])
+
+
+def test_frozen_parameters_have_no_gradient():
+    (_, _, (third, _), (fourth, _)) = chain("frozen_below")
+    assert third.grads == ()
+    assert fourth.grads == ("6.weight",)
+
+
+def test_parameters_are_leaves_of_the_stage_s_own():
+    for stage, (params, *_) in chain("frozen_below"):
+        for name, leaf in zip(stage.parameters, params, strict=True):
+            assert leaf.is_leaf
+            assert leaf.requires_grad == (name in ("2.weight", "2.bias", "6.weight"))
+
+
+class Scaled(nn.Linear):
+    """With a buffer behind it."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.randn(4))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_tensors_of_the_user_get_no_gradient():
+    """Not even those that require one, of which autograd makes leaves."""
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(6, 4, requires_grad=True)
+    how = one_f_one_b(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=how, cuts=["1"])
+    params, buffers = pipe.init(model)
+    buffers = {name: buffer.requires_grad_() for name, buffer in buffers.items()}
+    fpipe.value_and_grad(pipe)(params, buffers, (x,), seed=0)
+    assert not [tensor for tensor in (x, *params.values(), *buffers.values()) if tensor.grad is not None]
+
+
+@settings(max_examples=few(60))
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=6))
+def test_gradients_are_added_in_order_to_own_memory(values):
+    """The first sum is new memory, if anybody else has the gradients'; later ones are added in it."""
+    terms = [(torch.tensor([v + 0.1]), torch.tensor(v * 0.3)) for v in values]
+    kept = copy.deepcopy(terms)
+    total = ()
+    for count, term in enumerate(terms):
+        total = STAGE.accumulate(total, (*term,), count)
+    want = kept[0]
+    for term in kept[1:]:
+        want = tuple(a + b for a, b in zip(want, term, strict=True))
+    assert all_same(total, want)
+    assert all(all_same(term, old) for term, old in zip(terms, kept, strict=True)), "no term was changed"
+
+
+def test_memory_that_somebody_else_has_is_not_taken():
+    shared, whole = torch.ones(4), torch.ones(3, 2)
+    for grads in (
+        (shared, torch.ones(2)),
+        (shared.view(2, 2), torch.ones(2)),
+        (whole.t(), torch.ones(2)),
+        (whole[0], torch.ones(2)),
+        (torch.ones(2).expand(3, 2), torch.ones(2)),
+        (torch.ones(8)[:4], torch.ones(2)),
+        (None, torch.ones(2)),
+    ):
+        first, second = owned(grads)
+        assert first is None if grads[0] is None else first is not grads[0] and same_bits(first, grads[0])
+        assert second is grads[1]
+    twice = torch.ones(2)
+    assert owned((twice, twice))[0] is not twice
+    linear = nn.Linear(2, 2)
+    grads = torch.autograd.grad(linear(torch.ones(3, 2)).sum(), linear.parameters())
+    assert all(map(operator.is_, owned(grads), grads)), "new memory costs more than adding"
+
+
+def test_where_there_is_no_gradient_nothing_is_added():
+    """Zeros would make zeros of negative ones."""
+    none, zero, one = (None,), (torch.tensor([-0.0]),), (torch.tensor([1.0]),)
+    assert summed(summed((), none, 0), none, 1) == none
+    assert same_bits(summed(summed((), zero, 0), none, 1)[0], torch.tensor([-0.0]))
+    assert same_bits(summed(summed((), none, 0), zero, 1)[0], torch.tensor([-0.0]))
+    assert same_bits(summed(summed((), none, 0), one, 1)[0], one[0])
+    assert STAGE.finished(()) == (None,) * len(STAGE.grads)
+
+
+STAGE = build(ZOO["mlp"], one_f_one_b(ranks=1, microbatches=1), 2)[0].stages[0]
+
+
+def test_the_backward_frees_what_the_forward_kept():
+    """Activations live from F to B, and from F to I if nothing is left for W."""
+    stage, arguments = list(chain("mlp", "modules"))[1]
+    saved = []
+
+    def pack(tensor):
+        saved.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs, _, kept = stage.forward(*arguments)
+    parameters = {id(leaf) for leaf in arguments[0]}
+    alive = [ref for ref in saved if ref() is not None and id(ref()) not in parameters]
+    assert alive
+    incoming = cotangents(stage)
+    stage.backward(kept, incoming)
+    del kept, outputs, arguments
+    gc.collect()
+    assert not [ref for ref in alive if ref() is not None]
+
+
+class Either(nn.Module):
+    """Makes a sparse gradient of its weight or a dense one, as data decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, tokens):
+        if tokens[0, 0] == 0:
+            return nn.functional.embedding(tokens, self.weight, sparse=True).sum(1)
+        return (nn.functional.one_hot(tokens, 4).to(self.weight.dtype) @ self.weight).sum(1)
+
+
+def test_a_dense_gradient_is_added_to_a_sparse_sum():
+    """Autograd does not do so in place, but makes a new sum."""
+    model, targets = nn.Sequential(Either(), nn.Linear(3, 2)), torch.randn(2, 2)
+    tokens, loss = torch.tensor([[0, 1], [2, 3]]), nn.functional.mse_loss
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(tokens,), targets=targets, loss=loss, schedule=how, unsplittable=["0"])
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (tokens,), targets)
+    for part, target in zip(tokens.split(1), targets.split(1), strict=True):
+        (loss(model(part), target) / 2).backward()
+    assert all(same_bits(grads[name], parameter.grad) for name, parameter in model.named_parameters())

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward may change torch's settings for what it calls; no cut goes through that, and no graph loses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import fpipe
+from schedules import one_f_one_b
+from tests.common.models import WIDTH, mse
+
+BACKWARDS = ["autograd", "graph"]
+LENGTH = 4
+
+
+def setting(get: Callable[[], Any], put: Callable[[Any], None], new: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which a setting has another value."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        old = get()
+        put(new)
+        try:
+            yield
+        finally:
+            put(old)
+
+    return context
+
+
+ONEDNN = setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False)
+DTYPE = setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
+CONTEXTS = {
+    "oneDNN": ONEDNN,
+    "the default dtype": DTYPE,
+    "deterministic algorithms": setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "the precision of matmul on mkldnn": setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "flash attention": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+class Piece(nn.Module):
+    """A convolution, attention, and numbers in the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all of it."""
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        counts = (x > 0).sum(-1, keepdim=True)
+        made: Tensor = self.linear(scaled_dot_product_attention(x, x, x)) * (counts / 7).float()
+        return made
+
+
+class Around(nn.Module):
+    """Two pieces in a context."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.a, self.b, self.__dict__["context"] = Piece(), Piece(), context
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run both."""
+        with self.context():
+            made: Tensor = self.b(self.a(x))
+        return made
+
+
+def pipeline(model: nn.Module, cut: str, **options: Any) -> tuple[fpipe.Pipeline, Tensor, Tensor]:
+    """Return a pipeline of two stages, and a batch."""
+    x, y = torch.randn(2, 8, LENGTH, WIDTH)
+    how = one_f_one_b(2, 4)
+    return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=[cut], **options), x, y
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_modules_that_change_settings_for_what_they_call_are_exact_and_never_cut(name: str, backward: Any) -> None:
+    model = nn.Sequential(Around(CONTEXTS[name]), Around(CONTEXTS[name]))
+    pipe, x, y = pipeline(model, "1", backward=backward)
+    assert fpipe.verify(pipe, model, (x,), y).eager
+    changes = backward == "graph" and name != "flash attention"  # a graph has the operators that attention is made of
+    assert ("by autograd: it changes torch's settings for what it calls" in str(pipe)) is changes
+    with pytest.raises(fpipe.CutError, match=rf"Around\): a change of torch's settings \(.*{name}.*\) around what it"):
+        pipeline(model, "1.b", backward=backward)
+
+
+def test_cuts_that_are_not_named_avoid_them() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(ONEDNN), nn.Linear(WIDTH, WIDTH))
+    x, y = torch.randn(2, 8, LENGTH, WIDTH)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=one_f_one_b(2, 4))
+    assert fpipe.verify(pipe, model, (x,), y).eager
+
+
+@pytest.mark.parametrize("capture", ["export", "fx", "dynamo"])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_front_ends_that_read_operators_refuse_them(name: str, capture: str) -> None:
+    model = nn.Sequential(Around(CONTEXTS[name]), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(fpipe.CaptureError, match=rf"got a change of torch's settings \(.*{name}"):
+        pipeline(model, "1", capture=capture)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_settings_that_steps_take_from_the_capture_are_watched(backward: Any) -> None:
+    model = nn.Sequential(Piece(), Piece())
+    pipe, x, y = pipeline(model, "1", backward=backward)
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    step(*state, (x,), y)
+    with DTYPE(), pytest.raises(fpipe.InputError, match=r"torch: the default dtype: got torch.float64, expected torch"):
+        step(*state, (x,), y)
+    flash = setting(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False)
+    with flash():
+        if backward == "graph":
+            with pytest.raises(fpipe.InputError, match="torch: flash attention: got False, expected True"):
+                step(*state, (x,), y)
+        else:
+            assert fpipe.verify(pipe, model, (x,), y).eager
+    with ONEDNN():
+        assert fpipe.verify(pipe, model, (x,), y).eager

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse constants and gradients: the bits of one device in both backwards; what cannot be held is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import one_f_one_b
+from tests.common.models import loop, mse
+
+HOW = one_f_one_b(ranks=2, microbatches=2)
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")
+
+
+class Graph(nn.Module):
+    """A layer over the nodes of a graph, whose adjacency never changes."""
+
+    def __init__(self, adjacency):
+        super().__init__()
+        self.adjacency, self.inner = adjacency, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.adjacency @ self.inner(x).T).T
+
+
+def adjacency():
+    return torch.tensor([[0.0, 1, 0, 2], [1, 0, 0, 0], [0, 0, 3, 0], [2, 0, 0, 1]])
+
+
+def built(layer, cut, backward):
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4)), torch.randn(4, 4), torch.randn(4, 4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=[cut], backward=backward)
+    return pipe, model, x, y
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("cut", ["1", "1.inner", "2"])
+def test_a_sparse_constant(cut, backward):
+    pipe, model, x, y = built(Graph(adjacency().to_sparse()), cut, backward)
+    got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    want = loop(model, mse, (x,), y, 2)
+    assert same_bits(got.loss, want.loss)
+    assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
+    assert "keeps" in str(pipe)
+
+
+def test_a_compressed_constant_is_refused():
+    with pytest.raises(fpipe.CaptureError, match=r"module 1 \(Graph\): got a constant of layout torch\.sparse_csr"):
+        built(Graph(adjacency().to_sparse_csr()), "2", "autograd")
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_state_must_be_dense(kind):
+    layer = Graph(None)
+    sparse = adjacency().to_sparse()
+    del layer.adjacency
+    if kind == "buffer":
+        layer.register_buffer("adjacency", sparse)
+    else:
+        layer.adjacency = nn.Parameter(sparse)
+    with pytest.raises(fpipe.CaptureError, match=r"1\.adjacency: got a tensor of layout torch\.sparse_coo"):
+        built(layer, "2", "autograd")
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_sparse_embedding_is_printed(backward):
+    model, words = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), torch.arange(6)
+    pipe = fpipe.pipeline(model, example=(words,), loss=torch.mean, schedule=HOW, cuts=["1"], backward=backward)
+    assert "keeps" in str(pipe)
+    assert pipe.sizes.activation

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify` finds equal what is equal, and names the leaf that is not."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.stages.stage import Stage
+from schedules import one_f_one_b
+from tests.common.models import ZOO, Result, assert_same, build, linears, mse
+
+HOW = one_f_one_b(ranks=2, microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "capture"),
+    [
+        ("mlp", "export"),
+        ("mlp", "modules"),
+        ("normalised", "export"),
+        ("unused", "export"),
+        ("several", "export"),
+        ("gpt", "export"),
+        ("all_frozen", "modules"),
+    ],
+)
+def test_equal_is_equal(name, capture):
+    pipe, model, inputs, targets = build(ZOO[name], HOW, 6, capture=capture)
+    found = fpipe.verify(pipe, model, inputs, targets)
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    buffers = list(model.buffers())
+    assert found.reference >= 2 + len(buffers), "loss, outputs, buffers"
+    assert found.eager >= 2 + len(buffers)
+    if name in ("mlp", "normalised", "gpt"):
+        assert found.reference == found.eager == 2 + len(leaves) + len(buffers)
+
+
+@pytest.mark.parametrize("width", [3, 5, 7])
+def test_microbatches_that_begin_anywhere_in_memory(width):
+    """Rows of an odd width: where a matrix begins decides how some kernels add."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width))
+        x, y = torch.randn(6, width), torch.randn(6, width)
+        pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=["2"])
+        assert fpipe.verify(pipe, model, (x,), y).eager
+
+
+def test_random_models_have_no_eager_equal():
+    pipe, model, inputs, targets = build(ZOO["dropping"], HOW, 6)
+    found = fpipe.verify(pipe, model, inputs, targets, seed=1)
+    assert found.reference > 0
+    assert found.eager == 0
+
+
+def test_a_list_of_parts():
+    parts = [nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4)]
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(parts, example=(x,), targets=y, loss=mse, schedule=how, cuts=["2"], capture="modules")
+    assert fpipe.verify(pipe, parts, (x,), y).eager == 6
+
+
+def test_another_model_is_found():
+    """The reference shares the capture and cannot see it; the model run eagerly can."""
+    pipe, _, inputs, targets = build(ZOO["mlp"], HOW, 6)
+    model = linears(nn.Tanh, nn.Tanh, nn.GELU)
+    with pytest.raises(fpipe.MismatchError, match="than the model run eagerly") as caught:
+        fpipe.verify(pipe, model, inputs, targets)
+    assert str(caught.value).startswith("loss: got other bits")
+    assert "largest difference" in str(caught.value)
+
+
+def test_a_wrong_sum_is_found(monkeypatch):
+    right = Stage.finished
+
+    def wrong(self, total):
+        total = right(self, total)
+        return (total[0] * (1 + 2**-22), *total[1:]) if total and self.index == 1 else total
+
+    pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 6)
+    monkeypatch.setattr(Stage, "finished", wrong)
+    with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got other bits than the reference"):
+        fpipe.verify(pipe, model, inputs, targets)
+
+
+def test_a_lost_gradient_is_found(monkeypatch):
+    from fpipe import api
+
+    right = api.gradients
+    monkeypatch.setattr(api, "gradients", lambda *a: {n: g for n, g in right(*a).items() if n != "4.weight"})
+    pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 6)
+    with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got nothing, expected a tensor"):
+        fpipe.verify(pipe, model, inputs, targets)
+
+
+def test_a_gradient_too_many_is_found(monkeypatch):
+    from fpipe import api
+
+    right = api.gradients
+    monkeypatch.setattr(api, "gradients", lambda *a: {**right(*a), "spare": torch.zeros(3)})
+    pipe, model, inputs, targets = build(ZOO["unused"], HOW, 6)
+    with pytest.raises(fpipe.MismatchError, match="gradient spare: got a tensor, expected nothing"):
+        fpipe.verify(pipe, model, inputs, targets)
+
+
+def test_wrong_buffers_are_found(monkeypatch):
+    def stale(self, params, buffers, inputs, key):
+        outputs, _, residuals = self.functions.forward(params, buffers, inputs, key)
+        return outputs, buffers, residuals
+
+    pipe, model, inputs, targets = build(ZOO["normalised"], HOW, 6)
+    monkeypatch.setattr(Stage, "forward", stale)
+    with pytest.raises(fpipe.MismatchError):
+        fpipe.verify(pipe, model, inputs, targets)
+
+
+@pytest.mark.parametrize("name", ["in_place", "normalised"])
+def test_nothing_is_modified(name):
+    pipe, model, inputs, targets = build(ZOO[name], HOW, 6)
+    before = copy.deepcopy((inputs, targets, dict(model.named_parameters()), dict(model.named_buffers())))
+    fpipe.verify(pipe, model, inputs, targets)
+    after = Result(None, (inputs, targets), dict(model.named_parameters()), dict(model.named_buffers()))
+    assert_same(after, Result(None, before[:2], *before[2:]))

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a violation says: it names the culprit, whatever the rule. (That `check` is right: test_never_wrong.py.)"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import (
+    Action,
+    B,
+    C,
+    Costs,
+    F,
+    Graph,
+    GraphError,
+    I,
+    Limits,
+    PipelineError,
+    ScheduleError,
+    Sizes,
+    U,
+    W,
+    chain,
+    check,
+    critical_path,
+    forward_only,
+    gpipe,
+    looped,
+    lower,
+    mirror,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    schedule,
+    simulate,
+    spans,
+    split_backward,
+    transform,
+)
+from schedules.files.csv import table
+from schedules.proof.interpreter import interpret, prove
+from schedules.proof.networks import rendezvous
+from schedules.testing import schedules
+
+
+@transform
+def edited(rank, schedule, rows):
+    yield from rows[rank]
+
+
+def rows_of(schedule):
+    return [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
+
+
+def edit(schedule, rows):
+    return edited(schedule, tuple(map(tuple, rows)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules([gpipe, one_f_one_b]), st.data())
+def test_a_dropped_action_is_the_one_that_is_named(schedule, data):
+    schedule = data.draw(st.sampled_from([schedule, split_backward(schedule)]))
+    rows = rows_of(schedule)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    gone = rows[rank].pop(data.draw(st.integers(0, len(rows[rank]) - 1)))
+    with pytest.raises(ScheduleError) as caught:
+        check(edit(schedule, rows))
+    assert str(gone) in str(caught.value)
+    assert caught.value.rank == rank
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules([gpipe, one_f_one_b]), st.data())
+def test_a_duplicated_action_is_the_one_that_is_named(schedule, data):
+    rows = rows_of(schedule)
+    rank = data.draw(st.integers(0, schedule.ranks - 1))
+    at = data.draw(st.integers(0, len(rows[rank]) - 1))
+    again = data.draw(st.integers(at + 1, len(rows[rank])))
+    rows[rank].insert(again, rows[rank][at])
+    with pytest.raises(ScheduleError) as caught:
+        check(edit(schedule, rows))
+    assert (caught.value.rank, caught.value.position, caught.value.action) == (rank, again, rows[rank][at])
+
+
+def violation(*rows, ranks=2, microbatches=1, graph=None):
+    with pytest.raises(ScheduleError) as caught:
+        check(edit(gpipe(ranks, microbatches), rows), graph)
+    return str(caught.value)
+
+
+GOOD = (F(1, 0), B(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            [F(0, 0), Action("SEND_F", 0, 0, 1), B(0, 0)],
+            "rank 0, position 1, 0SEND_F0>1: no compute action [rule: compute_only]. "
+            "Yield only F, B, I, W, C, R, OVERLAP_F, G, U; transfers are inserted by lower().",
+        ),
+        (
+            [F(0, 0), B(0, 1)],
+            "rank 0, position 1, 0B1: microbatch 1 does not exist [rule: compute_only]. Use microbatches 0 to 0.",
+        ),
+        (
+            [F(2, 0)],
+            "rank 0, position 0, 2F0: stage 2 does not exist [rule: compute_only]. Use stages 0 to 1.",
+        ),
+        (
+            [F(0, 0), F(1, 0)],
+            "rank 0, position 1, 1F0: stage 1 lives on rank 1 [rule: placed]. Yield 1F0 on rank 1.",
+        ),
+        (
+            [B(0, 0), F(0, 0)],
+            "rank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward]. "
+            "Add 0F0 before it, or move it behind.",
+        ),
+        (
+            [W(0, 0)],
+            "rank 0, position 0, 0W0: comes before 0I0 [rule: forward_before_backward]. "
+            "Add 0I0 before it, or move it behind.",
+        ),
+        (
+            [F(0, 0), W(0, 0), I(0, 0)],
+            "rank 0, position 1, 0W0: comes before 0I0 [rule: forward_before_backward]. "
+            "Add 0I0 before it, or move it behind.",
+        ),
+        (
+            [F(0, 0), I(0, 0), B(0, 0)],
+            "rank 0, position 2, 0B0: has run already, or the backward has [rule: forward_before_backward]. "
+            "Drop 0B0: each runs once, as B or as I and W.",
+        ),
+        (
+            [F(0, 0), B(0, 0), F(0, 0)],
+            "rank 0, position 2, 0F0: has run already, or the backward has [rule: forward_before_backward]. "
+            "Drop 0F0: each runs once, as B or as I and W.",
+        ),
+        (
+            [],
+            "rank 0, position 0, end of its actions: 0F0, with its backward, never runs [rule: complete]. "
+            "Add it to rank 0.",
+        ),
+        (
+            [F(0, 0)],
+            "rank 0, position 1, end of its actions: 0B0, or 0I0 and 0W0, never runs [rule: complete]. "
+            "Add it to rank 0.",
+        ),
+        (
+            [F(0, 0), I(0, 0)],
+            "rank 0, position 2, end of its actions: 0W0 never runs [rule: complete]. Add it to rank 0.",
+        ),
+    ],
+)
+def test_each_rule_names_the_culprit(row, message):
+    assert violation(row, GOOD) == message
+
+
+def test_a_circle_is_followed_and_named():
+    assert violation(
+        (F(0, 0), B(0, 0), F(0, 1), B(0, 1)),
+        (F(1, 0), F(1, 1), B(1, 0), B(1, 1)),
+        microbatches=2,
+    ) == (
+        "rank 0, position 1, 0B0: needs 1B0 or 1I0, and the ranks wait in a circle: rank 0 at 0B0 needs 1B0 or 1I0, "
+        "rank 1 at 1F1 needs 0F1 [rule: ordered]. Reorder the actions of one of these ranks."
+    )
+
+
+def test_a_gap_further_on_is_blamed_rather_than_the_circle_it_causes():
+    message = violation((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 1)), microbatches=2)
+    assert message.startswith("rank 1, position 3, end of its actions: 1B0, or 1I0 and 1W0, never runs")
+
+
+def test_a_rank_that_waits_for_itself_is_told_so():
+    @schedule(placement=looped)
+    def backwards(rank, ranks, microbatches, chunks=2):
+        yield from (F(1, 0), F(0, 0), B(1, 0), B(0, 0))
+
+    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0, which this rank does only later .* Move 0F0 before it"):
+        check(backwards(1, 1))
+
+
+def test_what_is_no_action_at_all_is_refused():
+    assert "no compute action" in violation(["0F0"], GOOD)
+
+
+def test_a_graph_of_another_size_is_refused():
+    with pytest.raises(GraphError, match=r"got a graph of 3 stages for gpipe.*expected 2"):
+        check(gpipe(2, 2), chain(3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (None, "no compute action, but None"),
+        (("F", 0, 0, None, None), "no compute action"),
+        (F(False, 0), "expected integers"),
+        (F(0, False), "got ('F', 0, False, None, None), expected integers"),
+        (F("0", 0), "expected integers"),
+        (F(0, "0"), "expected integers"),
+        (F(0, 0.0), "expected integers"),
+        (F(0, None), "expected integers"),
+        (F(0, -1), "microbatch -1 does not exist"),
+        (F(-1, 0), "stage -1 does not exist"),
+        (F(0, 0, slice=False), "slice False does not exist"),
+    ],
+)
+def test_numbers_are_integers_that_exist(wrong, message):
+    assert "position 0" in violation([wrong, B(0, 0)], GOOD)
+    assert message in violation([wrong, B(0, 0)], GOOD)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (
+            C(0, 0),
+            "nothing comes back in this schedule [rule: forward_before_backward]. Write 0F0",
+        ),
+        (Action("OVERLAP_F", 0, 0), "Write 0F0."),
+        (B(0, 0), "Drop 0B0."),
+        (U(0, 0), "has no gradient to use: nothing comes back in this schedule [rule: updated]. Drop 0U0."),
+    ],
+)
+def test_where_nothing_comes_back_nothing_is_for_a_backward(action, message):
+    row = [action] if action.kind in ("C", "OVERLAP_F") else [F(0, 0), action]
+    s = edit(forward_only(ranks=1, microbatches=1), [row])
+    with pytest.raises(ScheduleError) as caught:
+        check(s)
+    assert message in str(caught.value)
+    with pytest.raises(PipelineError):
+        prove(s)
+
+
+def test_replicas_update_with_the_sum_of_their_gradients():
+    s = mirror(one_f_one_b(ranks=2, microbatches=1))
+    done = [[a for a in s.actions(rank) if a.kind != "G"] for rank in range(2)]
+    sums = [[a for a in s.actions(rank) if a.kind == "G"] for rank in range(2)]
+    updates = [[a._replace(kind="U") for a in row] for row in sums]
+    right = edit(s, [a + b + c for a, b, c in zip(done, sums, updates, strict=True)])
+    check(right)
+    prove(right)
+    assert simulate(right, sizes=Sizes(activation=0, weight=1)).peak_memory == (2, 2)
+    wrong = edit(s, [a + b + c for a, b, c in zip(done, updates, sums, strict=True)])
+    with pytest.raises(ScheduleError, match=r"0U0: comes before the gradients of the replicas are summed.*behind 0G0"):
+        check(wrong)
+    with pytest.raises(PipelineError):
+        prove(wrong)
+
+
+@pytest.mark.parametrize("microbatch", range(4))
+def test_the_memory_limit_holds_for_every_microbatch(microbatch):
+    """All backwards wait for that of one microbatch, whichever it is: the last, too."""
+
+    @schedule(limits=Limits(memory=lambda rank, ranks, microbatches: 1))
+    def limited(rank, ranks, microbatches):
+        for i in range(microbatches):
+            yield F(rank, i)
+            if i != microbatch - 1:
+                yield from (B(rank, j) for j in range(max(0, i - (i == microbatch)), i + 1))
+
+    if microbatch == 0:
+        check(limited(ranks=1, microbatches=4))
+        return
+    with pytest.raises(ScheduleError) as caught:
+        check(limited(ranks=1, microbatches=4))
+    assert (caught.value.rule, caught.value.action) == ("within_memory", F(0, microbatch))
+    assert "is activation 2 at once, where the limit is 1" in str(caught.value)
+
+
+TIED = Graph(2, frozenset({(0, 1)}), frozenset({(0, 1)}), frozenset({(0, 1), (1, 0)}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "graph", "message"),
+    [
+        (
+            ("0F0,0B0,0F2,0B2,0G2,0U0,0U2", "0F1,0B1,0F3,0B3,0G3,0U3"),
+            None,
+            "0U0: updates before microbatch 2, and another rank holds the stage too: its gradient is there once, at "
+            "the end [rule: updated]. Write one 0U2",
+        ),
+        (
+            ("0F0,0F1,0B0,0U0,0B1,0U1", "1F0,1B0,1U0,1F1,1B1,1U1"),
+            TIED,
+            "1U0: updates before microbatch 1, and another stage holds some of its parameters",
+        ),
+        (
+            ("0F0,1F0,1B0,1U0,0B0,0U0",),
+            TIED,
+            "1U0: needs all backwards of stage 0 on rank 0, which this rank does only later [rule: ordered]",
+        ),
+        (
+            ("0F0.0,0F0.1,0B0.1,0B0.0,0F1.0,0U0,0F1.1,0B1.1,0B1.0,0U1",),
+            None,
+            "0U0: comes between the slices of microbatch 1, which would use different weights [rule: updated]. Move it "
+            "before the first forward of microbatch 1, or after the last.",
+        ),
+    ],
+)
+def test_copies_of_weights_and_slices_are_not_updated_apart(rows, graph, message):
+    s = table(rows=rows)
+    with pytest.raises(ScheduleError) as caught:
+        check(s, graph)
+    assert message in str(caught.value)
+    for meaning in (prove, lambda *case: interpret(lower(*case), rendezvous)):
+        with pytest.raises(PipelineError):
+            meaning(s, graph)
+
+
+def test_an_update_waits_for_the_gradient_of_the_stage_that_it_shares_with():
+    s = table(rows=("0F0,0B0,0U0", "1F0,1B0,1U0"))
+    check(s, TIED)
+    check(lower(s, TIED))
+    prove(s, TIED)
+    assert [" ".join(map(str, lower(s, TIED).actions(rank))).split(" ", 1)[1] for rank in (0, 1)] == [
+        "0F0 0SEND_F0>1 0RECV_G0<1 0B0 0SEND_G0>1 0WAIT_F0>1 0U0 0WAIT_G0>1",
+        "1F0 1RECV_G0<0 1B0 1SEND_B0>0 1SEND_G0>0 1U0 1WAIT_B0>0 1WAIT_G0>0",
+    ]
+    late = {span.action: span for span in spans(s, Costs(F=1, B=2, comm=4), TIED)}
+    assert late[U(1, 0)].start == late[B(0, 0)].end + 4 == 18
+    assert critical_path(s, Costs(U=1, comm=4), TIED).stretches[-1].span.action == U(1, 0)
+
+
+@pytest.mark.parametrize("s", [pipedream(2, 3), pipedream_2bw(2, 3, accumulate=2)])
+def test_stages_that_share_parameters_are_not_updated_several_times(s):
+    check(s)
+    with pytest.raises(ScheduleError, match="another stage holds some of its parameters"):
+        check(s, TIED)
+
+
+def test_a_program_has_a_graph_of_its_own():
+    program = lower(gpipe(2, 2))
+    check(program, chain(2))
+    with pytest.raises(GraphError, match="it has its own"):
+        check(program, chain(3))

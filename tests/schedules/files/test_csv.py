@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files are read back as they were written, and nothing but actions is read."""
+
+import io
+import pickle
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from schedules import (
+    KINDS,
+    Action,
+    B,
+    F,
+    Graph,
+    Placement,
+    Schedule,
+    ScheduleError,
+    TableError,
+    chain,
+    check,
+    connect,
+    families,
+    gpipe,
+    lower,
+    one_f_one_b,
+    parse,
+    split_backward,
+)
+from schedules.files.cells import pipelining
+from schedules.files.csv import Listing, listing, read_csv, table, write_csv
+from schedules.proof.interpreter import interpret
+from schedules.proof.networks import fifo
+from schedules.replay.dependencies import graph_of
+from schedules.testing import graphs, orders, require_round_trip, schedules
+from tests.common.models import few
+
+
+def read(text):
+    return read_csv(io.StringIO(text))
+
+
+def written(plan, **words):
+    file = io.StringIO()
+    write_csv(plan, file, **words)
+    return file.getvalue()
+
+
+def rows(plan):
+    ranks = (plan if isinstance(plan, Schedule) else plan.schedule).ranks
+    return [list(plan.actions(rank)) for rank in range(ranks)]
+
+
+FAMILIES = [getattr(families, name) for name in families.__all__]
+COMPUTE = sorted(kind for kind, word in KINDS.items() if not word.mark)
+AHEAD = {"SEND_F": 1, "WAIT_F": 1, "RECV_F": -1, "SEND_B": -1, "WAIT_B": -1, "RECV_B": 1}
+
+
+@st.composite
+def cells(draw, transfers):
+    """Per rank, actions in any order, and the placement: every stage has every forward, and there is more."""
+    even = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    S, M, k = len(even), draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    odd = draw(st.just(even) | st.lists(st.integers(0, 3), min_size=S, max_size=S))
+    used = sorted({*even, *odd})
+    even, odd = (tuple(used.index(home) for home in homes) for homes in (even, odd))
+    actions = [F(s, i) for s in range(S) for i in range(M)] + [F(0, 0, k - 1)] * (k > 1)
+    units = st.tuples(st.sampled_from(COMPUTE), st.integers(0, S - 1), st.integers(0, M - 1), st.none())
+    actions += draw(
+        st.lists(st.builds(lambda unit, part: Action(*unit, part), units, st.none() | st.integers(0, k - 1)))
+    )
+    if transfers and S > 1:
+        ways = st.tuples(st.sampled_from(sorted(AHEAD)), st.integers(0, S - 1), st.integers(0, M - 1))
+        moves = [Action(kind, s, i, s + AHEAD[kind]) for kind, s, i in draw(st.lists(ways, min_size=1))]
+        actions += [move for move in moves if 0 <= move.peer < S]
+    placement = Placement(len(used), even, () if even == odd else (odd,))
+    found = [[] for _ in used]
+    for action in draw(st.permutations(actions)):
+        found[placement.home(action.stage, action.microbatch)].append(action)
+    return found, placement, (M, k)
+
+
+@settings(deadline=None)
+@given(cells(transfers=False))
+def test_a_table_says_what_it_holds(case):
+    found, placement, (M, k) = case
+    s = table(rows=tuple(",".join(map(str, row)) for row in found))
+    assert rows(s) == found
+    assert (s.ranks, s.microbatches, s.placement, s.slices) == (placement.ranks, M, placement, k)
+    assert s.backward == any(action.kind not in {"F", "C", "OVERLAP_F"} for row in found for action in row)
+    assert rows(read(written(s))) == found
+
+
+@settings(deadline=None)
+@given(cells(transfers=True))
+def test_a_listing_says_what_it_holds(case):
+    found, placement, (M, _) = case
+    text = "\n".join(",".join(map(str, row)) for row in found)
+    plan = read(text)
+    assert rows(plan) == found
+    assert rows(read(written(plan))) == found
+    if any(action.peer is not None for row in found for action in row):
+        assert rows(plan.schedule) == [[action for action in row if action.peer is None] for row in found]
+        assert (plan.schedule.placement, plan.schedule.microbatches) == (placement, M)
+
+
+@settings(deadline=None)
+@given(schedules(FAMILIES) | orders().map(lambda case: case[0]))
+def test_reading_gives_back_what_was_written(s):
+    again = read(written(s))
+    assert rows(again) == rows(s)
+    assert (again.microbatches, again.placement) == (s.microbatches, s.placement)
+    assert (again.slices, again.backward) == (s.slices, s.backward)
+    assert written(again) == written(s)
+
+
+@settings(deadline=None)
+@given(schedules(FAMILIES))
+def test_programs_of_chains_are_programs_of_chains_again(s):
+    program = lower(s)
+    again = read(written(program))
+    assert rows(again) == rows(program)
+    if isinstance(again, Listing):
+        assert (again.graph, again.channels) == (program.graph, program.channels)
+        check(again)
+
+
+@settings(deadline=None)
+@given(orders().map(lambda case: case[0]), st.data())
+def test_idle_slots_blanks_and_line_ends_mean_nothing(s, data):
+    cells = [line.split(",") for line in written(s).splitlines()]
+    for row in cells:
+        nothing = data.draw(st.sampled_from(["", " ", "\t", "0UNSHARD", "0RESHARD", "0REDUCE_GRAD"]))
+        row.insert(data.draw(st.integers(0, len(row))), nothing)
+    end = data.draw(st.sampled_from(["\n", "\r\n"]))
+    assert rows(read(end.join(map(", ".join, cells)))) == rows(s)
+
+
+def test_a_path_will_do(tmp_path):
+    s = split_backward(one_f_one_b(ranks=3, microbatches=5))
+    for path in (tmp_path / "one.csv", str(tmp_path / "two.csv")):
+        write_csv(s, path)
+        check(read_csv(path))
+        assert rows(read_csv(path)) == rows(s)
+    assert (tmp_path / "one.csv").read_bytes().count(b"\n") == 3
+
+
+def test_the_table_says_where_stages_live():
+    s = read("0F0,3F0,,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    assert s.placement == Placement(2, (0, 1, 1, 0))
+    assert (s.stages, s.microbatches) == (4, 1)
+    check(s)
+
+
+def test_it_is_an_ordinary_schedule():
+    s = table(rows=("0F0,0B0",))
+    assert s == read("0F0,0B0\n")
+    assert repr(s) == "table(rows=('0F0,0B0',))"
+    assert list(s.actions(0)) == [F(0, 0), B(0, 0)]
+    assert pickle.loads(pickle.dumps(s)) == s
+    require_round_trip(s)
+
+
+def test_even_and_odd_microbatches_on_two_lines_are_a_bidirectional_schedule():
+    s = read("0F0,1F1,1B1,0B0,0G0,1G1\n0F1,1F0,1B0,0B1,0G1,1G0\n")
+    assert s.placement == Placement(2, (0, 1), ((1, 0),))
+    check(s)
+
+
+def test_a_pair_is_two_actions_one_behind_the_other():
+    s = read("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    assert list(map(str, s.actions(0))) == ["0F0", "0OVERLAP_F1", "0B0", "0B1"]
+    assert written(s) == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
+    assert rows(read("0F0,0OVERLAP_F1,0B0,0B1\n")) == rows(s)
+    check(s)
+
+
+@settings(max_examples=few(25))
+@given(orders())
+def test_a_program_is_written_with_its_transfers(case):
+    program = lower(*case)
+    lines = written(program).splitlines()[: program.schedule.ranks]
+    assert all(str(parse(cell)) == cell for line in lines for cell in line.split(",") if not cell.endswith("F_B"))
+    again = read(written(program))
+    assert rows(again) == rows(program)
+    check(again)
+    if isinstance(again, Listing):
+        assert (again.graph, again.channels) == (program.graph, program.channels)
+        assert interpret(again, fifo) == interpret(program, fifo)
+    else:
+        assert graph_of(again, None) == program.graph, "one rank sends nothing"
+
+
+@settings(max_examples=few(25))
+@given(orders())
+def test_a_schedule_is_written_with_the_graph_that_it_is_for(case):
+    s = connect(*case)
+    again = read(written(s))
+    assert rows(again) == rows(s)
+    assert graph_of(again, None) == s.graph
+    check(again)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("graph,0>1", r"line 3: got '0>1' in the graph ',0>1', expected edges such as 0-2, or F0-2"),
+        ("graph,0-1x", "line 3: got '0-1x'"),
+        ("graph,0-7", r"line 3: got edge \(0, 7\), expected \(s, t\) with 0 <= s < t < 2"),
+        ("graph,F1-0", r"line 3: got edge \(1, 0\)"),
+        ("graph,G0-0", "line 3: got edge .* of gradients"),
+        ("graphs,0-1", "line 3, column 1: got 'graphs'"),
+    ],
+)
+def test_a_graph_that_is_none_is_refused(line, message):
+    for rows_ in ("0F0,0B0\n1F0,1B0\n", "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"):
+        with pytest.raises(TableError, match=message):
+            read(rows_ + line)
+
+
+def test_a_pair_with_an_input_half_is_one_cell():
+    s = table(rows=("0F0,0OVERLAP_F1,0I0,0W0,0B1",))
+    assert written(s) == "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n"
+    assert written(s, words=pipelining) == written(s)
+    sliced = table(rows=("0F0.0,0F0.1,0OVERLAP_F1.0,0I0.1,0B0.0",))
+    assert written(sliced) == "0F0.0,0F0.1,(0F1.0;0I0.1)OVERLAP_F_B,0B0.0\n"
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_transfers_tell_the_graph(data):
+    s = data.draw(schedules([gpipe, one_f_one_b]).filter(lambda s: s.ranks > 1))
+    graph = data.draw(graphs(s.stages) | st.just(chain(s.stages)))
+    program = lower(s, graph)
+    theirs, *_ = written(program).split("graph")
+    again = read(theirs)
+    assert (again.graph, again.channels) == (graph, program.channels)
+
+
+def test_a_chain_is_a_chain_inside_a_rank_too():
+    s = read("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    for words in ({}, {"words": pipelining}):
+        assert read(written(lower(s), **words)).graph == chain(4)
+
+
+def test_a_chain_is_a_chain_on_any_route():
+    s = read("0F0,1F0,2F0,2B0,1B0,0B0,0F1,0B1,1G0,2G0\n1F1,2F1,2B1,1B1,1G1,2G1\n")
+    check(s)
+    program = lower(s)
+    again = read(written(program))
+    assert (again.graph, again.channels, rows(again)) == (chain(3), program.channels, rows(program))
+
+
+def test_transfers_that_are_missing_at_both_ends_are_missed():
+    text = written(lower(gpipe(ranks=3, microbatches=1)))
+    for cell in ("1SEND_F0>2,", "1WAIT_F0>2", "2RECV_F0<1,"):
+        assert cell in text
+        text = text.replace(cell, "")
+    with pytest.raises(ScheduleError):
+        check(read(text))
+
+
+def test_where_transfers_name_other_edges_the_graph_has_no_more():
+    s = read("0F0,1F0,1B0,0B0\n2F0,2B0\n")
+    edges = frozenset({(0, 2)})
+    theirs, _ = written(lower(s, Graph(3, edges | {(0, 1)}, edges))).split("graph")
+    assert read(theirs).graph == Graph(3, edges, edges)
+
+
+def test_torch_has_no_wait():
+    s = lower(one_f_one_b(ranks=2, microbatches=2))
+    again = read(written(s, words=pipelining))
+    assert rows(again) == [[action for action in row if "WAIT" not in action.kind] for row in rows(s)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (table(rows=("0C0,0R0,0B0",)), "rank 0: got 0C0, expected F, B, I or W on a whole microbatch"),
+        (table(rows=("0F0.0,0B0.0",)), "got 0F0.0"),
+        (table(rows=("0F0,1F1,0B0", "1F0,0F1")), "got a schedule with stages on two ranks each"),
+        (table(rows=("0F0",)), "got a schedule with no backward"),
+        (listing(("0OVERLAP_F0,0SEND_F0,0B0", "1F0")), "rank 0: got 0OVERLAP_F0, expected 3B0"),
+        (table(rows=("0F0,0B0", "1OVERLAP_F0,1F0")), "rank 1: got 1OVERLAP_F0, expected 3B0 or 3I0 directly behind it"),
+        (lower(gpipe(ranks=3, microbatches=1), Graph(3, frozenset({(0, 2)}), frozenset())), "rank 0: got 0SEND_F0>2"),
+        (
+            lower(gpipe(ranks=2, microbatches=1), Graph(2, frozenset(), frozenset(), frozenset({(0, 1)}))),
+            "rank 0: got 0SEND_G0>1",
+        ),
+    ],
+)
+def test_what_torch_cannot_say_is_not_written_for_it(plan, message):
+    with pytest.raises(TableError, match=message):
+        written(plan, words=pipelining)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,,0Q0\n", "line 1, column 3: got '0Q0', expected a compute action"),
+        ("0F0,0B0\n1F0,1B0,0F0x\n", "line 2, column 3: got '0F0x'"),
+        ("0F0,(0F1;0W0)OVERLAP_F_B\n", r"line 1, column 2: got '\(0F1;0W0\)OVERLAP_F_B', .* a pair such as"),
+        ("0F0,(0B1;0F0)OVERLAP_F_B\n", r"line 1, column 2: got '\(0B1;0F0\)OVERLAP_F_B'"),
+        ("0F0,(0F1;0F0;0B0)OVERLAP_F_B\n", r"line 1, column 2: got '\(0F1;0F0;0B0\)OVERLAP_F_B'"),
+        ("(0SEND_F0;0B0)OVERLAP_F_B\n", r"line 1, column 1: got '\(0SEND_F0;0B0\)OVERLAP_F_B'"),
+        ('"0F0",0B0\n', "line 1, column 1: got '\"0F0\"'"),
+        ("0F0,0B0\n1F0,0F2\n", "stage 0 stands on line 1 and on line 2, expected one line .* Move 0F2"),
+        ("0F0,2F0\n", "stage 1 stands on no line, but stage 2 does"),
+        ("999999999999999999F0", "stage 0 stands on no line, but stage 999999999999999999 does"),
+        ("0F0,0B0\n,,\n", "line 2: got no action"),
+        ("0F0,0B0\n\n", "line 2: got no action"),
+        ("", r"got rows=\(\)"),
+        ("0F0,0SEND_F0\n", "line 1: got 0SEND_F0>1, expected a transfer between two of the 1 stages"),
+        ("0F0,0SEND_F0>999999999999999999\n", "line 1: got 0SEND_F0>9"),
+        ("0F0,0SEND_B0\n", "line 1, column 2: got '0SEND_B0', expected .* a transfer such as 2SEND_F1>5"),
+        ("0F0\n1F0,1RECV_F0>0\n", "line 2, column 2: got '1RECV_F0>0'"),
+        ("0F0,0RECV_F0<1\n1F0\n", "line 1: got 0RECV_F0<1, expected .* from the earlier to the later"),
+        ("0F0,0SEND_B0>1\n1F0\n", "line 1: got 0SEND_B0>1, expected .* from the later to the earlier"),
+        ("0F0,0F0x\n1F0,1RECV_F0\n", "line 1, column 2: got '0F0x'"),
+        ("0F0,0SEND_F0\n0F2,1F0\n", "stage 0 stands on line 1 and on line 2"),
+        ("0F0,0SEND_F0\n1RECV_F0\n", "line 2: got no action"),
+    ],
+)
+def test_what_is_no_table_is_refused(text, message):
+    with pytest.raises(TableError, match=message):
+        read(text)
+
+
+@pytest.mark.parametrize("given", [["0F0"], "0F0", (b"0F0",), (), None])
+@pytest.mark.parametrize("maker", [table, listing])
+def test_rows_are_a_tuple_of_texts(maker, given):
+    with pytest.raises(TableError, match="expected a tuple with one text per rank"):
+        maker(rows=given)
+
+
+def test_a_table_of_a_schedule_has_no_transfers():
+    with pytest.raises(TableError, match=r"line 1, column 2: got '0SEND_F0', .* Leave transfers out"):
+        table(rows=("0F0,0SEND_F0", "1F0"))
+
+
+WORDS = ["0F0", "1F0", "1F1", "0B0", ",", ",", ",", "\n", "0SEND_F0", "1RECV_F0<0", "(", ";", ")OVERLAP_F_B", "UNSHARD"]
+
+
+@given(st.text() | st.text("0123FBIW,\n") | st.lists(st.sampled_from(WORDS)).map("".join))
+@example("\x00")
+@example("\ud800")
+def test_any_text_is_read_or_refused(text):
+    try:
+        plan = read(text)
+    except TableError:
+        return
+    assert rows(read(written(plan))) == rows(plan)
+
+
+@given(st.binary())
+def test_any_file_is_read_or_refused(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("any") / "file.csv"
+    path.write_bytes(b"0F0," + data + b"\xff")
+    with pytest.raises(TableError, match="line "):
+        read_csv(path)
+
+
+def test_torch_reads_the_same_actions():
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    s = split_backward(one_f_one_b(ranks=2, microbatches=3))
+    for rank, line in enumerate(written(s).splitlines()):
+        theirs = [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
+        assert list(map(str, theirs)) == list(map(str, s.actions(rank)))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers are where they must be, whatever the order and the graph."""
+
+import gc
+from collections import Counter
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import (
+    KINDS,
+    Action,
+    B,
+    F,
+    Graph,
+    GraphError,
+    ScheduleError,
+    chain,
+    check,
+    forwards,
+    gpipe,
+    lower,
+    one_f_one_b,
+    parse,
+    split_backward,
+    transform,
+)
+from schedules.files.csv import table
+from schedules.proof.interpreter import _Run, require_whole
+from schedules.proof.networks import Links, fifo, rendezvous, send_of
+from schedules.replay.engine import needs
+from schedules.testing import orders, require_matching_ends
+
+
+def texts(program):
+    return [" ".join(map(str, program.actions(rank))) for rank in range(program.schedule.ranks)]
+
+
+def test_one_rank_sends_nothing():
+    assert texts(lower(gpipe(1, 2))) == ["0F0 0F1 0B0 0B1"]
+
+
+def test_a_chain():
+    assert texts(lower(one_f_one_b(ranks=2, microbatches=2))) == [
+        "0F0 0SEND_F0>1 0RECV_B0<1 0F1 0SEND_F1>1 0RECV_B1<1 0B0 0WAIT_F0>1 0B1 0WAIT_F1>1",
+        "1RECV_F0<0 1F0 1RECV_F1<0 1B0 1SEND_B0>0 1F1 1B1 1SEND_B1>0 1WAIT_B0>0 1WAIT_B1>0",
+    ]
+
+
+def test_cotangents_leave_with_the_input_half():
+    assert texts(lower(split_backward(gpipe(ranks=2, microbatches=1))))[1] == (
+        "1RECV_F0<0 1F0 1I0 1SEND_B0>0 1W0 1WAIT_B0>0"
+    )
+
+
+def test_a_skip_and_a_shared_parameter():
+    graph = Graph(2, frozenset({(0, 1)}), frozenset(), frozenset({(0, 1)}))
+    assert texts(lower(gpipe(ranks=2, microbatches=1), graph)) == [
+        "0F0 0SEND_F0>1 0B0 0SEND_G0>1 0WAIT_F0>1 0WAIT_G0>1",
+        "1RECV_F0<0 1F0 1RECV_G0<0 1B0",
+    ]
+
+
+def test_gradients_of_a_shared_parameter_are_exchanged():
+    """Nobody waits for the other's before the end; a third stage on the same rank sends and is sent nothing."""
+    edges = {(s, t) for s in range(3) for t in range(3) if s != t}
+    graph = Graph(3, frozenset({(0, 1), (1, 2)}), frozenset({(0, 1), (1, 2)}), frozenset(edges))
+    rows = (F(0, 0), F(2, 0), B(2, 0), B(0, 0)), (F(1, 0), B(1, 0))
+    how = table(rows=tuple(",".join(map(str, row)) for row in rows))
+    check(lower(how, graph))
+    found = [[word for word in row.split() if "_G" in word or word[1:] == "B0"] for row in texts(lower(how, graph))]
+    assert [" ".join(row) for row in found] == [
+        "2B0 2SEND_G0>1 0RECV_G0<1 2RECV_G0<1 0B0 0SEND_G0>1 2WAIT_G0>1 0WAIT_G0>1",
+        "1RECV_G0<2 1RECV_G0<0 1B0 1SEND_G0>0 1SEND_G0>2 1WAIT_G0>0 1WAIT_G0>2",
+    ]
+
+
+def test_evaluation_needs_values_only():
+    graph = Graph(3, frozenset({(0, 1), (0, 2), (1, 2)}), frozenset())
+    assert texts(lower(forwards(gpipe(3, 1)), graph))[2] == "2RECV_F0<0 2RECV_F0<1 2F0"
+
+
+@settings(deadline=None)
+@given(orders())
+def test_the_compute_actions_are_those_of_the_schedule(case):
+    schedule, graph = case
+    for rank in range(schedule.ranks):
+        computed = [action for action in lower(schedule, graph).actions(rank) if action.peer is None]
+        assert computed == list(schedule.actions(rank))
+
+
+@settings(deadline=None)
+@given(orders())
+def test_both_ends_of_a_channel_agree(case):
+    require_matching_ends(lower(*case))
+
+
+@settings(deadline=None)
+@given(orders())
+def test_every_send_has_one_wait_behind_it(case):
+    program = lower(*case)
+    for rank in range(program.schedule.ranks):
+        actions = list(program.actions(rank))
+        sends = [action for action in actions if action.kind.startswith("SEND")]
+        waits = [action for action in actions if action.kind.startswith("WAIT")]
+        assert Counter(map(send_of, waits)) == Counter(sends)
+        assert len(set(sends)) == len(sends)
+        assert all(actions.index(send_of(wait)) < actions.index(wait) for wait in waits)
+
+
+@settings(deadline=None)
+@given(orders())
+def test_receives_are_posted_a_compute_action_ahead(case):
+    schedule, graph = case
+    for rank in range(schedule.ranks):
+        actions = list(lower(schedule, graph).actions(rank))
+        computed = [at for at, action in enumerate(actions) if action.peer is None]
+        for ahead, at in zip([*computed[:1], *computed], computed, strict=False):
+            _, s, i, _, part = actions[at]
+            for what, stage, _ in needs(actions[at], graph):
+                if stage != s and schedule.placement.home(stage, i) != rank:
+                    assert actions.index(Action(f"RECV_{what}", s, i, stage, part)) <= ahead
+
+
+@settings(deadline=None)
+@given(orders())
+def test_sends_follow_the_action_that_makes_the_value(case):
+    schedule, graph = case
+    for rank in range(schedule.ranks):
+        before = last = None
+        for action in lower(schedule, graph).actions(rank):
+            if action.peer is None:
+                before, last = last, action
+            elif action.kind in ("SEND_F", "SEND_B"):
+                pair = [before, last] if before and before.kind == "OVERLAP_F" else [last]
+                makers = [one for one in pair if KINDS[one.kind].crosses == action.kind[-1]]
+                assert [(one.stage, one.microbatch, one.slice) for one in makers] == [(*action[1:3], action.slice)]
+            elif action.kind == "SEND_G":
+                assert KINDS[last.kind].after == "done" or last.kind == "G"
+
+
+class Impatient(_Run):
+    """A run in which only the waits at the end may have to wait."""
+
+    def _rank(self, rank):
+        for needed in super()._rank(rank):
+            action = parse(self.at[rank].split(", ")[1])
+            assert not action.kind.startswith("WAIT") or action in trailing_waits(self.program, rank), action
+            yield needed
+
+
+def trailing_waits(program, rank):
+    return list(takewhile(lambda action: action.kind.startswith("WAIT"), reversed(list(program.actions(rank)))))
+
+
+@settings(deadline=None)
+@given(orders(), st.sampled_from([fifo, rendezvous]))
+def test_a_wait_that_a_message_vouches_for_never_blocks(case, network):
+    schedule, graph = case
+    program = lower(schedule, graph)
+    streams = [program.actions(rank) for rank in range(schedule.ranks)]
+    run = Impatient(schedule, graph, streams, Links(network))
+    run.program = program
+    require_whole(run.finish(), schedule, graph)
+
+
+@transform
+def edited(rank, schedule, rows):
+    yield from rows[rank]
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (((F(0, 0),), (F(1, 0), F(1, 1))), "1F1: waits for 0SEND_F1>1, which rank 0 never does, or only once"),
+        (((F(0, 0),), (F(1, 0), F(1, 0))), "1F0: waits for 0SEND_F0>1, which an earlier action has consumed"),
+        (
+            ((B(0, 0), F(0, 0)), (F(1, 0), B(1, 0))),
+            "1F0: waits for 0SEND_F0>1, before which its sender needs 1SEND_B0>0",
+        ),
+    ],
+)
+def test_what_it_cannot_lower_it_refuses(rows, why):
+    program = lower(edited(gpipe(2, 2), rows))
+    with pytest.raises(ScheduleError, match=why):
+        [list(program.actions(rank)) for rank in (1, 0)]
+
+
+def most_alive(microbatches):
+    """The most actions that exist at once while a rank in the middle is lowered, looked at every now and then."""
+    gc.collect()
+    before, most = alive(), 0
+    for at, _ in enumerate(lower(one_f_one_b(ranks=4, microbatches=microbatches)).actions(1)):
+        if at % microbatches == 0:
+            most = max(most, alive() - before)
+    return most
+
+
+def alive():
+    return sum(type(thing) is Action for thing in gc.get_objects())
+
+
+def test_what_is_kept_does_not_grow_with_the_number_of_microbatches():
+    assert 0 < most_alive(1024) <= most_alive(64) + 10 < 60
+
+
+def test_a_graph_of_another_size_is_refused():
+    with pytest.raises(GraphError, match="expected 2"):
+        lower(gpipe(2, 2), chain(3))

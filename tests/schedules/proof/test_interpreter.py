@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter must be able to say no: programs broken on purpose do not pass."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schedules import (
+    B,
+    F,
+    G,
+    Graph,
+    I,
+    Program,
+    ProgramError,
+    W,
+    chain,
+    dualpipe,
+    gpipe,
+    lower,
+    one_f_one_b,
+    parse,
+    transform,
+)
+from schedules.proof.formulas import formula, whole
+from schedules.proof.interpreter import ideal, interpret, prove
+from schedules.proof.networks import fifo, receive_of, rendezvous, send_of
+from schedules.testing import orders, require_matching_ends
+
+networks = pytest.mark.parametrize("network", [fifo, rendezvous])
+
+
+@dataclass(frozen=True)
+class Table(Program):
+    """A program written out by hand."""
+
+    rows: tuple[str, ...] = ()
+
+    def actions(self, rank):
+        return map(parse, self.rows[rank].split())
+
+
+def program(*rows, graph=None, microbatches=1):
+    return Table(gpipe(ranks=len(rows), microbatches=microbatches), graph or chain(len(rows)), rows)
+
+
+GOOD = (
+    "0RECV_B0<1 0F0 0SEND_F0>1 0B0 0WAIT_F0>1",
+    "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1WAIT_B0>0",
+)
+
+
+@networks
+def test_a_good_program(network):
+    interpret(program(*GOOD), network).require(chain(2), 1)
+
+
+def without(word):
+    return tuple(row.replace(word, "").strip() for row in GOOD)
+
+
+@networks
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (without("0SEND_F0>1 "), "nobody can go on: rank 0 at position 2, 0B0 needs B 1>0 of microbatch 0; rank 1 at"),
+        (without("1RECV_F0<0 1F0 1B0 1SEND_B0>0 1WAIT_B0>0"), "nobody can go on: rank 0 at position 3, 0B0 needs"),
+        (("0F0 0B0 0WAIT_F0>1", ""), "nobody can go on: rank 0 at position 1, 0B0 needs B 1>0"),
+        (("0F0 0WAIT_F0>1", "1F0"), "rank 0 cannot run position 1, 0WAIT_F0>1. Wait once, after the send"),
+        (("0F0 0SEND_F0>1 0WAIT_F0>1", ""), "rank 0 at position 2, 0WAIT_F0>1 needs F 0>1 of microbatch 0"),
+        (without("0RECV_B0<1 "), "nobody can go on: rank 0 at position 2, 0B0 needs B 1>0 of microbatch 0; rank 1"),
+        (without("1RECV_F0<0 "), "nobody can go on.*rank 1 at position 0, 1F0 needs F 0>1 of microbatch 0"),
+        (without("1B0 1SEND_B0>0 1WAIT_B0>0"), "nobody can go on: rank 0 at position 3, 0B0 needs B 1>0"),
+        (without("0B0 "), "left over at the end: residuals 0>0 of microbatch 0, B 1>0 of microbatch 0"),
+        (("0F0 0F0", "1F0"), "residuals 0>0 of microbatch 0 is made again by rank 0 at position 1, 0F0"),
+        (("0F0 0SEND_F0>1 0SEND_F0>1", "1F0"), "rank 0 cannot run position 2, 0SEND_F0>1"),
+        (("0SEND_F0>1 0F0", "1F0"), "rank 0 cannot run position 0, 0SEND_F0>1"),
+        (("1F0", "0F0"), "rank 0 cannot run position 0, 1F0"),
+        (("2F0", ""), "rank 0 cannot run position 0, 2F0"),
+        ((GOOD[0], GOOD[1].replace("1F0", "1RECV_F0<0 1F0")), "left over at the end: 1RECV_F0<0"),
+    ],
+)
+def test_a_broken_program(network, rows, why):
+    with pytest.raises(ProgramError, match=why):
+        interpret(program(*rows), network).require(chain(2), 1)
+
+
+@networks
+def test_waits_may_be_left_out(network):
+    interpret(program(*without("0WAIT_F0>1")), network).require(chain(2), 1)
+
+
+def swapped():
+    return program(
+        "0RECV_B0<1 0F0 0SEND_F0>1 0F1 0SEND_F1>1 0RECV_B1<1 0B0 0B1 0WAIT_F0>1 0WAIT_F1>1",
+        "1RECV_F1<0 1RECV_F0<0 1F0 1F1 1B0 1SEND_B0>0 1B1 1SEND_B1>0 1WAIT_B0>0 1WAIT_B1>0",
+        microbatches=2,
+    )
+
+
+def test_two_swapped_receives_pass_only_where_tags_match():
+    interpret(swapped(), rendezvous).require(chain(2), 2)
+    with pytest.raises(ProgramError, match=r"got 0SEND_F0>1 at the head of its channel, where 1RECV_F1<0 is posted"):
+        interpret(swapped(), fifo)
+    with pytest.raises(AssertionError, match="Post them in the sender's order"):
+        require_matching_ends(swapped())
+
+
+@networks
+def test_a_shared_gradient_must_be_complete(network):
+    graph = Graph(2, frozenset(), frozenset(), frozenset({(0, 1)}))
+    second = "1F0 1F1 1B0 1B1 1RECV_G1<0"
+    good = program("0F0 0B0 0F1 0B1 0SEND_G1>1 0WAIT_G1>1", second, graph=graph, microbatches=2)
+    early = program("0F0 0B0 0F1 0SEND_G1>1 0B1 0WAIT_G1>1", second, graph=graph, microbatches=2)
+    never = program("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", graph=graph, microbatches=2)
+    interpret(good, network).require(graph, 2)
+    with pytest.raises(ProgramError, match=r"stage 1: got .* as gradient of stage 0's parameters"):
+        interpret(early, network).require(graph, 2)
+    with pytest.raises(ProgramError, match="G 0>1 of microbatch 1 never arrives"):
+        interpret(never, network)
+
+
+@networks
+def test_shared_gradients_must_go_both_ways(network):
+    graph = Graph(2, frozenset(), frozenset(), frozenset({(0, 1), (1, 0)}))
+    rows = "0F0 0RECV_G0<1 0B0 0SEND_G0>1 0WAIT_G0>1", "1F0 1RECV_G0<0 1B0 1SEND_G0>0 1WAIT_G0>0"
+    interpret(program(*rows, graph=graph), network).require(graph, 1)
+    one_way = rows[0].replace("0RECV_G0<1 ", ""), rows[1].replace(" 1SEND_G0>0 1WAIT_G0>0", "")
+    with pytest.raises(ProgramError, match="G 1>0 of microbatch 0 never arrives"):
+        interpret(program(*one_way, graph=graph), network)
+
+
+@transform
+def edited(rank, schedule, rows):
+    yield from rows[rank]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ((F(0, 0), B(0, 0), F(0, 0), B(0, 0)), "stage 0: got the outputs"),
+        ((), "stage 0: got the outputs"),
+        ((F(0, 1), B(0, 1)), "stage 0: got the outputs"),
+        ((F(0, 0), I(0, 0)), "left over at the end: deferred 0>0"),
+        ((F(0, 0), W(0, 0), I(0, 0)), "needs deferred 0>0 of microbatch 0"),
+        ((parse("0SEND_F0>1"),), "rank 0 cannot run position 0, 0SEND_F0>1"),
+    ],
+)
+def test_a_broken_schedule(row, why):
+    with pytest.raises(ProgramError, match=why):
+        prove(edited(gpipe(1, 1), (row,)))
+
+
+def test_a_sum_over_replicas_must_have_all_terms():
+    both = dualpipe(ranks=2, microbatches=2)
+    early = [F(0, 0), F(1, 1), B(1, 1), I(0, 0), G(0, 0), W(0, 0), G(1, 1)]
+    late = "gradients were summed too early. Put each G behind all backwards"
+    with pytest.raises(ProgramError, match=f"stage 0: its {late}"):
+        ideal(edited(both, (early, [*both.actions(1)])))
+
+
+@settings(deadline=None)
+@given(orders())
+def test_both_networks_and_no_network_mean_the_same(case):
+    schedule, graph = case
+    program = lower(schedule, graph)
+    assert ideal(schedule, graph) == interpret(program, fifo) == interpret(program, rendezvous)
+
+
+def test_gradients_come_in_the_order_of_the_backwards():
+    rows = ((F(0, 0), F(0, 1), B(0, 1), B(0, 0)),)
+    got, model = ideal(edited(gpipe(1, 2), rows)), whole(chain(1), 2)
+    assert got.outputs == model.outputs
+    assert got.gradients == (model.gradients[0][::-1],)
+    assert ideal(one_f_one_b(4, 8)) == whole(chain(4), 8)
+
+
+@given(st.lists(st.integers() | st.text()), st.lists(st.integers() | st.text()))
+def test_formulas_are_equal_exactly_when_their_parts_are(some, others):
+    assert (formula(*some) == formula(*others)) == (some == others)
+
+
+def test_both_ends_name_the_same_message():
+    send = parse("2SEND_F1>5")
+    assert receive_of(send) == parse("5RECV_F1<2")
+    assert send_of(receive_of(send)) == send == send_of(parse("2WAIT_F1>5"))

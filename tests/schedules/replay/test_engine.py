@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`replay` finds an order in which everything can happen, or says who waits for whom."""
+
+import pytest
+from hypothesis import given, settings
+
+from schedules import B, Costs, F, I, ScheduleError, Sizes, W, chain, gpipe, transform
+from schedules.files.csv import table
+from schedules.replay.dependencies import wires
+from schedules.replay.engine import makes, needs, replay
+from schedules.testing import orders
+
+FREE = Costs(F=0, B=0, I=0, W=0)
+
+
+@transform
+def edited(rank, schedule, rows):
+    yield from rows[rank]
+
+
+def played(schedule, graph, wired=None):
+    streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
+    wired = wired or wires(schedule, graph, FREE, Sizes())
+    return [span for batch in replay(schedule, streams, wired, FREE) for span in batch]
+
+
+@settings(deadline=None)
+@given(orders())
+def test_each_rank_keeps_its_order_and_everything_finds_its_data(case):
+    schedule, graph = case
+    done, made = played(schedule, graph), set()
+    for rank in range(schedule.ranks):
+        assert [span.action for span in done if span.rank == rank] == list(schedule.actions(rank))
+    for span in done:
+        assert made.issuperset(needs(span.action, graph))
+        made.add(makes(span.action))
+
+
+@settings(deadline=None)
+@given(orders())
+def test_what_is_made_is_kept_until_its_use(case):
+    schedule, graph = case
+    wired = wires(schedule, graph, FREE, Sizes())
+    played(schedule, graph, wired)
+    assert not any(
+        crossing.arrived
+        for kinds in wired
+        for rows in kinds.values()
+        for row in rows.values()
+        for crossing in row.takes
+    )
+
+
+def test_who_needs_and_makes_what():
+    graph = chain(2)
+    assert needs(F(0, 3), graph) == []
+    assert needs(B(1, 3), graph) == [("F", 1, 3)]
+    assert needs(I(0, 3), graph) == [("F", 0, 3), ("B", 1, 3)]
+    assert needs(W(0, 3), graph) == [("B", 0, 3)]
+    assert [makes(a) for a in (F(0, 3), B(0, 3), I(0, 3))] == [("F", 0, 3), ("B", 0, 3), ("B", 0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "where", "why"),
+    [
+        ([[F(0, 0)], [F(1, 1)]], (1, 0, F(1, 1)), "needs 0F1, which rank 0 never does"),
+        ([[F(0, 0), B(0, 0), F(0, 1)], [F(1, 1), B(1, 0)]], (0, 1, B(0, 0)), "wait in a circle"),
+        ([[F(0, 0), B(0, 0)], [F(1, 1), B(1, 0)]], (1, 0, F(1, 1)), "needs 0F1, which rank 0 never does"),
+    ],
+)
+def test_a_block_is_followed_to_its_cause(rows, where, why):
+    with pytest.raises(ScheduleError, match=why) as caught:
+        played(edited(gpipe(2, 2), tuple(map(tuple, rows))), chain(2))
+    assert (caught.value.rank, caught.value.position, caught.value.action) == where
+    assert caught.value.rule == "ordered"
+
+
+def test_a_circle_may_go_through_what_a_rank_is_about_to_do():
+    with pytest.raises(ScheduleError, match=r"in a circle: rank 0 at 2F0 needs 1F0, rank 1 at 1F0 needs 0F0"):
+        played(table(("2F0,0F0", "1F0")), chain(3))

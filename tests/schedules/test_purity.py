@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`schedules` stands on the standard library alone, and its public names do not change by accident."""
+
+import subprocess
+import sys
+
+import schedules
+
+PROBE = """
+import importlib, pkgutil, sys
+
+class OnlyTheStandardLibrary:
+    def find_spec(self, name, path=None, target=None):
+        root = name.partition(".")[0]
+        if root != "schedules" and root not in sys.stdlib_module_names:
+            raise ImportError(f"{name} is not in the standard library")
+
+sys.meta_path.insert(0, OnlyTheStandardLibrary())
+import schedules
+found = [module.name for module in pkgutil.walk_packages(schedules.__path__, "schedules.")]
+names = [name for name in found if not name.startswith("schedules.testing")]
+for name in names:
+    importlib.import_module(name)
+try:
+    import schedules.testing
+except ImportError as error:
+    assert "hypothesis" in str(error)
+else:
+    raise AssertionError("the probe blocks nothing")
+print(*names)
+"""
+
+
+def test_nothing_but_the_standard_library_is_imported():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"schedules.checking.rules", "schedules.__main__", "schedules.families.fill_drain"} <= set(
+        done.stdout.split()
+    )
+
+
+NAMES = """
+Action B C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
+ProgramError R Schedule ScheduleError SizeError Sizes Span TableError Timeline U VocabularyError W bidirectional
+breadth_first chain check chimera connect critical_path dag defer_weights dualpipe dualpipe_v eager_1f1b estimate
+forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower memory_over_time
+merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule seq_1f1b simulate
+spans split_backward summarize transform v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1 zb_h2 zb_v
+"""
+
+
+def test_the_public_names():
+    assert sorted(schedules.__all__) == sorted(NAMES.split())
+    assert all(hasattr(schedules, name) for name in schedules.__all__)
