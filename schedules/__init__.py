@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline schedules as plain values: write, check, lower, simulate and draw them. Uses only the standard library."""
 
+from schedules import drawing
 from schedules.analysis.critical_path import CriticalPath, critical_path
 from schedules.analysis.estimation import estimate
 from schedules.analysis.simulation import Timeline, memory_over_time, simulate, spans, summarize
@@ -52,6 +53,7 @@ from schedules.transforms.overlap import overlap
 from schedules.transforms.split import defer_weights, forwards, merge_backward, recompute, split_backward, transform
 
 __all__ = [
+    "drawing",
     "KINDS",
     "Action",
     "B",

@@ -7,11 +7,6 @@ raises on purpose. Evidence is kept in the exception's fields, never printed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from schedules.language.actions import Action
-
 
 class PipelineError(Exception):
     """The base class of every error that `schedules` and `fpipe` raise on purpose."""
@@ -83,11 +78,11 @@ class ScheduleError(PipelineError, ValueError):
     """A schedule breaks a rule.
 
     Raised by `check`, and by `lower` and `simulate` when they run into the violation. `rank`, `position` (index in that
-    rank's actions), `action`, `rule` (the function's name in `schedules.checking.rules`) and `repair` say what is wrong
-    where.
+    rank's actions), `action` (an `Action`), `rule` (the function's name in `schedules.checking.rules`) and `repair` say
+    what is wrong where.
     """
 
-    def __init__(self, rule: str, rank: int, position: int, action: Action | None, problem: str, repair: str) -> None:
+    def __init__(self, rule: str, rank: int, position: int, action: object | None, problem: str, repair: str) -> None:
         self.rule, self.rank, self.position, self.action = rule, rank, position, action
         self.problem, self.repair = problem, repair
         where = f"rank {rank}, position {position}" + (f", {action}" if action else ", end of its actions")

@@ -23,8 +23,7 @@ from fpipe.autodiff.accumulation import Gradients, added, alone, copied, summed
 from fpipe.autodiff.interface import Wiring
 from fpipe.autodiff.split_backward import Graph, Half, Splitter, made_so_far
 from fpipe.errors import InputError
-from fpipe.ir.captured import Function, Tensors
-from fpipe.model.gradient_hooks import Hook
+from fpipe.ir.captured import Function, Hook, Tensors
 from fpipe.tensors.spec import OptionalSpec, Spec
 
 

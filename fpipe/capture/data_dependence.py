@@ -10,7 +10,7 @@ part of what is played back, and are made then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -18,18 +18,17 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.disguise import disguised, tolist
 from fpipe.capture.fast_paths import as_in_eager
+from fpipe.runtime.segments.branching import reading
 from fpipe.tensors.fake import Fakes
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
@@ -107,60 +106,12 @@ def marked(function: Any, args: Any, out: Any) -> Any:
     return out
 
 
-def reading(tensor: Tensor) -> None:
-    """Note, for torch function modes, that what happens from here on depends on the values of `tensor`."""
-    if has_torch_function_unary(tensor):
-        handle_torch_function(reading, (tensor,), tensor)
-
-
 READING = frozenset(
     {reading, tolist}
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
 )
 """Calls after which execution may depend on tensor values, even if a fake tensor knows its value."""
-
-
-class Attached(torch.autograd.Function):
-    """Connects a fake output of a module that branches on data to everything it may depend on.
-
-    Nodes of this class mark where gradients may or may not flow; see `surely_reached`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        """Return a tensor with the same layout in memory of its own, so that it may be changed in place."""
-        ctx.save_for_backward(*others)
-        return tensor.new_empty_strided(tensor.shape, tensor.stride())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the output's gradient, and expanded zeros for the others, so as not to fix their gradients' layout."""
-        return *grads, *[tensor.new_zeros(()).expand_as(tensor) for tensor in ctx.saved_tensors]
-
-
-def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the outputs of a module that branches on data, connected to all of `others` that require a gradient.
-
-    Connect them only while shapes are inferred: in a step the branch taken decides, as on one device.
-    """
-    if active_fake_mode() is None or not torch.is_grad_enabled():
-        return made
-    wanting = [tensor for tensor in others if tensor.requires_grad]
-    apply: Any = Attached.apply
-    return tuple([apply(t, *wanting) if wanting and (t.is_floating_point() or t.is_complex()) else t for t in made])
-
-
-def surely_reached(roots: Iterable[Tensor]) -> frozenset[int]:
-    """Return the ids of the leaves that gradients reach from `roots`, whichever way modules branch."""
-    queue = [get_gradient_edge(root).node for root in roots]
-    seen = dict.fromkeys(queue)
-    for node in queue:
-        if node.name() != f"{Attached.__name__}Backward":
-            after = [one for one, _ in node.next_functions if one is not None and one not in seen]
-            seen.update(dict.fromkeys(after))
-            queue += dict.fromkeys(after)
-    return frozenset(id(node.variable) for node in seen if hasattr(node, "variable"))
 
 
 check: Any = torch._check_tensor_all_with

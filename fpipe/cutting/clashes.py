@@ -13,7 +13,7 @@ from itertools import pairwise
 from fpipe.cutting.balance import Forbidden, Positions, Refusal
 from fpipe.cutting.routing import ClashError, layouts
 from fpipe.ir.captured import Buffer, Captured, Constant, Observed, Parameter, Value
-from fpipe.ir.effects import observe
+from fpipe.ir.observation import observe
 
 
 def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:

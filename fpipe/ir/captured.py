@@ -26,12 +26,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.ir.objective import Objective
-from fpipe.model.gradient_hooks import Hooks
 from fpipe.tensors import random
 from fpipe.tensors.tree import Structure
 
 Value: TypeAlias = int
 Tensors: TypeAlias = tuple[Tensor, ...]
+Hook: TypeAlias = Callable[[Tensor], Tensor | None]
+"""A hook on the gradient of a parameter."""
+Hooks: TypeAlias = Mapping[str, tuple[Hook, ...]]
 
 
 class Parameter(NamedTuple):

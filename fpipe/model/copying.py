@@ -22,7 +22,7 @@ from torch import nn
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Captured, Constant
-from fpipe.ir.effects import observe
+from fpipe.ir.observation import observe
 from fpipe.model.snapshot import Walk, children, codes
 
 OPENED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)

@@ -10,18 +10,16 @@ so are hooks that look at the model's own tensors, which a step does not receive
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from types import FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import optree
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
+from fpipe.ir.captured import Hooks
 from fpipe.tensors.closures import held
-
-Hook: TypeAlias = Callable[[Tensor], Tensor | None]
-Hooks: TypeAlias = Mapping[str, tuple[Hook, ...]]
 
 
 def gradient_hooks(model: nn.Module) -> Hooks:

@@ -21,12 +21,11 @@ from fpipe.capture.leftovers import caches, files, kinds, removed
 from fpipe.capture.originals import require_own_state
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls
-from fpipe.ir.captured import Captured, FrontEnd
+from fpipe.ir.captured import Captured, FrontEnd, Hooks
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
 from fpipe.ir.validity import name_of, require_valid
 from fpipe.ir.variant import TRAINING, Variant
-from fpipe.model.gradient_hooks import Hooks
 from fpipe.model.stateless import evaluation
 from fpipe.tensors.fake import fake_mode
 from fpipe.watching.reads import Reads, reading

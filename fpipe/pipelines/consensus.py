@@ -27,8 +27,8 @@ from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.step import State, scatter
 from fpipe.runtime.executor import Inputs
 from fpipe.runtime.fingerprint import bits, described, digest
+from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.agreement import Field
-from fpipe.runtime.transport.interface import Ranks
 from schedules import Schedule
 
 DEVICES = ("cpu", "cuda")

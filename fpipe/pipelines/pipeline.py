@@ -33,9 +33,10 @@ from fpipe.pipelines.plan import Plan
 from fpipe.report.description import describe
 from fpipe.report.footprint import sizes
 from fpipe.runtime.executor import Execution, Inputs, Outcome
+from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.recording import Record, recorded
 from fpipe.runtime.transport.agreement import Field
-from fpipe.runtime.transport.interface import Ranks, Transport
+from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.turns import turn
 from fpipe.stages.assembly import Assembly, assemble, differentiated
 from fpipe.stages.kinds import require_alike, widened

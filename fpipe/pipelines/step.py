@@ -17,7 +17,7 @@ from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Inputs, Outcome
-from fpipe.runtime.transport.interface import Ranks
+from fpipe.runtime.ranks import Ranks
 from fpipe.tensors import random
 from fpipe.weights.state import require_names
 

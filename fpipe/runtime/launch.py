@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fpipe.errors import TransportError
+from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.distributed import DistributedRanks
-from fpipe.runtime.transport.interface import Ranks
 from fpipe.runtime.transport.local import LocalRanks
 
 

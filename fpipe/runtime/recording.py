@@ -26,7 +26,8 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 
 from fpipe.runtime.executor import Execution, Handler, Inputs, Linked, Outcome, StageLike
-from fpipe.runtime.transport.interface import Handle, Payload, Ranks, Transport, awaited
+from fpipe.runtime.ranks import Ranks
+from fpipe.runtime.transport.interface import Handle, Payload, Transport, awaited
 from schedules import Action, Span
 
 Record: TypeAlias = Callable[[Span], None]

@@ -17,9 +17,8 @@ from fpipe.autodiff.interface import Functions, Wiring
 from fpipe.autodiff.recorded import Recorded
 from fpipe.autodiff.skipping import skipping
 from fpipe.cutting.routing import Layout, Routes, layouts
-from fpipe.ir.captured import Batch, Buffer, Captured, Constant, Function, Parameter, Value
-from fpipe.ir.effects import observe
-from fpipe.model.gradient_hooks import Hook
+from fpipe.ir.captured import Batch, Buffer, Captured, Constant, Function, Hook, Parameter, Value
+from fpipe.ir.observation import observe
 from fpipe.runtime.executor import Port
 from fpipe.stages.metadata import Metadata, infer, is_asking, made_by
 from fpipe.stages.stage import Stage

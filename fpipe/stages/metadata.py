@@ -22,11 +22,12 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from fpipe.autodiff.split_backward import Graph, search
-from fpipe.capture.data_dependence import READING, Answers, assuming, surely_reached
+from fpipe.capture.data_dependence import READING, Answers, assuming
 from fpipe.cutting.routing import Layout, Routes
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Function, Parameter, Tensors, Value
-from fpipe.ir.effects import Effects
+from fpipe.runtime.segments.branching import surely_reached
+from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import noted
 from fpipe.tensors.random import preserved
 from fpipe.tensors.settings import settings

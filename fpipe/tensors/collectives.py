@@ -17,7 +17,7 @@ import optree
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.ir.effects import memory, written
+from fpipe.tensors.effects import memory, written
 
 
 def received(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from fpipe.ir.effects import Effects, is_collective, memory
 from fpipe.tensors.attributes import MARKS, marks
 from fpipe.tensors.collectives import quietly
+from fpipe.tensors.effects import Effects, is_collective, memory
 from fpipe.tensors.fake_cache import Memo, plain
 from fpipe.tensors.layouts import RULES, laid_out
 

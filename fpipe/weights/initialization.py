@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.errors import InputError
-from fpipe.ir.effects import memory
 from fpipe.model.stateless import skeleton
 from fpipe.tensors import random
+from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import names
 from fpipe.weights.state import require_leaf

@@ -21,7 +21,9 @@ from schedules.language.actions import Action
 from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.membership import Actions, compute_only, placed
+from schedules.language.picture import picture
 from schedules.language.schedule import Schedule
+from schedules.lowering.program import Program
 from schedules.replay.engine import Span
 from schedules.transforms.split import transform
 
@@ -223,3 +225,13 @@ def _lines(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]
         lines[0] += [idle] * (last - len(lines[0]))
         lines[0][first:last] = [waits if cell is idle else cell for cell in lines[0][first:last]]
     return lines
+
+
+@picture.register
+def _of_schedule(schedule: Schedule) -> str:
+    return text(schedule)
+
+
+@picture.register
+def _of_program(program: Program) -> str:
+    return text(program.schedule, graph=program.graph)

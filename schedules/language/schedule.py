@@ -21,6 +21,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec
 from schedules.errors import SizeError
 from schedules.language.actions import Action
 from schedules.language.graph import Graph
+from schedules.language.picture import picture
 from schedules.language.placement import Place, Placement, linear
 
 Sizes = ParamSpec("Sizes")
@@ -95,9 +96,7 @@ class Schedule:
         printer.text(repr(self))
 
     def __str__(self) -> str:
-        from schedules.drawing import text  # imported late: drawing imports this module
-
-        return text(self)
+        return picture(self)
 
     def __reduce__(self) -> tuple[Callable[..., Schedule], tuple[object, ...]]:
         return self.factory.make, (self.arguments,)

@@ -35,6 +35,7 @@ from schedules.errors import ScheduleError
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.membership import require_fitting
+from schedules.language.picture import picture
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import graph_of
 
@@ -77,9 +78,7 @@ class Program:
 
     def __str__(self) -> str:
         """Draw the timeline of the schedule on this graph."""
-        from schedules.drawing import text  # imported late: drawing imports modules that import this one
-
-        return text(self.schedule, graph=self.graph)
+        return picture(self)
 
     def actions(self, rank: int) -> Iterator[Action]:
         """Return an iterator over the lowered actions of `rank`, in order. Each call generates them anew."""

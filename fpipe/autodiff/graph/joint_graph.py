@@ -34,8 +34,8 @@ from fpipe.autodiff.interface import Wiring
 from fpipe.capture.data_dependence import assuming
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Tensors
-from fpipe.ir.effects import drawn, is_collective
 from fpipe.tensors import random
+from fpipe.tensors.effects import drawn, is_collective
 from fpipe.tensors.spec import Spec
 
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from fpipe.autodiff.graph.joint_graph import Joint
 from fpipe.autodiff.graph.simplification import is_item, simplified, value_of, written_by
 from fpipe.autodiff.interface import Wiring
-from fpipe.ir.effects import memory
+from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec
 
 aten = torch.ops.aten

@@ -19,8 +19,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fpipe.autodiff.graph.joint_graph import CONSTANT, Joint
-from fpipe.ir.effects import memory, written
 from fpipe.tensors import random
+from fpipe.tensors.effects import memory, written
 
 aten = torch.ops.aten
 SAME = frozenset({aten.detach.default, aten.alias.default})

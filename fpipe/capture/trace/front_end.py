@@ -118,7 +118,7 @@ class _Tracer:
         rehearsal = self._rehearsal(tape, values.sources, state)
         with rehearsal.begun() as rehearse:
             require_same_again(tape, rehearse)
-        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written, rehearsal)
+        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written, rehearsal.begun)
         calls = [*_within(tape.spans)]
         return Captured(
             units=tape.units,

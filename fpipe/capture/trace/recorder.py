@@ -34,12 +34,12 @@ from fpipe.capture.trace.replaced import ASKING, refusal, require_answerable
 from fpipe.capture.trace.values import Values
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Buffer, Constant, Observed, Parameter, Source, Unit, Value
-from fpipe.ir.effects import Effects, is_collective
 from fpipe.ir.modes import Modes, in_force
 from fpipe.ir.questions import Ask, Told, refuse_questions
 from fpipe.ir.tape import Invocation, Returned, Span, Tape, constants_at, pick, tensors_at
 from fpipe.runtime.segments.selection import counts, deciding, given
 from fpipe.tensors.collectives import has_handle, received
+from fpipe.tensors.effects import Effects, is_collective
 from fpipe.tensors.tree import flatten
 
 EFFECTS = (

@@ -27,7 +27,7 @@ from types import (
     MethodWrapperType,
     WrapperDescriptorType,
 )
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from optree import treespec_paths
@@ -43,6 +43,7 @@ from fpipe.ir.modes import Modes, contexts
 from fpipe.ir.questions import Answer, Told
 from fpipe.ir.tape import Invocation, Span, Tape
 from fpipe.model.snapshot import Held, attributes_restored, contents
+from fpipe.runtime.segments.segments import Rehearse, Rehearsed
 from fpipe.runtime.segments.selection import given
 from fpipe.tensors.closures import held
 from fpipe.tensors.tree import PLAIN
@@ -52,16 +53,6 @@ DATA = (*PLAIN, slice, range, type, torch.dtype, torch.device, torch.layout, tor
 COMPARED = (*CALLABLE, *DATA)
 """Classes compared by value. Functions are compared by code and what they close over; anything else by class."""
 DEPTH = 4  # how far to follow functions within functions
-
-
-class Rehearsed(NamedTuple):
-    """The outcome of a rehearsal: the calls that differed and why, and the state that the calls changed."""
-
-    differing: Mapping[Span, str]
-    changed: Sequence[Held]
-
-
-Rehearse: TypeAlias = Callable[[Sequence[Span]], Rehearsed]
 
 
 class Again(Recorder):

@@ -37,11 +37,11 @@ from fpipe.capture.disguise import disguised
 from fpipe.capture.fast_paths import as_in_eager
 from fpipe.capture.trace.patches import TRANSFORMS
 from fpipe.capture.trace.recorder import SEALING
-from fpipe.ir.effects import Effects
 from fpipe.ir.modes import contexts, in_force
 from fpipe.ir.tape import Returned, Span, Tape, constants_at, tensors_at
 from fpipe.model.snapshot import attributes_restored
 from fpipe.tensors.attributes import MARKS
+from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.tree import taken_apart
 

@@ -13,7 +13,7 @@ from typing import Any
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Value
-from fpipe.ir.effects import memory
+from fpipe.tensors.effects import memory
 
 
 def require_seated(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[str, Any], str]]) -> None:

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Constant, Parameter, Source, Value
-from fpipe.ir.effects import memory
 from fpipe.ir.tape import tensors_at
+from fpipe.tensors.effects import memory
 
 
 class KeptError(CaptureError):

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.data_dependence import reading
 from fpipe.ir.captured import Step, Tensors
 from fpipe.ir.questions import Answer
+from fpipe.runtime.segments.branching import reading
 from fpipe.runtime.segments.selection import deciding, given
 
 Answers: TypeAlias = Mapping[tuple[Any, int], Answer]

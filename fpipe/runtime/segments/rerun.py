@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Step, Tensors, Unit
-from fpipe.ir.effects import memory
 from fpipe.ir.tape import Span, Tape, checkpointed
+from fpipe.tensors.effects import memory
 
 NORMS = frozenset({"batch_norm", "instance_norm"})
 """These update running statistics, and do not read them when they do."""

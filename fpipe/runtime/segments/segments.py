@@ -11,24 +11,23 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.data_dependence import attached
-from fpipe.capture.trace.rehearsal import Rehearsal, Rehearse, Rehearsed
 from fpipe.errors import CutError, InputError
 from fpipe.ir.captured import Function, Labels, Step, Tensors, Unit, Value, sequence, single
 from fpipe.ir.modes import Modes, contexts, under_modes
 from fpipe.ir.tape import Span, Tape, pick, require_constants
 from fpipe.model.snapshot import Held, attributes_restored, kept
 from fpipe.runtime.segments.answers import answering
+from fpipe.runtime.segments.branching import attached
 from fpipe.runtime.segments.collected import Inner, Noted, inner
 from fpipe.runtime.segments.keying import bounds, calls, keyed, seeded, streaming
 from fpipe.runtime.segments.reentrant import Reentrant
@@ -40,6 +39,16 @@ Seat: TypeAlias = tuple[dict[str, Any], str]
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
 Part: TypeAlias = Span | Unit | tuple[Modes, Step]
 """What is played: a span called as is, a torch call, or a step run before or after others."""
+
+
+class Rehearsed(NamedTuple):
+    """The outcome of a rehearsal: the calls that differed and why, and the state that the calls changed."""
+
+    differing: Mapping[Span, str]
+    changed: Sequence[Held]
+
+
+Rehearse: TypeAlias = Callable[[Sequence[Span]], Rehearsed]
 
 
 class Seated:
@@ -78,7 +87,7 @@ class Playback:
         sources: set[Value],
         needed: Sequence[Value],
         written: Sequence[Held],
-        rehearsal: Rehearsal,
+        rehearsal: Callable[[], AbstractContextManager[Rehearse]],
     ) -> None:
         self.tape, self.seats, self.sources, self.written = tape, seats, sources, written
         self.rehearsal, self.rehearsed = rehearsal, dict[tuple[int, int], Rehearsed]()
@@ -126,7 +135,7 @@ class Playback:
         """Return, for each stretch of units, which calls must not be made as is, and what state the others change."""
         new = [stretch for stretch in stretches if stretch not in self.rehearsed]
         if new:
-            with self.rehearsal.begun() as rehearse:
+            with self.rehearsal() as rehearse:
                 self.rehearsed.update({(start, stop): self._rehearsed(start, stop, rehearse) for start, stop in new})
         return [self.rehearsed[stretch] for stretch in stretches]
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.executor import Execution, Outcome
+from fpipe.runtime.ranks import Fields
 from fpipe.runtime.transport import clocks
 from fpipe.runtime.transport.agreement import agree, refuse, texts
 from fpipe.runtime.transport.channels import DistributedTransport
 from fpipe.runtime.transport.control import Control
-from fpipe.runtime.transport.interface import Fields, Route, Transport
+from fpipe.runtime.transport.interface import Route, Transport
 from fpipe.runtime.turns import only_turn
 from fpipe.tensors.spec import Spec
 

@@ -8,24 +8,13 @@ both ends post the same messages in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from schedules import Action
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fpipe.runtime.executor import Execution, Outcome
-    from fpipe.runtime.transport.agreement import Field
-    from fpipe.tensors.spec import Spec
 
 Payload: TypeAlias = tuple[Any, ...]
 Message: TypeAlias = tuple[str, int, int, int]
 """What it carries (`F` a value, `B` a cotangent, `G` a gradient), source stage, microbatch, target stage."""
-Fields: TypeAlias = "Callable[[], Sequence[Field]]"
-"""Returns what must be the same on every rank; called only if there are other processes."""
 Route: TypeAlias = tuple[int, int]
 """A channel's name: the sending rank and the receiving rank."""
 
@@ -62,48 +51,6 @@ class Transport(Protocol):
 
     def channel(self, source: int, target: int) -> Channel:
         """Return the channel from rank `source` to rank `target`."""
-
-
-class Ranks(Protocol):
-    """The pipeline ranks that this process runs, and how it communicates with the others."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of this process."""
-
-    def guarded(self, call: str) -> AbstractContextManager[None]:
-        """Return the context for a function, named `call`, that all ranks call.
-
-        An error on one rank before all have agreed is raised on all of them. After a call that failed midway no other
-        may follow: its messages would not match the others'. One thread is inside at a time.
-        """
-
-    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
-        """Raise `TransportError` on all ranks unless they make the same call and their `fields()` are equal.
-
-        `about` distinguishes several agreements within one call. Returns the note of each process.
-        """
-
-    def connect(self, channels: Iterable[Route]) -> None:
-        """Set up these channels."""
-
-    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Drive `execution(rank, transport)` of each of this process's ranks to completion; return the outcomes."""
-
-    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """Return rank `source`'s tensor on every rank; the others pass `None`."""
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-
-    def tell(self, text: str) -> list[str]:
-        """Send a text to all ranks; return every process's text, in rank order."""
-
-    def ahead(self) -> float:
-        """Return how many seconds the clock of this process is ahead of the first rank's."""
-
-    def collect(self, rows: Tensor) -> list[Tensor]:
-        """Return the rows that each process passes, in rank order: CPU tensors with the same number of columns."""
 
 
 def message(action: Action) -> Message:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
-from fpipe.runtime.transport.interface import Fields, Message, Payload, Route, Transport
+from fpipe.runtime.ranks import Fields
+from fpipe.runtime.transport.interface import Message, Payload, Route, Transport
 from fpipe.runtime.transport.interface import posted as text
 from fpipe.runtime.turns import turn
 from fpipe.tensors.spec import Spec

@@ -20,7 +20,7 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 import fpipe
 from fpipe.autodiff.autograd import Autograd
 from fpipe.autodiff.recorded import Recorded
-from fpipe.capture.data_dependence import attached, surely_reached
+from fpipe.runtime.segments.branching import attached, surely_reached
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, interleaved_1f1b, mirror, one_f_one_b, recompute, split_backward, zb_h1, zb_v

@@ -9,7 +9,7 @@ from torch import nn
 
 import fpipe
 from fpipe.ir.captured import Batch, Buffer, Constant, Parameter
-from fpipe.ir.effects import observe
+from fpipe.ir.observation import observe
 from schedules import gpipe, one_f_one_b
 from tests.common.models import WIDTH, ZOO, Case, assert_same, build, by_day, loop, mse, rows_of, run, run_reference
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
-from fpipe.ir.effects import Effects
+from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import KERNELS, fake, fake_mode
 from fpipe.tensors.layouts import RULES
 from schedules import one_f_one_b

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline ranks that a process runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from fpipe.runtime.executor import Execution, Outcome
+from fpipe.runtime.transport.agreement import Field
+from fpipe.runtime.transport.interface import Route, Transport
+from fpipe.tensors.spec import Spec
+
+Fields: TypeAlias = Callable[[], Sequence[Field]]
+"""Returns what must be the same on every rank; called only if there are other processes."""
+
+
+class Ranks(Protocol):
+    """The pipeline ranks that this process runs, and how it communicates with the others."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this process."""
+
+    def guarded(self, call: str) -> AbstractContextManager[None]:
+        """Return the context for a function, named `call`, that all ranks call.
+
+        An error on one rank before all have agreed is raised on all of them. After a call that failed midway no other
+        may follow: its messages would not match the others'. One thread is inside at a time.
+        """
+
+    def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
+        """Raise `TransportError` on all ranks unless they make the same call and their `fields()` are equal.
+
+        `about` distinguishes several agreements within one call. Returns the note of each process.
+        """
+
+    def connect(self, channels: Iterable[Route]) -> None:
+        """Set up these channels."""
+
+    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
+        """Drive `execution(rank, transport)` of each of this process's ranks to completion; return the outcomes."""
+
+    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+        """Return rank `source`'s tensor on every rank; the others pass `None`."""
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+
+    def tell(self, text: str) -> list[str]:
+        """Send a text to all ranks; return every process's text, in rank order."""
+
+    def ahead(self) -> float:
+        """Return how many seconds the clock of this process is ahead of the first rank's."""
+
+    def collect(self, rows: Tensor) -> list[Tensor]:
+        """Return the rows that each process passes, in rank order: CPU tensors with the same number of columns."""
