@@ -84,6 +84,14 @@ def test_imports_go_down(package):
     assert not [one for one in ours if order.index(room(one.source)) > order.index(room(one.module))]
 
 
+@pytest.mark.parametrize("name", ["executor", "handlers", "instructions"])
+def test_what_drives_the_stages_does_not_know_torch(name):
+    tree = ast.parse(modules()[f"fpipe.runtime.{name}"].read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [name for name in imported if name.split(".")[0] == "torch"]
+
+
 def test_imports_do_not_run_in_a_circle():
     graph: dict[str, set[str]] = {}
     for one in found_imports():
