@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.utils import import_utils
 
-from tests.common.models import WIDTH
+from tests.common.cases import WIDTH
 
 WORDS, LENGTH = 7, 3
 

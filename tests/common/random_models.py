@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.common.models import WIDTH, WORDS, Case, Tripled, mse
+from tests.common.cases import WIDTH, WORDS, Case, mse
+from tests.common.layers import Tripled
 
 # --------------------------------------------------------------------------------------------------------------- kinds
 

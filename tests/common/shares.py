@@ -8,7 +8,7 @@ import torch
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
-from tests.common.models import Case
+from tests.common.cases import Case
 
 
 def on_meta(case: Case, ranks: int = 1, rows: int = 4):

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from fpipe.tensors.tree import same_bits
-from tests.common.models import SCHEDULES, ZOO, build, run
+from tests.common.running import build, run
+from tests.common.schedules import SCHEDULES
+from tests.common.zoo import ZOO
 from tests.distributed import worker
 
 WORKER = Path(worker.__file__)

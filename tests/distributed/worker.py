@@ -57,22 +57,13 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from tests.common.models import (
-    SCHEDULES,
-    WORDS,
-    ZOO,
-    Result,
-    assert_same,
-    build,
-    descending,
-    eval_loop,
-    linears,
-    loop,
-    looped_fill_drain,
-    run,
-    run_reference,
-    vee_fill_drain,
-)
+from tests.common.cases import WORDS
+from tests.common.comparison import Result, assert_same
+from tests.common.layers import linears
+from tests.common.loops import eval_loop, loop
+from tests.common.running import build, run, run_reference
+from tests.common.schedules import SCHEDULES, descending, looped_fill_drain, vee_fill_drain
+from tests.common.zoo import ZOO
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
 CASES: dict[str, Callable[[int, int], None]] = {}

@@ -12,25 +12,14 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import B, F, gpipe, linear, one_f_one_b, schedule
-from tests.common.models import (
-    SCHEDULES,
-    WIDTH,
-    ZOO,
-    Case,
-    Result,
-    assert_same,
-    build,
-    few,
-    linear_fill_drain,
-    linears,
-    loop,
-    looped_fill_drain,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-    vee_fill_drain,
-)
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import Result, assert_same
+from tests.common.layers import linears
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.schedules import SCHEDULES, linear_fill_drain, looped_fill_drain, vee_fill_drain
+from tests.common.sizes import few
+from tests.common.zoo import ZOO
 
 # ---------------------------------------------------------------------- nothing but the arguments decides, and all stay
 

@@ -14,7 +14,9 @@ from fpipe.runtime.transport.clocks import difference
 from fpipe.runtime.transport.local import LocalRanks
 from schedules import KINDS, Action, B, Costs, F, Span, parse, simulate, spans, split_backward, summarize
 from schedules.drawing import svg, trace
-from tests.common.models import SCHEDULES, ZOO, build
+from tests.common.running import build
+from tests.common.schedules import SCHEDULES
+from tests.common.zoo import ZOO
 
 SIZES = st.none() | st.integers(0, 10)
 ACTIONS = st.builds(Action, st.sampled_from(list(KINDS)), st.integers(0, 4096), st.integers(0, 2**40), SIZES, SIZES)

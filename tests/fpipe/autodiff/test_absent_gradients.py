@@ -24,7 +24,10 @@ from fpipe.runtime.segments.branching import attached, surely_reached
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, interleaved_1f1b, mirror, one_f_one_b, recompute, split_backward, zb_h1, zb_v
-from tests.common.models import WIDTH, Result, assert_same, few, gradients_of, loop, mse
+from tests.common.cases import WIDTH, mse
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import gradients_of, loop
+from tests.common.sizes import few
 
 MICROBATCHES = 3
 

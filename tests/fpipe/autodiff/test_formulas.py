@@ -12,7 +12,7 @@ from fpipe.autodiff.accumulation import alone
 from fpipe.autodiff.formulas import FORMULAS, Operand
 from fpipe.autodiff.split_backward import Graph, Splitter
 from fpipe.tensors.tree import same_bits
-from tests.common.models import few
+from tests.common.sizes import few
 
 LAYOUTS = {
     "dense": lambda t: t,

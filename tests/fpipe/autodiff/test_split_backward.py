@@ -15,7 +15,8 @@ from fpipe.autodiff.accumulation import alone
 from fpipe.autodiff.split_backward import Graph, Splitter, made_so_far, search
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
-from tests.common.models import loop, mse
+from tests.common.cases import mse
+from tests.common.loops import loop
 
 W = 4
 

@@ -16,7 +16,7 @@ from fpipe.batching.merge import Joining, join
 from fpipe.batching.weights import scales
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import broadcast, flatten, same_bits
-from tests.common.models import piece
+from tests.common.loops import piece
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)

@@ -11,7 +11,9 @@ from torch import nn
 import fpipe
 from fpipe.batching.memory import overlap
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, Result, assert_same, loop, mse
+from tests.common.cases import WIDTH, mse
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import loop
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
 

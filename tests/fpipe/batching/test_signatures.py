@@ -24,26 +24,15 @@ from schedules import (
     recompute,
     zb_v,
 )
-from tests.common.models import (
-    GPT,
-    LENGTH,
-    SCHEDULES,
-    WIDTH,
-    WORDS,
-    ZOO,
-    Block,
-    Case,
-    Result,
-    assert_same,
-    cross_entropy,
-    eval_loop,
-    few,
-    loop,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-)
+from tests.common.cases import LENGTH, WIDTH, WORDS, Case, cross_entropy, mse, rows_of
+from tests.common.comparison import Result, assert_same
+from tests.common.layers import Block
+from tests.common.loops import eval_loop, loop
+from tests.common.models import GPT
+from tests.common.running import run, run_reference
+from tests.common.schedules import SCHEDULES
+from tests.common.sizes import few
+from tests.common.zoo import ZOO
 
 FOUR = {
     "gpipe": SCHEDULES["gpipe"](ranks=4, microbatches=3),

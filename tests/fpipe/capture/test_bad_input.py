@@ -13,7 +13,10 @@ from torch import nn
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, Case, assert_same, build, loop, mse, rows_of, run, run_reference
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
 
 FRONTS = ["trace", "modules", "export", "fx", "dynamo"]
 

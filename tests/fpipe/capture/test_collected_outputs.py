@@ -25,19 +25,11 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.model.snapshot import Walk, contents
 from schedules import one_f_one_b
-from tests.common.models import (
-    NIGHTLY,
-    WIDTH,
-    Result,
-    assert_same,
-    few,
-    in_turn,
-    loop,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-)
+from tests.common.cases import WIDTH, mse, rows_of
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import loop
+from tests.common.running import run, run_reference
+from tests.common.sizes import NIGHTLY, few, in_turn
 
 ROWS, WORDS = 4, 31
 BACKWARDS = ["autograd", "graph"]

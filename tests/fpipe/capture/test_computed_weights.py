@@ -9,7 +9,7 @@ from torch.nn.utils import prune, weight_norm
 
 import fpipe
 from schedules import one_f_one_b, zb_v
-from tests.common.models import WIDTH, mse
+from tests.common.cases import WIDTH, mse
 
 
 def normed():

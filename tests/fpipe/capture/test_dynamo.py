@@ -7,7 +7,11 @@ from torch import nn
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, Case, Scale, assert_same, build, loop, mse, rows_of, run
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.layers import Scale
+from tests.common.loops import loop
+from tests.common.running import build, run
 
 
 class Layer(nn.Module):

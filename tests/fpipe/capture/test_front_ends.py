@@ -11,7 +11,12 @@ import fpipe
 from fpipe.ir.captured import Batch, Buffer, Constant, Parameter
 from fpipe.ir.observation import observe
 from schedules import gpipe, one_f_one_b
-from tests.common.models import WIDTH, ZOO, Case, assert_same, build, by_day, loop, mse, rows_of, run, run_reference
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import by_day
+from tests.common.zoo import ZOO
 
 CASES = [(name, front) for name, case in ZOO.items() for front in case.fronts if name != "recurrent"]
 GRAPHS = ["export", "fx", "dynamo"]

@@ -9,7 +9,12 @@ from torch import nn
 
 import fpipe
 from schedules import one_f_one_b, split_backward
-from tests.common.models import WIDTH, Average, Case, assert_same, build, few, loop, mse, rows_of, run, run_reference
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.layers import Average
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import few
 
 
 class Layer(nn.Module):

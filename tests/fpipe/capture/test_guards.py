@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.capture.guards import places
 from schedules import one_f_one_b, split_backward
-from tests.common.models import WIDTH, Case, assert_same, build, loop, mse, rows_of, run, run_reference
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
 
 CUTS = ("1", "2", "3")
 GRAPHS = ["export", "fx", "dynamo"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, mse
+from tests.common.cases import WIDTH, mse
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 

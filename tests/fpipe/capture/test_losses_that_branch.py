@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, mse
+from tests.common.cases import WIDTH, mse
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOW = one_f_one_b(ranks=2, microbatches=2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, mse
+from tests.common.cases import WIDTH, mse
 
 
 class Box:

@@ -30,7 +30,11 @@ from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.rehearsal import Again
 from fpipe.capture.trace.replay import ENDING
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, assert_same, few, in_turn, loop, mse, rows_of, run
+from tests.common.cases import WIDTH, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import run
+from tests.common.sizes import few, in_turn
 
 BACKWARDS = ["autograd", "graph"]
 CUTS = ["blocks.1", "blocks.1.b", "blocks.2", "blocks.3", "blocks.3.b"]

@@ -8,7 +8,8 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward, zb_v
-from tests.common.models import loop, mse
+from tests.common.cases import mse
+from tests.common.loops import loop
 
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=3), "ZB-V": zb_v(ranks=1, microbatches=3)}
 

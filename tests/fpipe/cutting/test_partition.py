@@ -19,7 +19,11 @@ from fpipe.cutting.partition import Barrier, Cuts, Evenly, Explicit, asked, even
 from fpipe.ir.captured import Call, Parameter, Unit
 from fpipe.ir.variant import Variant
 from schedules import gpipe
-from tests.common.models import WIDTH, Block, Result, assert_same, eval_loop, loop, mse, run
+from tests.common.cases import WIDTH, mse
+from tests.common.comparison import Result, assert_same
+from tests.common.layers import Block
+from tests.common.loops import eval_loop, loop
+from tests.common.running import run
 
 
 def unit(path, reads=(), makes=()):

@@ -9,7 +9,12 @@ from torch import nn
 
 import fpipe
 from schedules import gpipe, one_f_one_b
-from tests.common.models import WIDTH, ZOO, Case, assert_same, build, few, loop, mse, rows_of, run, run_reference
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import few
+from tests.common.zoo import ZOO
 
 
 def graph(name):

@@ -11,7 +11,10 @@ from fpipe.capture.export import export
 from fpipe.ir.captured import Batch, Call, Constant, Parameter
 from fpipe.tensors.fake import fake_mode
 from schedules import gpipe, one_f_one_b
-from tests.common.models import ZOO, assert_same, build, loop, run
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run
+from tests.common.zoo import ZOO
 
 CASE = ZOO["tied_sequence"]
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
-from tests.common.models import WIDTH, mse
+from tests.common.cases import WIDTH, mse
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOWS = {

@@ -13,21 +13,11 @@ from torch import nn
 import fpipe
 from fpipe import ModuleGraph, Part
 from schedules import gpipe, interleaved_1f1b, one_f_one_b, split_backward
-from tests.common.models import (
-    WIDTH,
-    Case,
-    assert_same,
-    build,
-    cross_entropy,
-    few,
-    in_turn,
-    loop,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-    words,
-)
+from tests.common.cases import WIDTH, Case, cross_entropy, mse, rows_of, words
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import few, in_turn
 
 FRONTS = ["modules", "trace", "export", "fx", "dynamo"]
 

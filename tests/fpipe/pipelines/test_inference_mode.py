@@ -8,7 +8,8 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
-from tests.common.models import loop, mse
+from tests.common.cases import mse
+from tests.common.loops import loop
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
 

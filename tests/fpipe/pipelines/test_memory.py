@@ -45,8 +45,12 @@ from schedules import (
 )
 from schedules.replay.engine import needs
 from schedules.testing import orders
-from tests.common.models import ZOO, Assigned, Average, Case, build, by_day, few, linears, mse, rows_of
+from tests.common.cases import Case, mse, rows_of
+from tests.common.layers import Assigned, Average, linears
 from tests.common.random_models import case_of, descriptions, places
+from tests.common.running import build
+from tests.common.sizes import by_day, few
+from tests.common.zoo import ZOO
 from tests.fpipe.verification.test_random_models import built_or_refused, schedules
 
 SEED = 5

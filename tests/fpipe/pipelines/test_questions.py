@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 import fpipe
 from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
-from tests.common.models import Result, differences, few, mse
+from tests.common.cases import mse
+from tests.common.comparison import Result, differences
 from tests.common.questions import BATCH, CATALOG, LENGTH, WORDS, Asking, Given, Net
+from tests.common.sizes import few
 
 REFUSALS = (fpipe.CaptureError, fpipe.InputError, fpipe.CutError)
 RATE = 0.25

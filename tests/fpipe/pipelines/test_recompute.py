@@ -14,21 +14,12 @@ from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.step import scatter
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, dualpipe_v, gpipe, one_f_one_b, overlap, recompute, split_backward
-from tests.common.models import (
-    WIDTH,
-    ZOO,
-    Case,
-    assert_same,
-    build,
-    by_day,
-    captured_by,
-    few,
-    loop,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-)
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import by_day, few
+from tests.common.zoo import ZOO, captured_by
 
 SEED = 5
 

@@ -7,7 +7,10 @@ from torch import nn
 
 import fpipe
 from schedules import dualpipe, gpipe, one_f_one_b
-from tests.common.models import SCHEDULES, WIDTH, ZOO, build, mse
+from tests.common.cases import WIDTH, mse
+from tests.common.running import build
+from tests.common.schedules import SCHEDULES
+from tests.common.zoo import ZOO
 
 
 def test_the_picture():

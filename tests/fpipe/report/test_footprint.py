@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from schedules import Costs, Sizes, dualpipe, gpipe, one_f_one_b, recompute, simulate, v_half, zb_h1
-from tests.common.models import WIDTH, ZOO, build, mse
+from tests.common.cases import WIDTH, mse
+from tests.common.running import build
+from tests.common.zoo import ZOO
 
 ROWS, WIDE, FLOAT = 3, 8, 4
 SMALL, LARGE = ROWS * WIDTH * FLOAT, ROWS * WIDE * FLOAT

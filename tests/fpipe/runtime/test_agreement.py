@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from fpipe import InputError, TransportError
 from fpipe.runtime.launch import require_alone
 from fpipe.runtime.transport.agreement import FIRST, MOST_FIELDS, Field, agree, refuse
-from tests.common.models import few
+from tests.common.sizes import few
 
 
 class Room:

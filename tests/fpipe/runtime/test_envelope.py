@@ -11,7 +11,7 @@ from fpipe.runtime.transport.channels import DistributedChannel, DistributedTran
 from fpipe.runtime.transport.envelope import LINE, SMALL, Envelope
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from tests.common.models import few
+from tests.common.sizes import few
 
 CPU = torch.device("cpu")
 MESSAGE = ("F", 0, 3, 1)

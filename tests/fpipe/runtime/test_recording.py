@@ -10,7 +10,10 @@ import fpipe
 from fpipe.runtime import recording
 from fpipe.runtime.recording import DeviceStopwatch, HostStopwatch
 from schedules import Action, F, Span, dualpipe, forwards, interleaved_1f1b, one_f_one_b, summarize
-from tests.common.models import SCHEDULES, ZOO, assert_same, build, run
+from tests.common.comparison import assert_same
+from tests.common.running import build, run
+from tests.common.schedules import SCHEDULES
+from tests.common.zoo import ZOO
 
 MANY = {
     **{name: make(4, 4) for name, make in SCHEDULES.items()},

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import fpipe
-from tests.common.models import SCHEDULES, ZOO, assert_same, build, run, run_reference
+from tests.common.comparison import assert_same
+from tests.common.running import build, run, run_reference
+from tests.common.schedules import SCHEDULES
+from tests.common.zoo import ZOO
 
 HOW = SCHEDULES["one_f_one_b"](ranks=2, microbatches=4)
 

@@ -13,7 +13,11 @@ from torch.autograd import graph
 
 from fpipe.runtime.transport.local import LocalChannel
 from fpipe.stages.stage import Stage
-from tests.common.models import SCHEDULES, WIDTH, Case, assert_same, build, loop, mse, rows_of, run
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run
+from tests.common.schedules import SCHEDULES
 
 MICROBATCHES = 3
 

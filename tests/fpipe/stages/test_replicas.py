@@ -14,22 +14,13 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, dualpipe, mirror, one_f_one_b, split_backward, summarize
-from tests.common.models import (
-    WIDTH,
-    ZOO,
-    Case,
-    Result,
-    assert_same,
-    build,
-    eval_loop,
-    few,
-    linears,
-    loop_as_stated,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-)
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import Result, assert_same
+from tests.common.layers import linears
+from tests.common.loops import eval_loop, loop_as_stated
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import few
+from tests.common.zoo import ZOO
 
 STATEFUL = {"unet", "normalised"}
 SEED = 5

@@ -19,7 +19,9 @@ from fpipe.tensors.random import key, preserved
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
-from tests.common.models import ZOO, build, few, run
+from tests.common.running import build, run
+from tests.common.sizes import few
+from tests.common.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 

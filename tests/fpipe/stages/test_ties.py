@@ -15,27 +15,14 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, dualpipe, gpipe, mirror, one_f_one_b
-from tests.common.models import (
-    SCHEDULES,
-    WIDTH,
-    ZOO,
-    Case,
-    assert_same,
-    build,
-    descending,
-    few,
-    linear_fill_drain,
-    linears,
-    loop,
-    loop_as_stated,
-    loop_untied,
-    looped_fill_drain,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-    vee_fill_drain,
-)
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.layers import linears
+from tests.common.loops import loop, loop_as_stated, loop_untied
+from tests.common.running import build, run, run_reference
+from tests.common.schedules import SCHEDULES, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain
+from tests.common.sizes import few
+from tests.common.zoo import ZOO
 
 USES = {
     "gpt": {0: ("embed.weight",), 3: ("head.weight",)},

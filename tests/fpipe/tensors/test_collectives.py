@@ -10,7 +10,8 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b
-from tests.common.models import loop, mse
+from tests.common.cases import mse
+from tests.common.loops import loop
 
 HOW = interleaved_1f1b(ranks=1, chunks=2, microbatches=2)
 

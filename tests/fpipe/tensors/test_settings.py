@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fpipe
 from schedules import one_f_one_b
-from tests.common.models import WIDTH, mse
+from tests.common.cases import WIDTH, mse
 
 BACKWARDS = ["autograd", "graph"]
 LENGTH = 4

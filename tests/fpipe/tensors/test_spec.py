@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from tests.common.models import few
+from tests.common.sizes import few
 
 DTYPES = [
     torch.float32,

@@ -10,7 +10,11 @@ from torch import nn
 import fpipe
 from fpipe.stages.stage import Stage
 from schedules import one_f_one_b
-from tests.common.models import ZOO, Result, assert_same, build, linears, mse
+from tests.common.cases import mse
+from tests.common.comparison import Result, assert_same
+from tests.common.layers import linears
+from tests.common.running import build
+from tests.common.zoo import ZOO
 
 HOW = one_f_one_b(ranks=2, microbatches=3)
 

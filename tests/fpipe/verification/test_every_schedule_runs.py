@@ -26,7 +26,10 @@ from schedules import (
     seq_1f1b,
     split_backward,
 )
-from tests.common.models import WIDTH, Result, assert_same, eval_loop, few, loop_as_stated, mse
+from tests.common.cases import WIDTH, mse
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import eval_loop, loop_as_stated
+from tests.common.sizes import few
 
 NOT_YET = (pipedream, pipedream_2bw, seq_1f1b)
 SYNCHRONOUS = [

@@ -13,29 +13,13 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import B, F, gpipe, one_f_one_b, schedule
-from tests.common.models import (
-    SCHEDULES,
-    WIDTH,
-    ZOO,
-    Case,
-    assert_same,
-    build,
-    by_day,
-    captured_by,
-    descending,
-    differences,
-    eval_loop,
-    few,
-    in_turn,
-    linear_fill_drain,
-    loop,
-    looped_fill_drain,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-    vee_fill_drain,
-)
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same, differences
+from tests.common.loops import eval_loop, loop
+from tests.common.running import build, run, run_reference
+from tests.common.schedules import SCHEDULES, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain
+from tests.common.sizes import by_day, few, in_turn
+from tests.common.zoo import ZOO, captured_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 

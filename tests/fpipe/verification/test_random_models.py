@@ -19,8 +19,11 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from tests.common.models import assert_same, few, loop, run, run_reference
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
 from tests.common.random_models import case_of, descriptions, places
+from tests.common.running import run, run_reference
+from tests.common.sizes import few
 
 SEED = 5
 LINEAR = [gpipe, one_f_one_b, zb_h1, lambda **sizes: split_backward(one_f_one_b(**sizes))]

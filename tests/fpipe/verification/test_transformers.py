@@ -16,7 +16,11 @@ import transformers
 from torch import nn
 
 from schedules import interleaved_1f1b, one_f_one_b, v_1f1b
-from tests.common.models import Case, Result, assert_same, build, by_day, loop, mse, run, run_reference
+from tests.common.cases import Case, mse
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import by_day
 
 ROWS, LENGTH, WORDS, WIDTH = 4, 6, 31, 16
 

@@ -16,7 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import B, F, check, gpipe, linear, one_f_one_b, schedule, split_backward, zb_h1
-from tests.common.models import SCHEDULES, WIDTH, ZOO, Case, assert_same, build, loop, mse, rows_of, run, run_reference
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.schedules import SCHEDULES
+from tests.common.zoo import ZOO
 
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(one_f_one_b(ranks=4, microbatches=3))}
 every = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)

@@ -15,7 +15,9 @@ import fpipe
 from fpipe.watching.handle import Handles
 from fpipe.watching.names import names
 from schedules import one_f_one_b
-from tests.common.models import assert_same, eval_loop, loop, run
+from tests.common.comparison import assert_same
+from tests.common.loops import eval_loop, loop
+from tests.common.running import run
 
 FACTOR = 1.0
 TABLE = {"scale": 1.0, "unread": 0}

@@ -12,8 +12,11 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.initialization import initialised, leaves, reset_parameters
-from tests.common.models import WIDTH, ZOO, Average, Case, few, mse, rows_of
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.layers import Average
 from tests.common.shares import on_meta, ranks_of, union
+from tests.common.sizes import few
+from tests.common.zoo import ZOO
 
 
 def same(a, b):
@@ -245,7 +248,9 @@ def test_an_error_in_the_function_says_where():
 
 def test_what_is_made_trains():
     """Parameters are leaves that require a gradient where the model's did; a step with them is that of a real model."""
-    from tests.common.models import assert_same, loop, run
+    from tests.common.comparison import assert_same
+    from tests.common.loops import loop
+    from tests.common.running import run
 
     pipe, case = pipes("gpt")[1], ZOO["gpt"]
     params, buffers = pipe.initialise(seed=5)

@@ -13,8 +13,12 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.initialization import leaves
-from tests.common.models import WIDTH, ZOO, Case, assert_same, loop, mse, rows_of, run
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import run
 from tests.common.shares import on_meta, ranks_of, union
+from tests.common.zoo import ZOO
 
 CASES = ["gpt", "unet", "normalised", "several", "mixed_precision", "fourier", "frozen_below", "one_weight"]
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 import fpipe
 from fpipe.tensors.tree import same_bits
 from fpipe.weights import safetensors as checkpoint
-from tests.common.models import ZOO
 from tests.common.shares import on_meta, ranks_of, union
+from tests.common.zoo import ZOO
 
 A, B = {"a": torch.arange(3), "b": torch.randn(2, 2)}, {"c": torch.ones(2, dtype=torch.bfloat16)}
 

@@ -9,7 +9,10 @@ from torch.autograd import forward_ad
 
 import fpipe
 from schedules import forward_only, one_f_one_b
-from tests.common.models import ZOO, assert_same, build, loop, run
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run
+from tests.common.zoo import ZOO
 
 HOW = one_f_one_b(ranks=2, microbatches=2)
 

@@ -34,7 +34,7 @@ from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo
 from schedules.replay.dependencies import graph_of
 from schedules.testing import graphs, orders, require_round_trip, schedules
-from tests.common.models import few
+from tests.common.sizes import few
 
 
 def read(text):

@@ -13,7 +13,7 @@ from fpipe.autodiff.graph.codegen import adding, function
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from tests.common.models import few
+from tests.common.sizes import few
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
 OPERATIONS = (operator.add, operator.sub, operator.mul, operator.truediv)

@@ -15,21 +15,13 @@ from fpipe.autodiff.graph.simplification import SMALL
 from fpipe.autodiff.recorded import Recorded
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, split_backward, zb_v
-from tests.common.models import (
-    ZOO,
-    Case,
-    assert_same,
-    build,
-    by_night,
-    few,
-    in_turn,
-    loop,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-)
+from tests.common.cases import Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
 from tests.common.random_models import case_of, descriptions, places
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import by_night, few, in_turn
+from tests.common.zoo import ZOO
 from tests.fpipe.autodiff.test_split_backward import PARTS, W, Written
 from tests.fpipe.capture.trace.test_front_end import MODELS
 from tests.fpipe.verification.test_random_models import schedules

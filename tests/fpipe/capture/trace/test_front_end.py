@@ -21,20 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.ir.captured import Call
 from schedules import gpipe, one_f_one_b, split_backward
-from tests.common.models import (
-    WIDTH,
-    Case,
-    Tripled,
-    assert_same,
-    build,
-    by_day,
-    few,
-    loop,
-    mse,
-    rows_of,
-    run,
-    run_reference,
-)
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.layers import Tripled
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import by_day, few
 
 
 class Block(nn.Module):

@@ -14,7 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import gpipe, interleaved_1f1b, mirror, one_f_one_b, recompute, zb_h1, zb_v
-from tests.common.models import assert_same, eval_loop, few, in_turn, loop, mse, run, run_reference
+from tests.common.cases import mse
+from tests.common.comparison import assert_same
+from tests.common.loops import eval_loop, loop
+from tests.common.running import run, run_reference
+from tests.common.sizes import few, in_turn
 
 WIDTH = 4
 HOWS = {

@@ -20,7 +20,10 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 import fpipe
 from fpipe.tensors import random
 from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1, zb_v
-from tests.common.models import WIDTH, Result, assert_same, few, mse, run, run_reference
+from tests.common.cases import WIDTH, mse
+from tests.common.comparison import Result, assert_same
+from tests.common.running import run, run_reference
+from tests.common.sizes import few
 
 CPU, SEED = torch.device("cpu"), 3
 KINDS = {"plain": None, "checkpoint": partial(checkpoint, use_reentrant=False)}

@@ -14,7 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from schedules import one_f_one_b, recompute, v_min, zb_h1, zb_v
-from tests.common.models import WIDTH, Case, assert_same, build, by_day, in_turn, loop, mse, rows_of, run, run_reference
+from tests.common.cases import WIDTH, Case, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import by_day, in_turn
 from tests.fpipe.pipelines.test_memory import require_as_simulated
 
 ROWS, MICROBATCHES, STAGES = 2, 5, 4

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fpipe
 from schedules import one_f_one_b, zb_v
-from tests.common.models import WIDTH, mse
+from tests.common.cases import WIDTH, mse
 
 BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOWS = {"1F1B": one_f_one_b(ranks=2, microbatches=2), "ZB-V": zb_v(ranks=2, microbatches=4)}

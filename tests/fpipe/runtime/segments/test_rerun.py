@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, zb_v
-from tests.common.models import loop, mse
+from tests.common.cases import mse
+from tests.common.loops import loop
 
 HOWS = {
     "1F1B": one_f_one_b(ranks=2, microbatches=3),
