@@ -695,9 +695,7 @@ def test_torchs_own_checks_are_made(cuts):
 
 
 def test_control_flow_on_data_is_shown_where_it_is():
-    with pytest.raises(
-        fpipe.CaptureError, match=r"test_front_end.py, line \d+: return torch.tanh\(x\) if"
-    ):
+    with pytest.raises(fpipe.CaptureError, match=r"test_front_end.py, line \d+: return torch.tanh\(x\) if"):
         pipeline(Stack(branching), ["blocks.1"])
 
 
