@@ -237,7 +237,7 @@ class _Replay(torch.fx.Interpreter):
 
     def _refuse(self, error: Exception) -> NoReturn:
         raise CaptureError(
-            f"{self.recorder.spans.where}: got {type(error).__name__}: {error}, expected a forward that runs on fake "
+            f"{self.recorder.stack.where}: got {type(error).__name__}: {error}, expected a forward that runs on fake "
             "tensors, which have shapes but no values. Take control flow and shapes that depend on data out of the "
             "model."
         ) from error

@@ -107,7 +107,7 @@ class Labels(NamedTuple):
 Fuse: TypeAlias = Callable[[Sequence[Unit], Mapping[Unit, Labels], tuple[Value, ...], tuple[Value, ...]], "Function"]
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """One call of a function: `call(key, *tensors)` takes the values of `reads` and returns those of `makes`."""
 
     reads: tuple[Value, ...]
@@ -122,8 +122,8 @@ def interpret(
     return Function(sequence([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
 
 
-def single(unit: Unit, labels: Labels | None) -> Step:
-    """Return a unit as a step, keyed if it is random."""
+def single(unit: Unit, labels: Labels | None) -> Operation:
+    """Return a unit as an operation, keyed if it is random."""
 
     def seeded(key: int, *tensors: Tensor) -> Tensors:
         assert labels is not None, "the unit is random"
@@ -131,20 +131,27 @@ def single(unit: Unit, labels: Labels | None) -> Step:
             random.reseed(key, labels.label, device)
         return unit.call(*tensors)
 
-    return Step(unit.reads, unit.makes, (lambda key, *tensors: unit.call(*tensors)) if labels is None else seeded)
+    return Operation(unit.reads, unit.makes, (lambda key, *tensors: unit.call(*tensors)) if labels is None else seeded)
 
 
-def sequence(steps: Sequence[Step], inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> Callable[..., Tensors]:
-    """Return a function of a key and `inputs` that runs the steps in order, and frees values after their last use."""
-    last = {value: index for index, step in enumerate(steps) for value in (*step.reads, *step.makes)}
-    last.update(dict.fromkeys(outputs, len(steps)))
+def sequence(
+    operations: Sequence[Operation], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
+) -> Callable[..., Tensors]:
+    """Return a function of a key and `inputs` that runs the operations in order.
+
+    It frees values after their last use.
+    """
+    last = {
+        value: index for index, operation in enumerate(operations) for value in (*operation.reads, *operation.makes)
+    }
+    last.update(dict.fromkeys(outputs, len(operations)))
     slot = {value: k for k, value in enumerate(dict.fromkeys([*inputs, *last]))}
-    dead: list[list[int]] = [[] for _ in range(len(steps) + 1)]
+    dead: list[list[int]] = [[] for _ in range(len(operations) + 1)]
     for value, index in last.items():
         dead[index].append(slot[value])
     plan = [
-        (step.call, [slot[v] for v in step.reads], [slot[v] for v in step.makes], dead[index])
-        for index, step in enumerate(steps)
+        (operation.call, [slot[v] for v in operation.reads], [slot[v] for v in operation.makes], dead[index])
+        for index, operation in enumerate(operations)
     ]
     empty, returned = [None] * (len(slot) - len(inputs)), [slot[value] for value in outputs]
 

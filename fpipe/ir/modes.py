@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modes that a torch call depends on besides its arguments: grad mode and autocast.
 
-Steps run under the modes of their recording. An autocast region is entered once for all of its steps, because autocast
-caches casts until the outermost context exits.
+Operations run under the modes of their recording. An autocast region is entered once for all of its operations, because
+autocast caches casts until the outermost context exits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.ir.captured import Step, Tensors, Value, sequence
+from fpipe.ir.captured import Operation, Tensors, Value, sequence
 
 
 class Modes(NamedTuple):
@@ -31,7 +31,7 @@ class Modes(NamedTuple):
 
 
 Casts: TypeAlias = tuple[tuple[str, torch.dtype], ...]
-Items: TypeAlias = Sequence[tuple[Modes, Step]]
+Items: TypeAlias = Sequence[tuple[Modes, Operation]]
 Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
@@ -42,29 +42,29 @@ def in_force() -> tuple[bool, Casts]:
     return torch.is_grad_enabled(), casts
 
 
-def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Step]:
-    """Return the steps, joining those that ran under special modes into one step in the contexts they need.
+def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
+    """Return the operations, joining those that ran under special modes into one operation in the contexts they need.
 
     An autocast region is entered once, because it casts a weight once for all of its uses.
     """
-    steps: list[Step] = []
+    operations: list[Operation] = []
     for region, later in _grouped(items, lambda modes: modes.region, outputs):
-        inner: list[Step] = []
+        inner: list[Operation] = []
         for group, needed in _grouped(region, lambda modes: modes, later):
-            inner += _joined(contexts(group[0][0]), [step for _, step in group], needed)
+            inner += _joined(contexts(group[0][0]), [operation for _, operation in group], needed)
         modes = region[0][0]
-        steps += _joined(contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
-    return steps
+        operations += _joined(contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
+    return operations
 
 
 def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
-    """Return runs of steps with equal keys, each with the values needed after it."""
+    """Return runs of operations with equal keys, each with the values needed after it."""
     groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
     later = {*outputs}
     found: list[tuple[Items, set[Value]]] = []
     for group in reversed(groups):
         found.append((group, set(later)))
-        later |= {value for _, step in group for value in step.reads}
+        later |= {value for _, operation in group for value in operation.reads}
     return found[::-1]
 
 
@@ -75,14 +75,14 @@ def contexts(modes: Modes) -> Contexts:
     return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
 
 
-def _joined(around: Contexts, steps: list[Step], needed: Collection[Value]) -> list[Step]:
-    """Return the steps, joined into one inside the contexts `around` if there are any."""
+def _joined(around: Contexts, operations: list[Operation], needed: Collection[Value]) -> list[Operation]:
+    """Return the operations, joined into one inside the contexts `around` if there are any."""
     if not around:
-        return steps
-    made = tuple(value for step in steps for value in step.makes)
-    reads = tuple(dict.fromkeys(value for step in steps for value in step.reads if value not in made))
+        return operations
+    made = tuple(value for operation in operations for value in operation.makes)
+    reads = tuple(dict.fromkeys(value for operation in operations for value in operation.reads if value not in made))
     makes = tuple(value for value in made if value in needed)
-    run = sequence(steps, reads, makes)
+    run = sequence(operations, reads, makes)
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         with ExitStack() as stack:
@@ -90,4 +90,4 @@ def _joined(around: Contexts, steps: list[Step], needed: Collection[Value]) -> l
                 stack.enter_context(context())
             return run(key, *tensors)
 
-    return [Step(reads, makes, call)]
+    return [Operation(reads, makes, call)]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recording of a model's run: torch calls in order, and the module calls around them.
 
-A *tape* is a straight line of units, one per torch call, with nested *spans* over it: the calls of modules, of the
-loss, and of checkpointed functions. Either can be played: a unit repeats one torch call; a span repeats the original
+A *tape* is a straight line of units, one per torch call, with nested *frames* over it: the calls of modules, of the
+loss, and of checkpointed functions. Either can be played: a unit repeats one torch call; a frame repeats the original
 call, so that everything inside it happens as its author wrote it.
 
-A span can replace its units only if it can be called from outside: every tensor that it reads is an argument, or state
-put in place beforehand; every tensor that it makes and others use is returned, or assigned to an attribute. A span for
+A frame can replace its units only if it can be called from outside: every tensor that it reads is an argument, or state
+put in place beforehand; every tensor that it makes and others use is returned, or assigned to an attribute. A frame for
 which this does not hold is opened, and its contents are played instead.
 """
 
@@ -117,7 +117,7 @@ class Attribute(NamedTuple):
 
 
 @dataclass(eq=False)
-class Span:
+class Frame:
     """A call whose torch calls are units `start` to `stop`, excluding the latter.
 
     - `path`, `kind`: the module's first name and its class; for a checkpointed function, those of the enclosing module.
@@ -148,7 +148,7 @@ class Span:
     constants: Mapping[int, Any] = field(default_factory=dict)
     assigned: list[Attribute] = field(default_factory=list)
     touched: list[tuple[nn.Module, str]] = field(default_factory=list)
-    inner: list[Span] = field(default_factory=list)
+    inner: list[Frame] = field(default_factory=list)
 
 
 class Returned(NamedTuple):
@@ -177,7 +177,7 @@ class Tape:
       depends on, and the ticks between which it ran.
     - `returned`: by tick, the result of each torch call not inside another, including those that left no unit.
     - `casts`: for each unit, the values read that it casts to another dtype, as autocast does.
-    - `spans`: the outermost spans. `streams`: all spans that draw from a stream.
+    - `frames`: the outermost frames. `streams`: all frames that draw from a stream.
     - `draws`: the calls that drew random numbers outside of streams, in order.
     - `told`: the calls that read values and were answered, in order.
     - `calls`: the ticks of all calls of each function that was answered; `outside`: the ticks of the calls of each
@@ -195,8 +195,8 @@ class Tape:
     ticks: Mapping[Unit, tuple[int, int]]
     returned: Mapping[int, Returned]
     casts: Mapping[Unit, frozenset[Value]]
-    spans: tuple[Span, ...]
-    streams: tuple[Span, ...]
+    frames: tuple[Frame, ...]
+    streams: tuple[Frame, ...]
     draws: tuple[Draw, ...]
     told: tuple[Told, ...]
     calls: Mapping[Any, Sequence[int]]
@@ -234,7 +234,7 @@ def _number(ticks: Sequence[int], tick: int, first: int) -> int:
     return bisect_left(ticks, tick) - bisect_left(ticks, first)
 
 
-def checkpointed(spans: Iterable[Span]) -> Iterator[Span]:
+def checkpointed(frames: Iterable[Frame]) -> Iterator[Frame]:
     """Yield the outermost checkpointed functions."""
-    for span in spans:
-        yield from [span] if span.checkpoint else checkpointed(span.inner)
+    for frame in frames:
+        yield from [frame] if frame.checkpoint else checkpointed(frame.inner)

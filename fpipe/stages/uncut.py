@@ -15,7 +15,7 @@ from itertools import count
 from typing import TypeAlias, cast
 
 from fpipe.cutting.routing import Layout, layouts
-from fpipe.ir.captured import Captured, Function, Observed, Parameter, Step, Tensors, Value, sequence
+from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, sequence
 from fpipe.stages.metadata import made_by
 
 Copies: TypeAlias = Mapping[tuple[int, Value], Value]
@@ -53,8 +53,9 @@ def _copies(captured: Captured, stages: Sequence[Layout], summed: frozenset[str]
 def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Function], copies: Copies) -> Function:
     """Return the stages' functions called in sequence, each with its own copies."""
     reads = [tuple(copies.get((s, value), value) for value in layout.inputs) for s, layout in enumerate(stages)]
-    steps = [
-        Step(read, made_by(layout), function) for read, layout, function in zip(reads, stages, functions, strict=True)
+    operations = [
+        Operation(read, made_by(layout), function)
+        for read, layout, function in zip(reads, stages, functions, strict=True)
     ]
 
     @contextmanager
@@ -66,4 +67,4 @@ def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Funct
             yield
 
     scoped = any(function.scope is not None for function in functions)
-    return Function(sequence(steps, whole.inputs, made_by(whole)), placed if scoped else None)
+    return Function(sequence(operations, whole.inputs, made_by(whole)), placed if scoped else None)

@@ -11,41 +11,41 @@ from torch import Tensor, nn
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import here, places
 from fpipe.capture.trace.values import Values
-from fpipe.ir.tape import Attribute, Span
+from fpipe.ir.tape import Attribute, Frame
 from fpipe.tensors.settings import changed
 
 
-class Spans:
-    """A stack of calls; `outermost` are those not inside another. Modules in `within` may depend on data.
+class CallStack:
+    """A stack of calls; `roots` are those not inside another. Modules in `within` may depend on data.
 
     If there are `generators`, they are checked around each call.
     """
 
     def __init__(self, model: nn.Module, within: Collection[str], generators: Generators | None = None) -> None:
         self.within = tuple(within)
-        self.outermost: list[Span] = []
-        self.stack: list[Span] = []
+        self.roots: list[Frame] = []
+        self.frames: list[Frame] = []
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.names = places(model)
         self.generators = generators
 
-    def begin(self, span: Span) -> Span:
+    def begin(self, frame: Frame) -> Frame:
         """Begin a call inside the innermost one."""
-        (self.stack[-1].inner if self.stack else self.outermost).append(span)
-        self.stack.append(span)
-        return span
+        (self.frames[-1].inner if self.frames else self.roots).append(frame)
+        self.frames.append(frame)
+        return frame
 
     @contextmanager
-    def running(self, span: Span) -> Iterator[None]:
+    def enter(self, frame: Frame) -> Iterator[None]:
         """Begin a call, and end it on exit."""
         self._look()
-        self.notice()
-        self.begin(span)
+        self.check_settings()
+        self.begin(frame)
         try:
             yield
         finally:
             self._look()
-            self.stack.pop()
+            self.frames.pop()
 
     def _look(self) -> None:
         if self.generators is not None:
@@ -53,55 +53,55 @@ class Spans:
 
     def seal(self, reason: str) -> None:
         """Mark the innermost running module as one that cannot be opened."""
-        for span in reversed(self.stack):
-            if not span.checkpoint:
-                span.sealed = reason
+        for frame in reversed(self.frames):
+            if not frame.checkpoint:
+                frame.sealed = reason
                 return
 
-    def notice(self) -> None:
+    def check_settings(self) -> None:
         """Seal the innermost module if it has changed torch's settings since it was called."""
-        names = changed(self.stack[-1].settings) if self.stack else ""
+        names = changed(self.frames[-1].settings) if self.frames else ""
         if names:
             self.seal(f"a change of torch's settings ({names}) around what it calls")
 
-    def assigned(self, module: nn.Module, name: str, value: object, values: Values) -> None:
+    def note_assignment(self, module: nn.Module, name: str, value: object, values: Values) -> None:
         """Note an assignment to an attribute."""
-        for span in self.stack:
-            if (module, name) not in span.touched:
-                span.touched.append((module, name))
-            span.assigned = [one for one in span.assigned if (one.module, one.name) != (module, name)]
+        for frame in self.frames:
+            if (module, name) not in frame.touched:
+                frame.touched.append((module, name))
+            frame.assigned = [one for one in frame.assigned if (one.module, one.name) != (module, name)]
             if isinstance(value, Tensor) and id(value) in values.known:
-                span.assigned.append(Attribute(module, name, values.known[id(value)]))
+                frame.assigned.append(Attribute(module, name, values.known[id(value)]))
 
     @property
     def module(self) -> nn.Module | None:
         """The innermost running module; `None` inside a loss that is not a module."""
-        called = [span.invocation.function for span in reversed(self.stack)]
+        called = [frame.invocation.function for frame in reversed(self.frames)]
         return next((module for module in called if isinstance(module, nn.Module)), None)
 
     @property
     def opaque(self) -> bool:
         """True if a module is running that always runs as is, whatever happens inside."""
-        return any(map(self._is_within, self.stack))
+        return any(map(self._is_within, self.frames))
 
     @property
-    def innermost(self) -> list[Span]:
+    def innermost(self) -> list[Frame]:
         """The call of the innermost running module, and checkpointed functions in it."""
-        last = next((k for k, span in enumerate(reversed(self.stack)) if not span.checkpoint), 0)
-        return self.stack[-last - 1 :]
+        last = next((k for k, frame in enumerate(reversed(self.frames)) if not frame.checkpoint), 0)
+        return self.frames[-last - 1 :]
 
     @property
-    def outermost_branching(self) -> Span:
+    def outermost_branching(self) -> Frame:
         """The outermost call that may branch on data, or checkpointed call that contains one."""
-        return next(span for span in self.stack if span.checkpoint or self._is_within(span))
+        return next(frame for frame in self.frames if frame.checkpoint or self._is_within(frame))
 
-    def _is_within(self, span: Span) -> bool:
-        return any(f"{span.path}.".startswith(f"{name}.") for name in self.within)
+    def _is_within(self, frame: Frame) -> bool:
+        return any(f"{frame.path}.".startswith(f"{name}.") for name in self.within)
 
     @property
     def path(self) -> str:
         """The path of the innermost running module."""
-        return self.stack[-1].path if self.stack else ""
+        return self.frames[-1].path if self.frames else ""
 
     @property
     def where(self) -> str:

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 from torch import nn
 
-from fpipe.capture.trace.call_stack import Spans
-from fpipe.ir.tape import Span
+from fpipe.capture.trace.call_stack import CallStack
+from fpipe.ir.tape import Frame
 from fpipe.tensors.tree import PLAIN
 
 
@@ -25,25 +25,25 @@ class Decision(NamedTuple):
     """An assignment: the path of the module, and the calls that it happened in, outermost first."""
 
     path: str
-    calls: list[Span]
+    calls: list[Frame]
 
 
 class Decisions:
-    """The attributes that hold such numbers. Reads are noticed, by a patch that `stack` removes, once there are any."""
+    """The attributes that hold such numbers. Reads are noticed, by a patch that `exits` removes, once there are any."""
 
-    def __init__(self, spans: Spans, stack: ExitStack) -> None:
-        self.spans, self.stack = spans, stack
+    def __init__(self, stack: CallStack, exits: ExitStack) -> None:
+        self.stack, self.exits = stack, exits
         self.made: dict[tuple[int, str], Decision] = {}
 
     def assigned(self, module: nn.Module, name: str, value: object) -> None:
         """Note an assignment to an attribute of a module."""
-        branching = self.spans.opaque and self.spans.outermost_branching.branching
+        branching = self.stack.opaque and self.stack.outermost_branching.branching
         if not branching or not isinstance(value, PLAIN):
             self.made.pop((id(module), name), None)
             return
         if not self.made:
             self._notice_reads()
-        self.made[id(module), name] = Decision(self.spans.paths.get(id(module), ""), [*self.spans.stack])
+        self.made[id(module), name] = Decision(self.stack.paths.get(id(module), ""), [*self.stack.frames])
 
     def _notice_reads(self) -> None:
         get: Any = nn.Module.__getattribute__
@@ -54,11 +54,11 @@ class Decisions:
                 self._read(name, decision)
             return get(module, name)
 
-        self.stack.enter_context(patch.object(nn.Module, "__getattribute__", getting))
+        self.exits.enter_context(patch.object(nn.Module, "__getattribute__", getting))
 
     def _read(self, name: str, decision: Decision) -> None:
         """Seal the innermost call that contains both the assignment and this read."""
-        around = {id(span) for span in decision.calls}
-        both = [span for span in self.spans.stack if id(span) in around and not span.checkpoint]
+        around = {id(frame) for frame in decision.calls}
+        both = [frame for frame in self.stack.frames if id(frame) in around and not frame.checkpoint]
         if both and not both[-1].sealed:
             both[-1].sealed = f"a read of {name!r}, which module {decision.path} sets after branching on data"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fpipe.ir.captured import Labels
-from fpipe.ir.tape import Draw, Span
+from fpipe.ir.tape import Draw, Frame
 from fpipe.tensors.random import label, stream_label
 
 
@@ -37,20 +37,20 @@ class Draws:
 
     def __init__(self) -> None:
         self.found: list[Drawn] = []
-        self.streams: list[Span] = []
+        self.streams: list[Frame] = []
 
     def has_from(self, tick: int) -> bool:
         """Return whether anything was drawn from `tick` on."""
         return bool(self.found) and self.found[-1].tick >= tick
 
-    def begin_stream(self, span: Span, tensors: Iterable[Tensor]) -> None:
+    def begin_stream(self, frame: Frame, tensors: Iterable[Tensor]) -> None:
         """Make all draws in a call one stream; it may draw on the CPU and on the devices of `tensors`."""
-        if span.stream is None:
+        if frame.stream is None:
             devices = dict.fromkeys([torch.device("cpu"), *(tensor.device for tensor in tensors)])
-            call = sum(one.path == span.path for one in self.streams)
+            call = sum(one.path == frame.path for one in self.streams)
             kinds = tuple([device for device in devices if device.type in ("cpu", "cuda")])
-            span.stream = Labels(stream_label(span.path, call), kinds)
-            self.streams.append(span)
+            frame.stream = Labels(stream_label(frame.path, call), kinds)
+            self.streams.append(frame)
 
     def stream(self, tick: int) -> Labels | None:
         """Return the stream that a call at `tick` draws from, if any."""

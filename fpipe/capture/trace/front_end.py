@@ -41,11 +41,11 @@ from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Batch, Buffer, Call, Captured, Parameter, Source, Value
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
-from fpipe.ir.tape import Span, Tape
+from fpipe.ir.tape import Frame, Tape
 from fpipe.model.snapshot import CACHED, Held, Snapshot, Walk, contents
 from fpipe.model.stateless import Absent, skeleton
 from fpipe.runtime.segments.reentrant import require_own_parameters
-from fpipe.runtime.segments.segments import Playback, Seat, Seated
+from fpipe.runtime.segments.segments import Seat, Seated, SegmentBuilder
 from fpipe.tensors.attributes import parameter
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import flatten, names
@@ -112,14 +112,14 @@ class _Tracer:
         tensors, structure = flatten(outputs, opaque=True)
         values, tape = recorder.values, recorder.tape()
         wanting = frozenset(value for value, tensor in values.tensors.items() if tensor.requires_grad)
-        require_own_parameters(tape.spans, tape.units, values.sources, wanting)
+        require_own_parameters(tape.frames, tape.units, values.sources, wanting)
         results, made = tuple(map(values.read, tensors)), None if loss is None else values.read(loss)
         needed = (*results, *(() if made is None else (made,)), *recorder.reassigned.next.values())
         rehearsal = self._rehearsal(tape, values.sources, state)
         with rehearsal.begun() as rehearse:
             require_same_again(tape, rehearse)
-        playback = Playback(tape, self._seats_by_value(), set(values.sources), needed, written, rehearsal.begun)
-        calls = [*_within(tape.spans)]
+        builder = SegmentBuilder(tape, self._seats_by_value(), set(values.sources), needed, written, rehearsal.begun)
+        calls = [*_within(tape.frames)]
         return Captured(
             units=tape.units,
             sources=values.sources,
@@ -129,13 +129,13 @@ class _Tracer:
             fakes={value: fake(self.mode, values.tensors[value], self.device) for value in values.sources},
             mode=self.mode,
             trainable=self.trainable,
-            calls=tuple([_call(span, playback) for span in calls]),
+            calls=tuple([_call(frame, builder) for frame in calls]),
             observed=recorder.observed(),
-            dynamic=self.trainable if any(span.branching for span in tape.spans) else frozenset(),
-            fuse=playback.fuse,
+            dynamic=self.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
+            fuse=builder.fuse,
             reassigned=recorder.reassigned.next,
             moved=left,
-            differing=lambda positions: _numbers(calls, playback.apart(positions)),
+            differing=lambda positions: _numbers(calls, builder.apart(positions)),
         )
 
     def _settled_at_last(self) -> Settled:
@@ -288,27 +288,27 @@ def _seats(model: nn.Module) -> dict[Source, list[Seat]]:
     return found
 
 
-def _within(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield all spans, each before the spans inside it."""
-    for span in spans:
-        yield span
-        yield from _within(span.inner)
+def _within(frames: Sequence[Frame]) -> Iterator[Frame]:
+    """Yield all frames, each before the frames inside it."""
+    for frame in frames:
+        yield frame
+        yield from _within(frame.inner)
 
 
-def _call(span: Span, playback: Playback) -> Call:
-    return Call(span.path, span.kind, span.start, span.stop, span.sealed, playback.obstacle(span) is not None)
+def _call(frame: Frame, builder: SegmentBuilder) -> Call:
+    return Call(frame.path, frame.kind, frame.start, frame.stop, frame.sealed, builder.obstacle(frame) is not None)
 
 
-def _numbers(spans: Sequence[Span], wanted: Collection[Span]) -> frozenset[int]:
-    return frozenset(k for k, span in enumerate(spans) if span in wanted)
+def _numbers(frames: Sequence[Frame], wanted: Collection[Frame]) -> frozenset[int]:
+    return frozenset(k for k, frame in enumerate(frames) if frame in wanted)
 
 
 def _recorded(loss: Loss, recorder: Recorder) -> Loss:
     """Return the loss, with its call recorded as a module's is."""
 
     def recorded(*args: Any) -> Tensor:
-        span = recorder.span("loss", type(loss), loss, args, {})
-        return cast("Tensor", recorder.called(span, lambda: loss(*args)))
+        frame = recorder.frame("loss", type(loss), loss, args, {})
+        return cast("Tensor", recorder.called(frame, lambda: loss(*args)))
 
     return recorded
 

@@ -43,7 +43,7 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
     """Bring everything that happens inside to `recorder`; seal the modules of `model` named in `whole`."""
     patched = _Patched.now()
     with ExitStack() as stack:
-        watching = _Watching(recorder, model, whole, patched, Decisions(recorder.spans, stack))
+        watching = _Watching(recorder, model, whole, patched, Decisions(recorder.stack, stack))
         for owner, name, function in watching.replacements():
             stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(refused_marks())
@@ -98,7 +98,7 @@ class _Watching:
         patched: _Patched,
         decisions: Decisions,
     ) -> None:
-        self.recorder, self.spans, self.whole, self.torch = recorder, recorder.spans, whole, patched
+        self.recorder, self.stack, self.whole, self.torch = recorder, recorder.stack, whole, patched
         self.decisions = decisions
         self.ours = {id(module) for module in model.modules() if not torchs(module)}
         self.active = True
@@ -127,22 +127,22 @@ class _Watching:
             yield owner, name, self._transform(getattr(owner, name))
 
     def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        path = self.spans.paths.get(id(module))
+        path = self.stack.paths.get(id(module))
         if path is None or self.idle:
             return self.torch.call(module, *args, **kwargs)
         sealed = "parts, which are never cut," if path in self.whole else _backward_hook(module)
-        span = self.recorder.span(path, type(module), module, args, kwargs, sealed)
-        return self.recorder.called(span, lambda: self.torch.call(module, *args, **kwargs))
+        frame = self.recorder.frame(path, type(module), module, args, kwargs, sealed)
+        return self.recorder.called(frame, lambda: self.torch.call(module, *args, **kwargs))
 
     def _assigned(self, module: nn.Module, name: str, value: object) -> None:
         if id(module) in self.ours and self.active:
             if name in module._parameters and value is not module._parameters[name]:
                 raise CaptureError(
-                    f"{self.spans.here()}: got an assignment to the parameter {name!r}, expected parameters to be read "
+                    f"{self.stack.here()}: got an assignment to the parameter {name!r}, expected parameters to be read "
                     "only; the new value would be lost. Compute a new tensor from it (torch.nn.utils.parametrize)."
                 )
             if name not in module._buffers:  # assigning a buffer goes through register_buffer
-                self.spans.assigned(module, name, value, self.recorder.values)
+                self.stack.note_assignment(module, name, value, self.recorder.values)
                 self.decisions.assigned(module, name, value)
         self.torch.assign(module, name, value)
 
@@ -150,11 +150,11 @@ class _Watching:
         if id(module) in self.ours and self.active and name in module._buffers:
             if self.recorder.inside:
                 raise CaptureError(
-                    f"{self.spans.here()}: got an assignment to the buffer {name!r} inside a torch call, such as a "
+                    f"{self.stack.here()}: got an assignment to the buffer {name!r} inside a torch call, such as a "
                     "custom autograd function, expected one in a forward. Return the tensor, and assign it outside."
                 )
             tensor = self.recorder.reassigned.assign(module, name, tensor, self.recorder.call)
-            self.spans.assigned(module, name, tensor, self.recorder.values)
+            self.stack.note_assignment(module, name, tensor, self.recorder.values)
         self.torch.register(module, name, tensor, *args, **kwargs)
 
     def _applied(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -165,26 +165,26 @@ class _Watching:
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _reentrant(self, function: Any, preserve: bool, *args: Any) -> Any:
-        """Replace torch's node with one that supports gradients of chosen inputs, and record a span."""
-        outer, recorder = self.spans.stack[-1], self.recorder
+        """Replace torch's node with one that supports gradients of chosen inputs, and record a frame."""
+        outer, recorder = self.stack.frames[-1], self.recorder
         if not preserve:
             raise CaptureError(
-                f"{self.spans.here()}: got a reentrant checkpoint with preserve_rng_state=False, expected the same "
+                f"{self.stack.here()}: got a reentrant checkpoint with preserve_rng_state=False, expected the same "
                 "random numbers in both runs. Drop the argument."
             )
         recorder.hooked.append(len(recorder.units))
-        span = recorder.span(outer.path, outer.kind, Reentrant(), (function, *args), {}, "activation checkpointing")
-        span.checkpoint = span.reentrant = True
+        frame = recorder.frame(outer.path, outer.kind, Reentrant(), (function, *args), {}, "activation checkpointing")
+        frame.checkpoint = frame.reentrant = True
 
         def run(*args: Any) -> Any:
-            return recorder.own(span, function(*args))
+            return recorder.own(frame, function(*args))
 
-        with self.spans.running(span):
+        with self.stack.enter(frame):
             out = Reentrant()(run, *args)
-        recorder.ended(span, out)
+        recorder.ended(frame, out)
         tensors, given = recorder.values.tensors, recorder.values.within(args)
         wanting = frozenset(value for value, tensor in tensors.items() if tensor.requires_grad)
-        require_arguments(span, recorder.units, wanting, [*given, *recorder.values.sources])
+        require_arguments(frame, recorder.units, wanting, [*given, *recorder.values.sources])
         return out
 
     def _transform(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +201,7 @@ class _Watching:
         out = self.recorder.call(function, args, kwargs)
         if self.recorder.draws.has_from(first):
             raise CaptureError(
-                f"{self.spans.here()}: got the torch.jit.script function {function.name!r} that draws random numbers, "
+                f"{self.stack.here()}: got the torch.jit.script function {function.name!r} that draws random numbers, "
                 "expected ones that follow from the step's seed. Call the function without torch.jit.script."
             )
         return out
@@ -209,7 +209,7 @@ class _Watching:
     def _saved(self, hooks: Any) -> None:
         self.recorder.hooked.append(len(self.recorder.units))
         if not isinstance(hooks, checkpoint._checkpoint_hook):
-            self.spans.seal("saved-tensor hooks around what it calls")
+            self.stack.seal("saved-tensor hooks around what it calls")
         self.torch.saved(hooks)
 
     def _entered(self, context: Any) -> Any:
@@ -227,16 +227,16 @@ class _Watching:
 
     def nests(self) -> None:
         """Note that the module nests real tensors, and takes another path on fake ones."""
-        self.spans.seal("an encoder with a padding mask, which nests tensors")
+        self.stack.seal("an encoder with a padding mask, which nests tensors")
 
     def _seeded(self, *_: object) -> None:
         raise CaptureError(
-            f"{self.spans.here()}: got a forward that seeds the generator itself, expected random numbers that follow "
+            f"{self.stack.here()}: got a forward that seeds the generator itself, expected random numbers that follow "
             "from the step's seed. Drop torch.manual_seed."
         )
 
     def _checkpointed(self, function: Any, *settings: Any, **kwargs: Any) -> Iterator[None]:
-        """Wrap torch's generator around a checkpointed function, and record a span.
+        """Wrap torch's generator around a checkpointed function, and record a frame.
 
         What the function returned is a local variable of `checkpoint`, which drives the generator.
         """
@@ -249,14 +249,16 @@ class _Watching:
         def again(function: Any, *args: Any, **kwargs: Any) -> Any:
             return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
 
-        outer = self.spans.stack[-1]
+        outer = self.stack.frames[-1]
         next(generator)
-        span = self.recorder.span(outer.path, outer.kind, again, (function, *args), kwargs, "activation checkpointing")
-        span.checkpoint = True
-        with self.spans.running(span):
+        frame = self.recorder.frame(
+            outer.path, outer.kind, again, (function, *args), kwargs, "activation checkpointing"
+        )
+        frame.checkpoint = True
+        with self.stack.enter(frame):
             yield
-        self.recorder.ended(span, sys._getframe(1).f_locals["ret"])
-        if span.stream is not None or self.recorder.draws.has_from(span.first_tick):
+        self.recorder.ended(frame, sys._getframe(1).f_locals["ret"])
+        if frame.stream is not None or self.recorder.draws.has_from(frame.first_tick):
             how["preserve_rng_state"] = True  # else the rerun draws from whatever state the schedule left
         yield from generator
 

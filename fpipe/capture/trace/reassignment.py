@@ -24,7 +24,7 @@ from fpipe.capture.trace.origins import Origin
 from fpipe.capture.trace.values import Values
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Constant, Parameter, Source, Unit, Value
-from fpipe.ir.tape import Span, checkpointed
+from fpipe.ir.tape import Frame, checkpointed
 from fpipe.tensors.spec import Spec
 
 Table = dict[str, Tensor | None]
@@ -159,17 +159,17 @@ class Reassignments:
                     f"self.{one.name} = (...).clone()."
                 )
 
-    def require_not_repeated(self, spans: Sequence[Span], units: Sequence[Unit]) -> None:
+    def require_not_repeated(self, frames: Sequence[Frame], units: Sequence[Unit]) -> None:
         """Raise `CaptureError` if a checkpointed function uses such a buffer: its backward would use the new value."""
         tensors = self.values.tensors
         changing = self.assigned | {one.buffer for one in self.found.values()}
-        for span in checkpointed(spans):
-            inside = units[span.start : span.stop]
-            used = {value for unit in inside for value in (*unit.reads, *unit.makes)} - {*span.invocation.reads}
-            if changing & used and any(tensors[value].requires_grad for value in span.returned.values()):
+        for frame in checkpointed(frames):
+            inside = units[frame.start : frame.stop]
+            used = {value for unit in inside for value in (*unit.reads, *unit.makes)} - {*frame.invocation.reads}
+            if changing & used and any(tensors[value].requires_grad for value in frame.returned.values()):
                 names = sorted({one.name for one in self.found.values()})
                 raise CaptureError(
-                    f"module {span.path or '(root)'}: got a checkpointed function that uses or assigns a buffer that "
+                    f"module {frame.path or '(root)'}: got a checkpointed function that uses or assigns a buffer that "
                     f"the forward assigns anew ({', '.join(names)}), expected none: the backward runs the function "
                     "again, on the new value. Assign it outside of the checkpoint, and pass what the function uses of "
                     "it as an argument."

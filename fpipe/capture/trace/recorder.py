@@ -25,7 +25,7 @@ from fpipe.capture.data_dependence import ASSUMED, UNKNOWN, all_true, checked, c
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
 from fpipe.capture.guards import asking_line
-from fpipe.capture.trace.call_stack import Spans
+from fpipe.capture.trace.call_stack import CallStack
 from fpipe.capture.trace.draws import Drawn, Draws
 from fpipe.capture.trace.liveness import live
 from fpipe.capture.trace.origins import History, Origin, for_real
@@ -36,7 +36,7 @@ from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Buffer, Constant, Observed, Parameter, Source, Unit, Value
 from fpipe.ir.modes import Modes, in_force
 from fpipe.ir.questions import Ask, Told, refuse_questions
-from fpipe.ir.tape import Invocation, Returned, Span, Tape, constants_at, pick, tensors_at
+from fpipe.ir.tape import Frame, Invocation, Returned, Tape, constants_at, pick, tensors_at
 from fpipe.runtime.segments.selection import counts, deciding, given
 from fpipe.tensors.collectives import has_handle, received
 from fpipe.tensors.effects import Effects, is_collective
@@ -62,7 +62,7 @@ class Constants(NamedTuple):
 class Recorder(TorchFunctionMode):
     """Records while entered, inside a fake mode.
 
-    - `spans`, `values`: the run's calls and tensors. `units`: its torch calls; `invocations`, `modes`, `ticks`,
+    - `frames`, `values`: the run's calls and tensors. `units`: its torch calls; `invocations`, `modes`, `ticks`,
       `written`, `casts`: facts about each unit; `random`: the tick at which a unit draws. `returned`: results of torch
       calls, by tick.
     - `draws`: torch calls that draw random numbers. `told`: calls that read values and were answered. `calls`: the
@@ -84,9 +84,9 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.ask = ask
-        self.spans = Spans(model, opaque, generators)
-        self.values = Values(sources, self.spans.here)
-        self.reassigned = Reassignments(self.values, self.spans.here)
+        self.stack = CallStack(model, opaque, generators)
+        self.values = Values(sources, self.stack.here)
+        self.reassigned = Reassignments(self.values, self.stack.here)
         self.effects = Effects()
         self.effects.calling = self._communicate
         self.units: list[Unit] = []
@@ -107,11 +107,11 @@ class Recorder(TorchFunctionMode):
         self.inside = self.communicating = False
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        require_answerable(func, args, self.values.parameter, self.spans.here)
+        require_answerable(func, args, self.values.parameter, self.stack.here)
         try:
             return self.call(func, args, kwargs or {})
         except Exception as error:
-            self.raised += [] if self.inside else [refusal(func, error, self.spans.here)]
+            self.raised += [] if self.inside else [refusal(func, error, self.stack.here)]
             raise
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -122,8 +122,8 @@ class Recorder(TorchFunctionMode):
             self.used.update(dict.fromkeys(self.values.within((args, kwargs))))
             return self._drawing(function, tick, lambda: function(*args, **kwargs))
         if function in SEALING:
-            self.spans.seal(SEALING[function])
-        self.spans.notice()
+            self.stack.seal(SEALING[function])
+        self.stack.check_settings()
         invocation = Invocation(function, args, kwargs, self.values.read)
         self.effects.written.clear()
         self.effects.cast.clear()
@@ -148,12 +148,12 @@ class Recorder(TorchFunctionMode):
         function, masks = invocation.function, deciding(invocation.function, args)
         asking = Invocation(counts, (masks,), {}, self.values.read) if masks else invocation
         origin = self._origin(asking.reads)
-        if self.spans.opaque and (origin.obstacle or origin.leaves):
+        if self.stack.opaque and (origin.obstacle or origin.leaves):
             if function not in ASSUMED:
                 raise error
             self._branches()
             return ASSUMED[function](*args, **kwargs)
-        question = origin.question(asking, f"{self.spans.here()}{asking_line()}")
+        question = origin.question(asking, f"{self.stack.here()}{asking_line()}")
         with for_real():
             answer = self.ask(question) if origin.leaves else question.compute(())
         self.told.append(Told(tick, function, answer))
@@ -175,14 +175,14 @@ class Recorder(TorchFunctionMode):
 
         It may use everything that it holds and receives, and write to any of its buffers.
         """
-        self.spans.seal("control flow on data")
-        for span in self.spans.stack:
-            span.branching = True
-        self.draws.begin_stream(self.spans.outermost_branching, self.values.tensors.values())
-        module = self.spans.module
+        self.stack.seal("control flow on data")
+        for frame in self.stack.frames:
+            frame.branching = True
+        self.draws.begin_stream(self.stack.outermost_branching, self.values.tensors.values())
+        module = self.stack.module
         parameters, buffers = ([], []) if module is None else ([*module.parameters()], [*module.buffers()])
         self.used.update(dict.fromkeys(self.values.within([*parameters, *buffers])))
-        self.used.update(dict.fromkeys(v for span in self.spans.innermost for v in span.invocation.reads))
+        self.used.update(dict.fromkeys(v for frame in self.stack.innermost for v in frame.invocation.reads))
         self.effects.written |= {self.values.storage[value] for value in self.values.within(buffers)}
 
     def _drawing(self, function: Any, tick: int, run: Callable[[], Any]) -> Any:
@@ -190,14 +190,14 @@ class Recorder(TorchFunctionMode):
         drawn, self.effects.drawn = self.effects.drawn, {}
         out = run()
         if self.effects.drawn and not self.draws.has_from(tick + 1):  # and no call inside did
-            self.draws.found.append(Drawn(tick, function, self.spans.path, tuple(self.effects.drawn)))
+            self.draws.found.append(Drawn(tick, function, self.stack.path, tuple(self.effects.drawn)))
         self.effects.drawn |= drawn
         return out
 
     def _record(self, function: Any, invocation: Invocation, out: Any, tick: int) -> None:
         self._require_allowed()
         if has_handle(out):
-            self.spans.seal("a collective of torch.distributed that is waited for later")
+            self.stack.seal("a collective of torch.distributed that is waited for later")
         picks = self._new(tensors_at(out))
         makes = tuple(self.values.made(tensor) for tensor in picks.values())
         written = frozenset(self.effects.written & self.values.memories)
@@ -207,7 +207,7 @@ class Recorder(TorchFunctionMode):
         if not (makes or written or drawn or used or asked or self.communicating or function in EFFECTS):
             return
         if used and function not in ASSUMED:
-            self.spans.seal("a function of functions, such as vmap, over one that uses tensors from outside")
+            self.stack.seal("a function of functions, such as vmap, over one that uses tensors from outside")
         unit = self._unit(function, invocation, used, makes, tuple(picks))
         self.units.append(unit)
         self.invocations[unit] = invocation
@@ -223,18 +223,18 @@ class Recorder(TorchFunctionMode):
         name = func._schema.name.partition("::")[2].rstrip("_")
         if name == "barrier":
             raise CaptureError(
-                f"{self.spans.here()}: got a barrier of torch.distributed, expected a forward that waits for nothing "
+                f"{self.stack.here()}: got a barrier of torch.distributed, expected a forward that waits for nothing "
                 "but data: each stage runs on some of the processes alone. Call it outside of the model."
             )
         self.communicating = True
         if self.inside:
             return
-        self.spans.seal(f"a collective of torch.distributed ({name})")
-        start = self.spans.stack[-1].start if self.spans.stack else 0
+        self.stack.seal(f"a collective of torch.distributed ({name})")
+        start = self.stack.frames[-1].start if self.stack.frames else 0
         earlier = {*self.values.sources, *(value for unit in self.units[:start] for value in unit.makes)}
         if received(func, args, kwargs) & {self.values.storage[value] for value in earlier}:
             raise CaptureError(
-                f"{self.spans.here()}: got a collective ({name}) that writes to a parameter, a buffer or a tensor from "
+                f"{self.stack.here()}: got a collective ({name}) that writes to a parameter, a buffer or a tensor from "
                 "outside of the module, expected one that writes to a tensor made there: nobody would see the change. "
                 "Give it a clone, and use that, or copy it back with copy_()."
             )
@@ -251,9 +251,9 @@ class Recorder(TorchFunctionMode):
         self, function: Any, invocation: Invocation, used: list[Value], makes: tuple[Value, ...], picks: tuple[int, ...]
     ) -> Unit:
         name = getattr(function, "__name__", str(function))
-        where = f"{self.spans.where}, {name}"
+        where = f"{self.stack.where}, {name}"
         return Unit(
-            self.spans.path,
+            self.stack.path,
             (*invocation.reads, *used),
             makes,
             lambda *tensors: pick(invocation(tensors), picks, where),
@@ -263,12 +263,12 @@ class Recorder(TorchFunctionMode):
     def _require_allowed(self) -> None:
         if self.effects.unregistered:
             raise CaptureError(
-                f"{self.spans.here()}: got an in-place change of a tensor that is neither parameter nor buffer, "
+                f"{self.stack.here()}: got an in-place change of a tensor that is neither parameter nor buffer, "
                 "expected registered buffers: nobody would carry the change on. Use register_buffer."
             )
         if self.effects.foreign:
             raise CaptureError(
-                f"{self.spans.here()}: got a random operation with a generator of its own, expected the default "
+                f"{self.stack.here()}: got a random operation with a generator of its own, expected the default "
                 "generator, which is seeded from the step's seed. Drop the generator argument."
             )
 
@@ -276,45 +276,45 @@ class Recorder(TorchFunctionMode):
         """Return the modes in force."""
         return Modes(*in_force(), self.regions if self.depth else 0)
 
-    # ----------------------------------------------------------------------------------------------------------- spans
+    # ----------------------------------------------------------------------------------------------------------- frames
 
-    def span(
+    def frame(
         self, path: str, kind: type, function: Callable[..., Any], args: Any, kwargs: Any, sealed: str = ""
-    ) -> Span:
-        """Return the span of a call of `function` that begins now."""
+    ) -> Frame:
+        """Return the frame of a call of `function` that begins now."""
         invocation = Invocation(function, args, kwargs, self.values.read)
-        return Span(path, kind, invocation, self.now(), start=len(self.units), first_tick=self.tick, sealed=sealed)
+        return Frame(path, kind, invocation, self.now(), start=len(self.units), first_tick=self.tick, sealed=sealed)
 
-    def ended(self, span: Span, out: Any) -> None:
-        """Complete `span`, whose call has returned `out`."""
-        span.stop, span.last_tick = len(self.units), self.tick
-        span.constants = constants_at(out)
+    def ended(self, frame: Frame, out: Any) -> None:
+        """Complete `frame`, whose call has returned `out`."""
+        frame.stop, frame.last_tick = len(self.units), self.tick
+        frame.constants = constants_at(out)
         known = self.values.known
-        span.returned = {k: known[id(tensor)] for k, tensor in tensors_at(out).items() if id(tensor) in known}
+        frame.returned = {k: known[id(tensor)] for k, tensor in tensors_at(out).items() if id(tensor) in known}
 
-    def called(self, span: Span, run: Callable[[], Any]) -> Any:
-        """Run a call, and record it as a span."""
-        with self.spans.running(span):
+    def called(self, frame: Frame, run: Callable[[], Any]) -> Any:
+        """Run a call, and record it as a frame."""
+        with self.stack.enter(frame):
             out = run()
-            if span.branching:
-                out = self.own(span, out)
-        self.ended(span, out)
+            if frame.branching:
+                out = self.own(frame, out)
+        self.ended(frame, out)
         return out
 
-    def own(self, span: Span, out: Any) -> Any:
+    def own(self, frame: Frame, out: Any) -> Any:
         """Return `out` with views in place of tensors that the call did not make; another branch may return others."""
         tensors, structure = flatten(out, opaque=True)
-        made = {value for unit in self.units[span.start :] for value in unit.makes}
+        made = {value for unit in self.units[frame.start :] for value in unit.makes}
         known = self.values.known
         return structure.unflatten([t if known.get(id(t)) in made else t.view_as(t) for t in tensors])
 
     def begin(self, path: str, kind: type) -> None:
         """Begin a call about which nothing else is known; it is never played as a whole."""
-        self.spans.begin(self.span(path, kind, kind, (), {})).invocation.opaque = kind.__name__
+        self.stack.begin(self.frame(path, kind, kind, (), {})).invocation.opaque = kind.__name__
 
     def end(self) -> None:
         """End the innermost call."""
-        self.ended(self.spans.stack.pop(), None)
+        self.ended(self.stack.frames.pop(), None)
 
     # --------------------------------------------------------------------------------------------------------- results
 
@@ -328,7 +328,7 @@ class Recorder(TorchFunctionMode):
     def require_carried(self) -> None:
         """Raise `CaptureError` unless tensors assigned to buffers can be carried on, or made again."""
         self.reassigned.require_carried(frozenset().union(*self.written.values()), self._origin)
-        self.reassigned.require_not_repeated(self.spans.outermost, self.units)
+        self.reassigned.require_not_repeated(self.stack.roots, self.units)
 
     def constants(self) -> Constants:
         """Return what depends on neither parameters, buffers nor the batch, and is not random."""
@@ -350,7 +350,7 @@ class Recorder(TorchFunctionMode):
     def varying(self) -> list[tuple[str, str, tuple[Value, ...]]]:
         """Return the live torch calls by module, description and state read, without those on constants alone."""
         constant, storage = set(self.constants().units), self.values.storage
-        returned = {value for span in self.spans.outermost for value in span.returned.values()}
+        returned = {value for frame in self.stack.roots for value in frame.returned.values()}
         units = live(self.units, self.written, storage, returned, self.values.sources)
         state = {v for v, source in self.values.sources.items() if isinstance(source, Parameter | Buffer)}
         varying = [unit for unit in units if unit not in constant or not unit.reads + unit.makes]
@@ -367,7 +367,7 @@ class Recorder(TorchFunctionMode):
             self.ticks,
             self.returned,
             self.casts,
-            tuple(self.spans.outermost),
+            tuple(self.stack.roots),
             tuple(self.draws.streams),
             self.draws.named(),
             tuple(self.told),

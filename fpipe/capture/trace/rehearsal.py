@@ -41,7 +41,7 @@ from fpipe.capture.trace.replay import Replay
 from fpipe.ir.captured import Constant, Source, Unit, Value
 from fpipe.ir.modes import Modes, contexts
 from fpipe.ir.questions import Answer, Told
-from fpipe.ir.tape import Invocation, Span, Tape
+from fpipe.ir.tape import Frame, Invocation, Tape
 from fpipe.model.snapshot import Held, attributes_restored, contents
 from fpipe.runtime.segments.segments import Rehearse, Rehearsed
 from fpipe.runtime.segments.selection import given
@@ -76,7 +76,7 @@ class Again(Recorder):
         if answer is not None:
             self.told.append(Told(tick, function, answer))
             return given(function, args, answer)
-        if not self.spans.opaque or function not in ASSUMED:
+        if not self.stack.opaque or function not in ASSUMED:
             raise error
         self._branches()
         return ASSUMED[function](*args, **kwargs)
@@ -112,7 +112,7 @@ class Rehearsal:
         with torch.inference_mode(False), torch.enable_grad():
             yield partial(self._rehearsed, self.replay(), before)
 
-    def _rehearsed(self, replay: Replay, before: Sequence[Held], spans: Sequence[Span]) -> Rehearsed:
+    def _rehearsed(self, replay: Replay, before: Sequence[Held], frames: Sequence[Frame]) -> Rehearsed:
         """Make these calls, and restore all state.
 
         A call may differ only because an earlier one did, so a differing call that must be made as is ends the
@@ -120,42 +120,42 @@ class Rehearsal:
         """
         try:
             with replay.begun():
-                found = copy_context().run(_twice, before, lambda: self._replayed(replay, spans))
+                found = copy_context().run(_twice, before, lambda: self._replayed(replay, frames))
             if found.differing:
                 take = _Take(self.tape, self.recorder())
                 with self.inside(take.recorder):
-                    found = copy_context().run(_twice, before, lambda: self._differing(take, spans))
+                    found = copy_context().run(_twice, before, lambda: self._differing(take, frames))
         finally:
             self.empty()
         return found
 
-    def _replayed(self, replay: Replay, spans: Sequence[Span]) -> dict[Span, str]:
+    def _replayed(self, replay: Replay, frames: Sequence[Frame]) -> dict[Frame, str]:
         """Replay the calls; return the first that is not known to do the same, if there is one."""
         self.empty()
         with self.seated(self.tape.fakes):
-            span = replay.first_open(spans)
-        return {} if span is None else {span: "is not known to do the same"}
+            frame = replay.first_open(frames)
+        return {} if frame is None else {frame: "is not known to do the same"}
 
-    def _differing(self, take: _Take, spans: Sequence[Span]) -> dict[Span, str]:
+    def _differing(self, take: _Take, frames: Sequence[Frame]) -> dict[Frame, str]:
         with torch._C.DisableTorchFunction(), for_real():
             tensors = self.fresh()
         take.recorder.values.know(tensors)
         self.empty()
-        differing: dict[Span, str] = {}
+        differing: dict[Frame, str] = {}
         with self.seated(tensors):
-            for span in spans:
-                found = take.difference(span)
-                if found and not (span.sealed and differing):
-                    differing[span] = found
-                if found and span.sealed:
+            for frame in frames:
+                found = take.difference(frame)
+                if found and not (frame.sealed and differing):
+                    differing[frame] = found
+                if found and frame.sealed:
                     break
         return differing
 
 
-def _twice(before: Sequence[Held], differing: Callable[[], dict[Span, str]]) -> Rehearsed:
+def _twice(before: Sequence[Held], differing: Callable[[], dict[Frame, str]]) -> Rehearsed:
     """Run `differing`, which finds the calls that differ, up to twice, and restore all state as it was `before`."""
     changed: dict[int, Held] = {}
-    found: dict[Span, str] = {}
+    found: dict[Frame, str] = {}
     try:
         for _ in range(2):  # the second run finds what is not restored between microbatches, such as class state
             found = found or differing()
@@ -179,32 +179,32 @@ class _Take:
         self.tape, self.recorder = tape, recorder
         self.old: dict[Value, Value] = {}
 
-    def difference(self, span: Span) -> str:
+    def difference(self, frame: Frame) -> str:
         """Make a call again, and describe the first difference; empty if there is none."""
         recorder, start = self.recorder, len(self.recorder.units)
-        recorder.begin_again(self.tape.answered(span.first_tick, span.last_tick))
-        again = Span(span.path, span.kind, span.invocation, recorder.now(), start, recorder.tick)
+        recorder.begin_again(self.tape.answered(frame.first_tick, frame.last_tick))
+        again = Frame(frame.path, frame.kind, frame.invocation, recorder.now(), start, recorder.tick)
         try:
             with ExitStack() as stack:
-                stack.enter_context(attributes_restored(span.touched))
-                for context in contexts(span.modes):
+                stack.enter_context(attributes_restored(frame.touched))
+                for context in contexts(frame.modes):
                     stack.enter_context(context())
-                self._call(span, again)
-                return self._units(span, start) or self._results(span, again)
+                self._call(frame, again)
+                return self._units(frame, start) or self._results(frame, again)
         except Exception as error:  # whatever a forward raises that misses the state it expects
             return f"got {type(error).__name__}: {error}"
 
-    def _call(self, span: Span, again: Span) -> None:
+    def _call(self, frame: Frame, again: Frame) -> None:
         recorder = self.recorder
-        with recorder.spans.running(again):
-            out = span.invocation([recorder.values.tensors[value] for value in span.invocation.reads])
-            if again.branching or span.reentrant:
+        with recorder.stack.enter(again):
+            out = frame.invocation([recorder.values.tensors[value] for value in frame.invocation.reads])
+            if again.branching or frame.reentrant:
                 out = recorder.own(again, out)
         recorder.ended(again, out)
 
-    def _units(self, span: Span, start: int) -> str:
-        """Compare the recorder's torch calls since unit `start` with those of the span."""
-        pairs = zip_longest(self.recorder.units[start:], self.tape.units[span.start : span.stop])
+    def _units(self, frame: Frame, start: int) -> str:
+        """Compare the recorder's torch calls since unit `start` with those of the frame."""
+        pairs = zip_longest(self.recorder.units[start:], self.tape.units[frame.start : frame.stop])
         return next((_said(new, old) for new, old in pairs if not self._same(new, old)), "")
 
     def _same(self, new: Unit | None, old: Unit | None) -> bool:
@@ -222,15 +222,15 @@ class _Take:
         source, tensor = self.recorder.values.sources.get(new), self.tape.fakes[old]
         return isinstance(source, Constant) and _same_constant(source.tensor, tensor)
 
-    def _results(self, span: Span, again: Span) -> str:
+    def _results(self, frame: Frame, again: Frame) -> str:
         """Compare what was returned, inner modules included, and the contents of assigned attributes."""
-        if span.constants != again.constants:
-            return f"got {list(again.constants.values())} returned, expected {list(span.constants.values())}"
-        for old, new in _pairs(span, again):
+        if frame.constants != again.constants:
+            return f"got {list(again.constants.values())} returned, expected {list(frame.constants.values())}"
+        for old, new in _pairs(frame, again):
             if old.path != new.path or not self._same_tensors(new.returned, old.returned):
                 return f"got other tensors returned by module {new.path or '(root)'}, expected the same"
         known = self.recorder.values.known
-        for module, name, value in {(one.module, one.name): one for one in span.assigned}.values():
+        for module, name, value in {(one.module, one.name): one for one in frame.assigned}.values():
             if self._mapped(known.get(id(getattr(module, name, None)))) != value:
                 return f"got another tensor in the attribute {name!r}, expected the same"
         return ""
@@ -242,8 +242,8 @@ class _Take:
         return value if value is None else self.old.get(value, value)
 
 
-def _pairs(old: Span, again: Span) -> Iterator[tuple[Span, Span]]:
-    """Yield a span and those inside it, each with its counterpart; some have none inside `again`."""
+def _pairs(old: Frame, again: Frame) -> Iterator[tuple[Frame, Frame]]:
+    """Yield a frame and those inside it, each with its counterpart; some have none inside `again`."""
     alone = len(again.inner) == 1 and again.inner[0].kind is old.kind and not old.reentrant
     twin = again.inner[0] if alone else again
     stack = [(old, twin)]

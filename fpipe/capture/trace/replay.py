@@ -38,7 +38,7 @@ from fpipe.capture.fast_paths import as_in_eager
 from fpipe.capture.trace.patches import TRANSFORMS
 from fpipe.capture.trace.recorder import SEALING
 from fpipe.ir.modes import contexts, in_force
-from fpipe.ir.tape import Returned, Span, Tape, constants_at, tensors_at
+from fpipe.ir.tape import Frame, Returned, Tape, constants_at, tensors_at
 from fpipe.model.snapshot import attributes_restored
 from fpipe.tensors.attributes import MARKS
 from fpipe.tensors.effects import Effects
@@ -90,7 +90,7 @@ class Replay(TorchFunctionMode):
         self.effects = Effects()
         self.effects.calling = self._dispatched
         self.expected: dict[int, list[Any]] = {}
-        self.coming: list[Iterator[Span]] = []
+        self.coming: list[Iterator[Frame]] = []
         self.tick = self.depth = 0
         self.active = self.ended = False
 
@@ -137,33 +137,33 @@ class Replay(TorchFunctionMode):
 
         return ending
 
-    def first_open(self, spans: Sequence[Span]) -> Span | None:
+    def first_open(self, frames: Sequence[Frame]) -> Frame | None:
         """Make calls again; return the first that is not known to do the same, or `None` if all do."""
-        return next((span for span in spans if not self._is_again(span)), None)
+        return next((frame for frame in frames if not self._is_again(frame)), None)
 
-    def _is_again(self, span: Span) -> bool:
+    def _is_again(self, frame: Frame) -> bool:
         """Make a call again, and return whether it is known to do the same."""
-        function, fakes = span.invocation.function, self.tape.fakes
-        self.tick, self.ended = span.first_tick, False
-        self.coming = [iter([span] if id(function) in self.paths else span.inner)]
+        function, fakes = frame.invocation.function, self.tape.fakes
+        self.tick, self.ended = frame.first_tick, False
+        self.coming = [iter([frame] if id(function) in self.paths else frame.inner)]
         try:
             with ExitStack() as stack:
-                stack.enter_context(attributes_restored(span.touched))
+                stack.enter_context(attributes_restored(frame.touched))
                 stack.enter_context(torch.enable_grad())  # restored however a forward exits
-                for context in contexts(span.modes):
+                for context in contexts(frame.modes):
                     stack.enter_context(context())
-                out = self._run(span)
-                self._leave(span, out)
-                kept = {(one.module, one.name): one.value for one in span.assigned}
+                out = self._run(frame)
+                self._leave(frame, out)
+                kept = {(one.module, one.name): one.value for one in frame.assigned}
                 same: bool = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
-                return bool(same and constants_at(out) == span.constants and not self.ended)
+                return bool(same and constants_at(out) == frame.constants and not self.ended)
         except Exception:  # whatever a forward raises that misses the state it expects
             return False
 
-    def _run(self, span: Span) -> Any:
+    def _run(self, frame: Frame) -> Any:
         self.active = True
         try:
-            return span.invocation([self.tape.fakes[value] for value in span.invocation.reads])
+            return frame.invocation([self.tape.fakes[value] for value in frame.invocation.reads])
         finally:
             self.active = False
 
@@ -222,27 +222,27 @@ class Replay(TorchFunctionMode):
             leaves[leaf] = self.tape.fakes[invocation.reads[read]]
         return leaves
 
-    # ----------------------------------------------------------------------------------------------------------- spans
+    # ----------------------------------------------------------------------------------------------------------- frames
 
     def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not self.active or id(module) not in self.paths:
             return self.call(module, *args, **kwargs)
-        span = next(self.coming[-1], None)
-        if span is None or span.invocation.function is not module or span.first_tick != self.tick:
+        frame = next(self.coming[-1], None)
+        if frame is None or frame.invocation.function is not module or frame.first_tick != self.tick:
             self.end()
-        self.coming.append(iter(span.inner))
+        self.coming.append(iter(frame.inner))
         try:
             out = self.call(module, *args, **kwargs)
-            self._leave(span, out)
+            self._leave(frame, out)
         finally:
             self.coming.pop()
         return out
 
-    def _leave(self, span: Span, out: Any) -> None:
+    def _leave(self, frame: Frame, out: Any) -> None:
         """Check a call that has returned."""
-        expected, got = {k: self.tape.fakes[v] for k, v in span.returned.items()}, tensors_at(out)
+        expected, got = {k: self.tape.fakes[v] for k, v in frame.returned.items()}, tensors_at(out)
         same = len(got) == len(expected) and all(got.get(k) is tensor for k, tensor in expected.items())
-        if not same or self.tick != span.last_tick or span.branching or next(self.coming[-1], None) is not None:
+        if not same or self.tick != frame.last_tick or frame.branching or next(self.coming[-1], None) is not None:
             self.end()
 
     def _assigned(self, module: nn.Module, name: str, value: Any) -> None:

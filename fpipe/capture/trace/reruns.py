@@ -13,22 +13,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fpipe.errors import CaptureError
-from fpipe.ir.tape import Span, Tape, checkpointed
+from fpipe.ir.tape import Frame, Tape, checkpointed
 from fpipe.runtime.segments.segments import Rehearse
 
 
 def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
     """Raise `CaptureError` if a checkpointed function depends on Python state that the forward changes."""
-    again = [span for span in checkpointed(tape.spans) if _is_rerun(tape, span)]
-    forward = [replace(span, touched=[]) for span in tape.spans]  # keep what it assigns
-    for calls in ([*forward, *reversed(again)], *([span] for span in again)) if again else ():
-        for span, found in rehearse(calls).differing.items():
+    again = [frame for frame in checkpointed(tape.frames) if _is_rerun(tape, frame)]
+    forward = [replace(frame, touched=[]) for frame in tape.frames]  # keep what it assigns
+    for calls in ([*forward, *reversed(again)], *([frame] for frame in again)) if again else ():
+        for frame, found in rehearse(calls).differing.items():
             raise CaptureError(
-                f"module {span.path or '(root)'}: got a checkpointed function that does something else when the "
+                f"module {frame.path or '(root)'}: got a checkpointed function that does something else when the "
                 f"backward runs it again ({found}), expected the same: the forward has changed what it finds in "
                 "Python. Pass that as an argument, or let the schedule recompute the stage (schedules.recompute)."
             )
 
 
-def _is_rerun(tape: Tape, span: Span) -> bool:
-    return any(tape.fakes[value].requires_grad for value in span.returned.values())
+def _is_rerun(tape: Tape, frame: Frame) -> bool:
+    return any(tape.fakes[value].requires_grad for value in frame.returned.values())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from fpipe.ir.captured import Step, Tensors
+from fpipe.ir.captured import Operation, Tensors
 from fpipe.ir.questions import Answer
 from fpipe.runtime.segments.branching import reading
 from fpipe.runtime.segments.selection import deciding, given
@@ -24,18 +24,18 @@ Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
 """Answers by function and call number."""
 
 
-def answering(step: Step, answers: Answers) -> Step:
+def answering(operation: Operation, answers: Answers) -> Operation:
     """Return the step, made to get these answers on fake tensors."""
     if not answers:
-        return step
+        return operation
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return step.call(key, *tensors)
+            return operation.call(key, *tensors)
         with _Answering(answers):
-            return step.call(key, *tensors)
+            return operation.call(key, *tensors)
 
-    return step._replace(call=call)
+    return operation._replace(call=call)
 
 
 class _Answering(TorchFunctionMode):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors, Value
-from fpipe.ir.tape import Span, tensors_at
+from fpipe.ir.tape import Frame, tensors_at
 
 
 class Inner(NamedTuple):
@@ -27,11 +27,11 @@ class Inner(NamedTuple):
     leaf: int
 
 
-def inner(span: Span, wanted: Collection[Value]) -> Mapping[Value, Inner]:
+def inner(frame: Frame, wanted: Collection[Value]) -> Mapping[Value, Inner]:
     """Return where to find those of the `wanted` values that modules inside a call return."""
     found: dict[Value, Inner] = {}
     count: Counter[nn.Module] = Counter()
-    for one in _calls(span) if wanted else ():
+    for one in _calls(frame) if wanted else ():
         module = one.invocation.function
         assert isinstance(module, nn.Module), "the call of a module"
         for leaf, value in one.returned.items():
@@ -41,9 +41,9 @@ def inner(span: Span, wanted: Collection[Value]) -> Mapping[Value, Inner]:
     return found
 
 
-def _calls(span: Span) -> Iterator[Span]:
+def _calls(frame: Frame) -> Iterator[Frame]:
     """Yield the calls of modules inside another, in the order in which they begin."""
-    for one in span.inner:
+    for one in frame.inner:
         if isinstance(one.invocation.function, nn.Module):
             yield one
         yield from _calls(one)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import InputError
-from fpipe.ir.captured import Labels, Step, Tensors
-from fpipe.ir.tape import Draw, Span
+from fpipe.ir.captured import Labels, Operation, Tensors
+from fpipe.ir.tape import Draw, Frame
 from fpipe.tensors import random
 
 Draws: TypeAlias = Mapping[tuple[Any, int], Draw]
@@ -54,10 +54,10 @@ class Keyed(TorchFunctionMode):
 
 
 class Calls(NamedTuple):
-    """A module's calls inside a span, in order: each one that draws from a stream, and `None` for each other."""
+    """A module's calls inside a frame, in order: each one that draws from a stream, and `None` for each other."""
 
     module: nn.Module
-    spans: Sequence[Span | None]
+    frames: Sequence[Frame | None]
 
 
 class Streams:
@@ -65,9 +65,9 @@ class Streams:
 
     def __init__(self, key: int, calls: Sequence[Calls]) -> None:
         self.key, self.calls = key, calls
-        self.waiting = {id(module): iter(spans) for module, spans in calls}
-        self.running: list[Span | None] = []
-        self.current: Span | None = None
+        self.waiting = {id(module): iter(frames) for module, frames in calls}
+        self.running: list[Frame | None] = []
+        self.current: Frame | None = None
 
     def __enter__(self) -> Streams:
         self.hooks = [module.register_forward_pre_hook(self._begin, prepend=True) for module, _ in self.calls]
@@ -79,48 +79,48 @@ class Streams:
             hook.remove()
 
     def _begin(self, module: nn.Module, args: object) -> None:
-        span = next(self.waiting[id(module)], None) if self.current is None else None
-        self.running.append(span)
-        if span is not None:
-            self.current = span
-            begin(self.key, span)
+        frame = next(self.waiting[id(module)], None) if self.current is None else None
+        self.running.append(frame)
+        if frame is not None:
+            self.current = frame
+            begin(self.key, frame)
 
     def _end(self, module: nn.Module, args: object, out: object) -> None:
-        span = self.running.pop()
-        if span is not None:
+        frame = self.running.pop()
+        if frame is not None:
             self.current = None
-            end(self.key, span)
+            end(self.key, frame)
 
 
-def calls(spans: Sequence[Span]) -> list[Calls]:
-    """Return the calls inside `spans` of each module for which any call draws from a stream."""
-    found = defaultdict[nn.Module, list[Span | None]](list)
+def calls(frames: Sequence[Frame]) -> list[Calls]:
+    """Return the calls inside `frames` of each module for which any call draws from a stream."""
+    found = defaultdict[nn.Module, list[Frame | None]](list)
 
-    def follow(spans: Sequence[Span]) -> None:
-        for span in spans:
-            function = span.invocation.function
+    def follow(frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            function = frame.invocation.function
             if isinstance(function, nn.Module):
-                found[function].append(None if span.stream is None else span)
-            if span.stream is None:
-                follow(span.inner)
+                found[function].append(None if frame.stream is None else frame)
+            if frame.stream is None:
+                follow(frame.inner)
 
-    follow(spans)
+    follow(frames)
     return [Calls(module, calls) for module, calls in found.items() if any(calls)]
 
 
-def begin(key: int, span: Span) -> None:
+def begin(key: int, frame: Frame) -> None:
     """Seed the generators that a stream draws from."""
-    assert span.stream is not None, "the call draws from a stream"
-    seed(key, span.stream)
+    assert frame.stream is not None, "the call draws from a stream"
+    seed(key, frame.stream)
 
 
-def end(key: int, span: Span) -> None:
+def end(key: int, frame: Frame) -> None:
     """Raise `InputError` if a stream drew in a step without a seed."""
-    assert span.stream is not None, "the call draws from a stream"
-    if isinstance(key, random.Unseeded) and not all(map(random.is_fresh, span.stream.devices)):
+    assert frame.stream is not None, "the call draws from a stream"
+    if isinstance(key, random.Unseeded) and not all(map(random.is_fresh, frame.stream.devices)):
         raise InputError(
-            f"seed: got none, expected an integer: module {span.path or '(root)'} draws random numbers for these data. "
-            "Pass seed=step, a new one each step."
+            f"seed: got none, expected an integer, because module {frame.path or '(root)'} draws random numbers for "
+            "these data. Pass seed=step, a new one each step."
         )
 
 
@@ -130,55 +130,57 @@ def seed(key: int, draw: Draw | Labels) -> None:
         random.reseed(key, draw.label, device)
 
 
-def seeded(step: Step, draw: Labels | None) -> Step:
+def seeded(operation: Operation, draw: Labels | None) -> Operation:
     """Return the step, seeded once if `draw` is given."""
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         if draw is not None:
             seed(key, draw)
-        return step.call(key, *tensors)
+        return operation.call(key, *tensors)
 
-    return step._replace(call=call)
+    return operation._replace(call=call)
 
 
-def keyed(step: Step, draws: Draws, inner: Sequence[Calls], counts: Mapping[Any, int], where: str) -> Step:
+def keyed(
+    operation: Operation, draws: Draws, inner: Sequence[Calls], counts: Mapping[Any, int], where: str
+) -> Operation:
     """Return the step with each of `draws` seeded separately, and each stream of the calls `inner` once."""
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         with Streams(key, inner) as streams, Keyed(key, draws, streams) as mode:
-            made = step.call(key, *tensors)
+            made = operation.call(key, *tensors)
         mode.require_as_many(counts if inner else {}, where)
         return made
 
     def simply(key: int, *tensors: Tensor) -> Tensors:
         with Streams(key, inner):  # no mode: under one, torch's modules would not take their fast path
-            return step.call(key, *tensors)
+            return operation.call(key, *tensors)
 
-    return step._replace(call=call if draws else simply)
+    return operation._replace(call=call if draws else simply)
 
 
-def streaming(step: Step, span: Span) -> Step:
-    """Return the step, seeded as one stream, which must play `span`."""
-    first, last = bounds(span)
+def streaming(operation: Operation, frame: Frame) -> Operation:
+    """Return the step, seeded as one stream, which must play `frame`."""
+    first, last = bounds(frame)
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         first.call(key)
-        made = step.call(key, *tensors)
+        made = operation.call(key, *tensors)
         last.call(key)
         return made
 
-    return step._replace(call=call)
+    return operation._replace(call=call)
 
 
-def bounds(span: Span) -> tuple[Step, Step]:
+def bounds(frame: Frame) -> tuple[Operation, Operation]:
     """Return the steps to play before and after the parts of a call that draws from a stream."""
 
     def first(key: int) -> Tensors:
-        begin(key, span)
+        begin(key, frame)
         return ()
 
     def last(key: int) -> Tensors:
-        end(key, span)
+        end(key, frame)
         return ()
 
-    return Step((), (), first), Step((), (), last)
+    return Operation((), (), first), Operation((), (), last)

@@ -22,7 +22,7 @@ from torch import Tensor
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Parameter, Source, Unit, Value
 from fpipe.ir.modes import Contexts
-from fpipe.ir.tape import Span
+from fpipe.ir.tape import Frame
 from fpipe.tensors import random
 
 REPAIR = "Pass use_reentrant=False to checkpoint() (gradient_checkpointing_kwargs of transformers has it)."
@@ -93,42 +93,42 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def require_arguments(span: Span, units: Sequence[Unit], wanting: Collection[Value], args: Sequence[Value]) -> None:
+def require_arguments(frame: Frame, units: Sequence[Unit], wanting: Collection[Value], args: Sequence[Value]) -> None:
     """Raise `CaptureError` if the function reads an outside tensor that requires a gradient and is not an argument."""
-    inside = units[span.start : span.stop]
+    inside = units[frame.start : frame.stop]
     made = {value for unit in inside for value in unit.makes}
     hidden = [v for unit in inside for v in unit.reads if v not in made and v not in args and v in wanting]
     if hidden:
         raise CaptureError(
-            f"module {span.path or '(root)'}: got a reentrant checkpoint of a function that reads a tensor that wants "
+            f"module {frame.path or '(root)'}: got a reentrant checkpoint of a function that reads a tensor that wants "
             "a gradient from a closure, a keyword or a tuple, expected it among the arguments themselves: torch would "
             f"run its backward once for each use. {REPAIR}"
         )
 
 
 def require_own_parameters(
-    spans: Sequence[Span], units: Sequence[Unit], sources: Mapping[Value, Source], wanting: Collection[Value]
+    frames: Sequence[Frame], units: Sequence[Unit], sources: Mapping[Value, Source], wanting: Collection[Value]
 ) -> None:
     """Raise `CaptureError` if a trained parameter is used both inside and outside of reentrant checkpoints.
 
     One device accumulates the two gradients separately, and adds them in an order that depends on both.
     """
-    found = [*_reentrant(spans)]
-    inside = {k for span in found for k in range(span.start, span.stop)}
+    found = [*_reentrant(frames)]
+    inside = {k for frame in found for k in range(frame.start, frame.stop)}
     outside = {value for k, unit in enumerate(units) if k not in inside for value in unit.reads}
-    for span in found:
-        for value in (v for unit in units[span.start : span.stop] for v in unit.reads):
+    for frame in found:
+        for value in (v for unit in units[frame.start : frame.stop] for v in unit.reads):
             source = sources.get(value)
             if isinstance(source, Parameter) and value in outside and value in wanting:
                 raise CaptureError(
-                    f"module {span.path or '(root)'}: got a reentrant checkpoint that uses the parameter "
+                    f"module {frame.path or '(root)'}: got a reentrant checkpoint that uses the parameter "
                     f"{source.name!r}, which is used outside of it too, expected one or the other: the sum of its "
                     f"gradients would have other bits. {REPAIR}"
                 )
 
 
-def _reentrant(spans: Sequence[Span]) -> Iterator[Span]:
-    for span in spans:
-        if span.reentrant:
-            yield span
-        yield from _reentrant(span.inner)
+def _reentrant(frames: Sequence[Frame]) -> Iterator[Frame]:
+    for frame in frames:
+        if frame.reentrant:
+            yield frame
+        yield from _reentrant(frame.inner)

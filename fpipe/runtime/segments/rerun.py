@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe.errors import CaptureError
-from fpipe.ir.captured import Step, Tensors, Unit
-from fpipe.ir.tape import Span, Tape, checkpointed
+from fpipe.ir.captured import Operation, Tensors, Unit
+from fpipe.ir.tape import Frame, Tape, checkpointed
 from fpipe.tensors.effects import memory
 
 NORMS = frozenset({"batch_norm", "instance_norm"})
@@ -37,13 +37,13 @@ class Rewriting:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        again = [*checkpointed(tape.spans)]
-        changed = {one for span in again if self.of(span) for k in self._writers(span) for one in tape.rewriters[k]}
-        for unit in (unit for span in again for unit in tape.units[span.start : span.stop] if changed):
+        again = [*checkpointed(tape.frames)]
+        changed = {one for frame in again if self.of(frame) for k in self._writers(frame) for one in tape.rewriters[k]}
+        for unit in (unit for frame in again for unit in tape.units[frame.start : frame.stop] if changed):
             self._require_unread(unit, changed)
 
-    def _writers(self, span: Span) -> list[int]:
-        return [position for position in self.tape.rewriters if span.start <= position < span.stop]
+    def _writers(self, frame: Frame) -> list[int]:
+        return [position for position in self.tape.rewriters if frame.start <= position < frame.stop]
 
     def _require_unread(self, unit: Unit, changed: Set[int]) -> None:
         fakes, name = self.tape.fakes, unit.does.partition("[")[0]
@@ -56,25 +56,25 @@ class Rewriting:
                 "checkpoint and let the schedule recompute the stage (schedules.recompute)."
             )
 
-    def inside(self, span: Span) -> bool:
-        """Return whether a span is such a function, or contains one."""
-        return self.of(span) or any(map(self.inside, span.inner))
+    def inside(self, frame: Frame) -> bool:
+        """Return whether a frame is such a function, or contains one."""
+        return self.of(frame) or any(map(self.inside, frame.inner))
 
-    def of(self, span: Span) -> bool:
-        """Return whether a span is such a function."""
-        runs_again = span.checkpoint and any(self.tape.fakes[v].requires_grad for v in span.returned.values())
-        return runs_again and bool(self._writers(span))
+    def of(self, frame: Frame) -> bool:
+        """Return whether a frame is such a function."""
+        runs_again = frame.checkpoint and any(self.tape.fakes[v].requires_grad for v in frame.returned.values())
+        return runs_again and bool(self._writers(frame))
 
-    def within(self, spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
+    def within(self, frames: Sequence[Frame], start: int, stop: int) -> Iterator[Frame]:
         """Yield such functions from unit `start` to `stop`, in the order in which a backward reruns them."""
-        for span in reversed(spans):
-            if span.stop > start and span.start < stop:
-                yield from [span] if self.of(span) else self.within(span.inner, start, stop)
+        for frame in reversed(frames):
+            if frame.stop > start and frame.start < stop:
+                yield from [frame] if self.of(frame) else self.within(frame.inner, start, stop)
 
 
-def once_more(span: Span) -> Step:
+def once_more(frame: Frame) -> Operation:
     """Return the step that changes buffers as the backward of a checkpointed function does."""
-    plain = copy(span.invocation)
+    plain = copy(frame.invocation)
     plain.function = _plainly
 
     def call(key: int, *tensors: Tensor) -> Tensors:
@@ -82,7 +82,7 @@ def once_more(span: Span) -> Step:
             plain(tensors)
         return ()
 
-    return Step(span.invocation.reads, (), call)
+    return Operation(frame.invocation.reads, (), call)
 
 
 def _plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

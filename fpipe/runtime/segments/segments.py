@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CutError, InputError
-from fpipe.ir.captured import Function, Labels, Step, Tensors, Unit, Value, sequence, single
+from fpipe.ir.captured import Function, Labels, Operation, Tensors, Unit, Value, sequence, single
 from fpipe.ir.modes import Modes, contexts, under_modes
-from fpipe.ir.tape import Span, Tape, pick, require_constants
+from fpipe.ir.tape import Frame, Tape, pick, require_constants
 from fpipe.model.snapshot import Held, attributes_restored, kept
 from fpipe.runtime.segments.answers import answering
 from fpipe.runtime.segments.branching import attached
@@ -37,18 +37,18 @@ from fpipe.tensors.random import stream_label
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
-Part: TypeAlias = Span | Unit | tuple[Modes, Step]
-"""What is played: a span called as is, a torch call, or a step run before or after others."""
+Part: TypeAlias = Frame | Unit | tuple[Modes, Operation]
+"""What is played: a frame called as is, a torch call, or a step run before or after others."""
 
 
 class Rehearsed(NamedTuple):
     """The outcome of a rehearsal: the calls that differed and why, and the state that the calls changed."""
 
-    differing: Mapping[Span, str]
+    differing: Mapping[Frame, str]
     changed: Sequence[Held]
 
 
-Rehearse: TypeAlias = Callable[[Sequence[Span]], Rehearsed]
+Rehearse: TypeAlias = Callable[[Sequence[Frame]], Rehearsed]
 
 
 class Seated:
@@ -73,7 +73,7 @@ class Seated:
             table[name] = old
 
 
-class Playback:
+class SegmentBuilder:
     """Fuses stretches of a tape into functions.
 
     `needed` are the values that leave the model; `written` the containers that a run of it changes. `rehearsal` finds
@@ -108,10 +108,10 @@ class Playback:
         if not units:
             return Function(sequence([], inputs, outputs))
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
-        again = [(span.modes, self._again(span)) for span in self.rewriting.within(self.tape.spans, start, stop)]
+        again = [(frame.modes, self._again(frame)) for frame in self.rewriting.within(self.tape.frames, start, stop)]
         rehearsed = self.rehearse([(start, stop)])[0]
-        steps = under_modes([*self._steps(start, stop, rehearsed.differing), *again], outputs)
-        run = sequence(steps, inputs, outputs)
+        operations = under_modes([*self._steps(start, stop, rehearsed.differing), *again], outputs)
+        run = sequence(operations, inputs, outputs)
         written = [*{id(one.container): one for one in (*rehearsed.changed, *self.written)}.values()]
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
@@ -128,7 +128,7 @@ class Playback:
 
     def _runs_again(self, start: int, stop: int) -> bool:
         """Return whether a backward may rerun something from unit `start` to `stop`, in some branch."""
-        branching = any(span.start < stop and start < span.stop for span in self.tape.streams)
+        branching = any(frame.start < stop and start < frame.stop for frame in self.tape.streams)
         return branching or any(start <= position < stop for position in self.tape.hooked)
 
     def rehearse(self, stretches: Sequence[tuple[int, int]]) -> list[Rehearsed]:
@@ -139,191 +139,193 @@ class Playback:
                 self.rehearsed.update({(start, stop): self._rehearsed(start, stop, rehearse) for start, stop in new})
         return [self.rehearsed[stretch] for stretch in stretches]
 
-    def apart(self, positions: Sequence[int]) -> frozenset[Span]:
+    def apart(self, positions: Sequence[int]) -> frozenset[Frame]:
         """Return the calls that could be made as is, but are not if the tape is cut before these units."""
         stretches = [*pairwise((0, *positions, len(self.tape.units)))]
-        return frozenset(span for found in self.rehearse(stretches) for span in found.differing)
+        return frozenset(frame for found in self.rehearse(stretches) for frame in found.differing)
 
     def _rehearsed(self, start: int, stop: int, rehearse: Rehearse) -> Rehearsed:
         """Open calls that differ until none does; an opened call no longer changes state that others may use."""
-        differing: dict[Span, str] = {}
+        differing: dict[Frame, str] = {}
         while True:
-            parts = [*self._parts(self.tape.spans, start, stop, differing)]
+            parts = [*self._parts(self.tape.frames, start, stop, differing)]
             whole = len(parts) == 1 and stop - start == len(self.tape.units)  # exactly as recorded
-            found = rehearse([one for one in parts if isinstance(one, Span) and not whole])
+            found = rehearse([one for one in parts if isinstance(one, Frame) and not whole])
             if not found.differing:
                 return found._replace(differing=differing)
-            for span, why in found.differing.items():
-                differing[span] = f"uses Python state that is another one in its stage ({why})"
+            for frame, why in found.differing.items():
+                differing[frame] = f"uses Python state that is another one in its stage ({why})"
 
-    def _steps(self, start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[tuple[Modes, Step]]:
+    def _steps(self, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[tuple[Modes, Operation]]:
         """Yield the steps from unit `start` to `stop`."""
-        for one in self._parts(self.tape.spans, start, stop, differing):
-            if isinstance(one, Span):
+        for one in self._parts(self.tape.frames, start, stop, differing):
+            if isinstance(one, Frame):
                 yield one.modes, self._whole(one)
             else:
                 yield (self.tape.modes[one], self._unit(one)) if isinstance(one, Unit) else one
 
-    def _parts(self, spans: Sequence[Span], start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[Part]:
-        """Yield whole spans where possible, their contents elsewhere."""
+    def _parts(self, frames: Sequence[Frame], start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[Part]:
+        """Yield whole frames where possible, their contents elsewhere."""
         at = start
-        for span in spans:
-            first, last = max(span.start, start), min(span.stop, stop)
+        for frame in frames:
+            first, last = max(frame.start, start), min(frame.stop, stop)
             if first >= last:
                 continue
             yield from self.tape.units[at:first]
-            obstacle = self.obstacle(span) or differing.get(span)
-            if (first, last) == (span.start, span.stop) and obstacle is None:
-                yield span
+            obstacle = self.obstacle(frame) or differing.get(frame)
+            if (first, last) == (frame.start, frame.stop) and obstacle is None:
+                yield frame
             else:
-                _require_open(span, obstacle)
-                yield from self._opened(span, first, last, differing)
+                _require_open(frame, obstacle)
+                yield from self._opened(frame, first, last, differing)
             at = last
         yield from self.tape.units[at:stop]
 
-    def _opened(self, span: Span, start: int, stop: int, differing: Mapping[Span, str]) -> Iterator[Part]:
-        """Yield a span's contents from unit `start` to `stop`; mark its ends if it draws from a stream."""
-        if span.stream is None:
-            yield from self._parts(span.inner, start, stop, differing)
+    def _opened(self, frame: Frame, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[Part]:
+        """Yield a frame's contents from unit `start` to `stop`; mark its ends if it draws from a stream."""
+        if frame.stream is None:
+            yield from self._parts(frame.inner, start, stop, differing)
             return
-        if (start, stop) != (span.start, span.stop):
-            raise _uncallable(span, "control flow on data", "lies on both sides of a cut")
-        first, last = bounds(span)
-        yield span.modes, first
-        yield from self._parts(span.inner, start, stop, differing)
-        yield span.modes, last
+        if (start, stop) != (frame.start, frame.stop):
+            raise _uncallable(frame, "control flow on data", "lies on both sides of a cut")
+        first, last = bounds(frame)
+        yield frame.modes, first
+        yield from self._parts(frame.inner, start, stop, differing)
+        yield frame.modes, last
 
-    def _unit(self, unit: Unit) -> Step:
+    def _unit(self, unit: Unit) -> Operation:
         first, last = self.tape.ticks[unit]
         draws = self.tape.drawn(first, last)
         labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
-        step = answering(single(unit, labels), self.tape.answered(first, last))
-        return step if labels or not draws else keyed(step, draws, (), {}, unit.path)
+        operation = answering(single(unit, labels), self.tape.answered(first, last))
+        return operation if labels or not draws else keyed(operation, draws, (), {}, unit.path)
 
-    def obstacle(self, span: Span) -> str | None:
-        """Return why a span cannot be called from outside, or `None` if it can."""
-        inside = range(span.start, span.stop)
-        given = {*span.invocation.reads, *self.sources}
-        reached = {*span.returned.values(), *(attribute.value for attribute in span.assigned)}
-        units = self.tape.units[span.start : span.stop]
-        if span.invocation.opaque:
-            return f"gets an object in which tensors may hide ({span.invocation.opaque})"
+    def obstacle(self, frame: Frame) -> str | None:
+        """Return why a frame cannot be called from outside, or `None` if it can."""
+        inside = range(frame.start, frame.stop)
+        given = {*frame.invocation.reads, *self.sources}
+        reached = {*frame.returned.values(), *(attribute.value for attribute in frame.assigned)}
+        units = self.tape.units[frame.start : frame.stop]
+        if frame.invocation.opaque:
+            return f"gets an object in which tensors may hide ({frame.invocation.opaque})"
         foreign = [v for unit in units for v in unit.reads if v not in given and self.maker[v] not in inside]
         if foreign:
             return f"reads a tensor that is no argument ({self._said(foreign[0])})"
-        lost = self._lost(span, reached)
-        if lost := [value for value in lost if value not in self._collected(span, lost)]:
+        lost = self._lost(frame, reached)
+        if lost := [value for value in lost if value not in self._collected(frame, lost)]:
             return f"makes a tensor that is used outside, but not returned ({self._said(lost[0])})"
-        if not span.checkpoint and any(self._random_checkpoint(inner) for inner in span.inner):
+        if not frame.checkpoint and any(self._random_checkpoint(inner) for inner in frame.inner):
             return "draws random numbers in a checkpointed function"
-        if self._fused(span) and self.tape.drawn(span.first_tick, span.last_tick):
+        if self._fused(frame) and self.tape.drawn(frame.first_tick, frame.last_tick):
             return "draws random numbers beside attention on torch's fast path"
-        if any(map(self.rewriting.inside, span.inner)):
-            again = ", which another runs again" if span.checkpoint else ""
+        if any(map(self.rewriting.inside, frame.inner)):
+            again = ", which another runs again" if frame.checkpoint else ""
             return f"changes a buffer in a checkpointed function{again}"
-        if any(map(_is_reentrant, span.inner)):
+        if any(map(_is_reentrant, frame.inner)):
             return "holds a reentrant checkpoint, which use_reentrant=False changes"
         return None
 
-    def _fused(self, span: Span) -> bool:
+    def _fused(self, frame: Frame) -> bool:
         """Return whether attention takes its fast path inside, which it does not while random numbers are keyed."""
-        return any(span.first_tick <= tick < span.last_tick for tick in self.tape.fused)
+        return any(frame.first_tick <= tick < frame.last_tick for tick in self.tape.fused)
 
-    def _lost(self, span: Span, reached: Collection[Value]) -> list[Value]:
-        """Return the values that a span makes and others use, except those `reached` once it has returned."""
-        made = [value for unit in self.tape.units[span.start : span.stop] for value in unit.makes]
-        return [value for value in made if value not in reached and self.last_use.get(value, 0) >= span.stop]
+    def _lost(self, frame: Frame, reached: Collection[Value]) -> list[Value]:
+        """Return the values that a frame makes and others use, except those `reached` once it has returned."""
+        made = [value for unit in self.tape.units[frame.start : frame.stop] for value in unit.makes]
+        return [value for value in made if value not in reached and self.last_use.get(value, 0) >= frame.stop]
 
-    def _collected(self, span: Span, lost: Collection[Value]) -> Mapping[Value, Inner]:
+    def _collected(self, frame: Frame, lost: Collection[Value]) -> Mapping[Value, Inner]:
         """Return those of the `lost` values that inner modules return.
 
         None for a reentrant checkpoint, which computes them without gradients.
         """
-        return {} if _is_reentrant(span) else inner(span, lost)
+        return {} if _is_reentrant(frame) else inner(frame, lost)
 
     def _said(self, value: Value) -> str:
         """Describe a value by the torch call that makes it."""
         unit = self.tape.units[self.maker[value]]
         return f"made by {unit.does.split('[')[0]} in module {unit.path or '(root)'}"
 
-    def _random_checkpoint(self, span: Span) -> bool:
-        if span.checkpoint and (span.stream or self.tape.drawn(span.first_tick, span.last_tick)):
+    def _random_checkpoint(self, frame: Frame) -> bool:
+        if frame.checkpoint and (frame.stream or self.tape.drawn(frame.first_tick, frame.last_tick)):
             return True
-        return any(self._random_checkpoint(inner) for inner in span.inner)
+        return any(self._random_checkpoint(inner) for inner in frame.inner)
 
-    def _whole(self, span: Span) -> Step:
-        """Return a span as one step that calls it as is."""
-        span = self._differentiable(span) if span.reentrant else span
-        draws = self.tape.drawn(span.first_tick, span.last_tick)
-        inside = range(span.start, span.stop)
-        new = {value: leaf for leaf, value in span.returned.items() if self.maker.get(value) in inside}
-        assigned = {one.value: one for one in span.assigned if self.maker.get(one.value) in inside}
+    def _whole(self, frame: Frame) -> Operation:
+        """Return a frame as one step that calls it as is."""
+        frame = self._differentiable(frame) if frame.reentrant else frame
+        draws = self.tape.drawn(frame.first_tick, frame.last_tick)
+        inside = range(frame.start, frame.stop)
+        new = {value: leaf for leaf, value in frame.returned.items() if self.maker.get(value) in inside}
+        assigned = {one.value: one for one in frame.assigned if self.maker.get(one.value) in inside}
         assigned = {value: one for value, one in assigned.items() if value not in new}
-        others = self._collected(span, self._lost(span, {*new, *assigned}))
-        picks, where = tuple(new.values()), f"module {span.path or '(root)'}"
+        others = self._collected(frame, self._lost(frame, {*new, *assigned}))
+        picks, where = tuple(new.values()), f"module {frame.path or '(root)'}"
 
         def simply(key: int, *tensors: Tensor) -> Tensors:
-            return pick(span.invocation(tensors), picks, where)
+            return pick(frame.invocation(tensors), picks, where)
 
         def call(key: int, *tensors: Tensor) -> Tensors:
-            with attributes_restored(span.touched), Noted(tuple(others.values())) as noted:
-                out = span.invocation(tensors)
-                require_constants(out, span.constants, where)
+            with attributes_restored(frame.touched), Noted(tuple(others.values())) as noted:
+                out = frame.invocation(tensors)
+                require_constants(out, frame.constants, where)
                 made = pick(out, picks, where)
                 return *made, *[getattr(one.module, one.name) for one in assigned.values()], *noted.tensors
 
-        simple = not (span.touched or span.constants or others)
-        step = Step(span.invocation.reads, (*new, *assigned, *others), simply if simple else call)
-        step = answering(step, self.tape.answered(span.first_tick, span.last_tick))
-        step = self._with_ghosts(span, _attached(span, step, self._parameters(span)) if span.branching else step)
-        if span.stream:
-            return streaming(step, span)
-        if span.checkpoint:
-            return seeded(step, self._seed(span))
-        within = calls(span.inner)
-        counts = self.tape.counted(span.first_tick, span.last_tick)
-        return keyed(step, draws, within, counts, where) if draws or within else step
+        simple = not (frame.touched or frame.constants or others)
+        operation = Operation(frame.invocation.reads, (*new, *assigned, *others), simply if simple else call)
+        operation = answering(operation, self.tape.answered(frame.first_tick, frame.last_tick))
+        operation = self._with_ghosts(
+            frame, _attached(frame, operation, self._parameters(frame)) if frame.branching else operation
+        )
+        if frame.stream:
+            return streaming(operation, frame)
+        if frame.checkpoint:
+            return seeded(operation, self._seed(frame))
+        within = calls(frame.inner)
+        counts = self.tape.counted(frame.first_tick, frame.last_tick)
+        return keyed(operation, draws, within, counts, where) if draws or within else operation
 
-    def _devices(self, span: Span) -> tuple[torch.device, ...]:
-        """Return the devices on which a span may draw, including a span inside a stream."""
-        stream = self.tape.stream(span.first_tick)
-        draws = self.tape.drawn(span.first_tick, span.last_tick)
+    def _devices(self, frame: Frame) -> tuple[torch.device, ...]:
+        """Return the devices on which a frame may draw, including a frame inside a stream."""
+        stream = self.tape.stream(frame.first_tick)
+        draws = self.tape.drawn(frame.first_tick, frame.last_tick)
         return (
             stream.devices if stream else tuple(dict.fromkeys(one for draw in draws.values() for one in draw.devices))
         )
 
-    def _again(self, span: Span) -> Step:
+    def _again(self, frame: Frame) -> Operation:
         """Return a step that reruns a checkpointed function as its backward does, for the state it changes."""
-        step = answering(once_more(span), self.tape.answered(span.first_tick, span.last_tick))
-        return seeded(step, self._seed(span))
+        operation = answering(once_more(frame), self.tape.answered(frame.first_tick, frame.last_tick))
+        return seeded(operation, self._seed(frame))
 
-    def _seed(self, span: Span) -> Labels | None:
+    def _seed(self, frame: Frame) -> Labels | None:
         """Return how to seed a checkpointed function.
 
         One inside a stream is not seeded, unless it must be run again later.
         """
-        stream = self.tape.stream(span.first_tick)
-        if stream is None or span.stream:
-            draw = next(iter(self.tape.drawn(span.first_tick, span.last_tick).values()), None)
-            return span.stream or (None if draw is None else Labels(draw.label, draw.devices))
-        again = Labels(stream_label(str(stream.label), span.start), stream.devices)
-        return again if self.rewriting.of(span) else None
+        stream = self.tape.stream(frame.first_tick)
+        if stream is None or frame.stream:
+            draw = next(iter(self.tape.drawn(frame.first_tick, frame.last_tick).values()), None)
+            return frame.stream or (None if draw is None else Labels(draw.label, draw.devices))
+        again = Labels(stream_label(str(stream.label), frame.start), stream.devices)
+        return again if self.rewriting.of(frame) else None
 
-    def _differentiable(self, span: Span) -> Span:
-        """Return a reentrant checkpoint as a span that supports `torch.autograd.grad`."""
-        seats = self._parameters(span)
+    def _differentiable(self, frame: Frame) -> Frame:
+        """Return a reentrant checkpoint as a frame that supports `torch.autograd.grad`."""
+        seats = self._parameters(frame)
         how = Reentrant(
-            modes=contexts(span.modes._replace(grad=True)),
-            devices=self._devices(span),
+            modes=contexts(frame.modes._replace(grad=True)),
+            devices=self._devices(frame),
             parameters=lambda: [table[name] for table, name in seats],
         )
-        invocation = copy(span.invocation)
+        invocation = copy(frame.invocation)
         invocation.function = how
-        return replace(span, invocation=invocation)
+        return replace(frame, invocation=invocation)
 
-    def _parameters(self, span: Span) -> list[Seat]:
-        """Return the seats of the parameters that a span may use; its module's others may be absent."""
-        used = dict.fromkeys(value for unit in self.tape.units[span.start : span.stop] for value in unit.reads)
+    def _parameters(self, frame: Frame) -> list[Seat]:
+        """Return the seats of the parameters that a frame may use; its module's others may be absent."""
+        used = dict.fromkeys(value for unit in self.tape.units[frame.start : frame.stop] for value in unit.reads)
         return [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
 
     def _require_own_casts(self, start: int, stop: int) -> None:
@@ -340,22 +342,22 @@ class Playback:
                     "weight once for all of its uses. Move the cut, or put autocast into the modules."
                 )
 
-    def _with_ghosts(self, span: Span, step: Step) -> Step:
+    def _with_ghosts(self, frame: Frame, operation: Operation) -> Operation:
         """Return the step with only those arguments that are read; pass zeros without memory for the others.
 
         A value that is merely passed through, or not used at all, need not be sent to this stage.
         """
-        used = {value for unit in self.tape.units[span.start : span.stop] for value in unit.reads}
-        reads = tuple(value for value in step.reads if value in used)
-        if reads == step.reads:
-            return step
-        ghosts = {v: _ghost(self.tape.fakes[v]) for v in step.reads if v not in used}
+        used = {value for unit in self.tape.units[frame.start : frame.stop] for value in unit.reads}
+        reads = tuple(value for value in operation.reads if value in used)
+        if reads == operation.reads:
+            return operation
+        ghosts = {v: _ghost(self.tape.fakes[v]) for v in operation.reads if v not in used}
 
         def call(key: int, *tensors: Tensor) -> Tensors:
             values = ghosts | dict(zip(reads, tensors, strict=True))
-            return step.call(key, *[values[value] for value in step.reads])
+            return operation.call(key, *[values[value] for value in operation.reads])
 
-        return Step(reads, step.makes, call)
+        return Operation(reads, operation.makes, call)
 
 
 def _ghost(fake: Tensor) -> Tensor:
@@ -363,38 +365,38 @@ def _ghost(fake: Tensor) -> Tensor:
     return torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 
 
-def _is_reentrant(span: Span) -> bool:
-    return span.reentrant or any(map(_is_reentrant, span.inner))
+def _is_reentrant(frame: Frame) -> bool:
+    return frame.reentrant or any(map(_is_reentrant, frame.inner))
 
 
-def _require_open(span: Span, obstacle: str | None) -> None:
-    if span.sealed:
-        raise _uncallable(span, span.sealed, "lies on both sides of a cut" if obstacle is None else obstacle)
+def _require_open(frame: Frame, obstacle: str | None) -> None:
+    if frame.sealed:
+        raise _uncallable(frame, frame.sealed, "lies on both sides of a cut" if obstacle is None else obstacle)
 
 
-def _uncallable(span: Span, what: str, why: str) -> CutError:
+def _uncallable(frame: Frame, what: str, why: str) -> CutError:
     return CutError(
-        f"module {span.path or '(root)'}: got {what} in a call that {why}, expected one that can be run as a whole. "
+        f"module {frame.path or '(root)'}: got {what} in a call that {why}, expected one that can be run as a whole. "
         "Move the cut out of it, pass what it uses as arguments, and return what others use."
     )
 
 
-def _attached(span: Span, step: Step, parameters: Sequence[Seat]) -> Step:
-    module = span.invocation.function  # a module, or the loss
-    assigned = {(id(one.module._buffers), one.name) for one in span.assigned}
+def _attached(frame: Frame, operation: Operation, parameters: Sequence[Seat]) -> Operation:
+    module = frame.invocation.function  # a module, or the loss
+    assigned = {(id(one.module._buffers), one.name) for one in frame.assigned}
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         before = [*_buffers(module)]
-        made = step.call(key, *tensors)
+        made = operation.call(key, *tensors)
         for table, name, tensor in before:
             if table.get(name) is not tensor and (id(table), name) not in assigned:
                 raise InputError(
-                    f"module {span.path or '(root)'}: got an assignment to the buffer {name!r}, expected none, since "
+                    f"module {frame.path or '(root)'}: got an assignment to the buffer {name!r}, expected none, since "
                     "the branch taken at capture made none: it would be lost. Write copy_() instead."
                 )
         return attached(made, (*tensors, *[table[name] for table, name in parameters]))
 
-    return step._replace(call=call)
+    return operation._replace(call=call)
 
 
 def _buffers(module: object) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -470,7 +470,7 @@ def test_usual_modules_are_not_recorded_again(monkeypatch):
 
 def test_a_replay_ends_wherever_recorders_watch_torch():
     recorder = Recorder(nn.Linear(1, 1), {})
-    decisions = Decisions(recorder.spans, ExitStack())
+    decisions = Decisions(recorder.stack, ExitStack())
     watching = _Watching(recorder, nn.Linear(1, 1), (), _Patched.now(), decisions)
     watched = {(owner, name) for owner, name, _ in watching.replacements()}
     module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")

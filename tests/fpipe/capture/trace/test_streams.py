@@ -223,7 +223,7 @@ def test_drawing_without_a_seed_is_refused_when_data_ask_for_it():
     before = torch.get_rng_state()
     for function in (fpipe.value_and_grad(pipe), fpipe.reference(pipe)):
         function(*pipe.init(model), (-x.abs(),), targets)
-        with pytest.raises(fpipe.InputError, match=r"seed: got none, expected an integer: module 1 draws random"):
+        with pytest.raises(fpipe.InputError, match=r"seed: got none, .*because module 1 draws random"):
             function(*pipe.init(model), (x,), targets)
     assert torch.equal(torch.get_rng_state(), before)
 
