@@ -1,12 +1,13 @@
 # Two commands on a fresh machine with Python 3.11 (and its venv) and make:
 #   make demo   trains a small GPT on four ranks and shows that it equals one device bit for bit
 #   make test   linter, types, unit, property, doctest, README and distributed tests
-# Both make .venv first, if it is not there or not up to date.
+# Others: make docs builds the site, make bench the page of benchmarks, make nightly runs the long tests.
+# All make .venv first, if it is not there or not up to date.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test bench nightly clean
+.PHONY: demo test docs bench nightly clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
@@ -23,10 +24,18 @@ nightly: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
+docs: .venv/documented
+	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -d docs/_build/doctrees docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tests]'
 	touch $@
 
+.venv/documented: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tests,docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -22,6 +22,8 @@ from fpipe.timelines import costs, timeline
 from fpipe.verification.comparison import Verification
 from fpipe.weights.safetensors import safetensors
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CaptureError",
     "CutError",
@@ -39,6 +41,7 @@ __all__ = [
     "TransportError",
     "Verification",
     "VocabularyError",
+    "__version__",
     "costs",
     "evaluate",
     "pipeline",

@@ -9,8 +9,8 @@ import fpipe
 
 NAMES = """
 CaptureError CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline PipelineError
-ScheduleError SizeError Step TransportError Verification VocabularyError costs evaluate pipeline reference safetensors
-timeline value_and_grad verify
+ScheduleError SizeError Step TransportError Verification VocabularyError __version__ costs evaluate pipeline reference
+safetensors timeline value_and_grad verify
 """
 
 SIGNATURES = {
