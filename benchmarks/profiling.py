@@ -51,7 +51,7 @@ class Unable(Pipeline):
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(plan.linked[rank], transport, inputs)
 
-        with random.preserved(plan.generators), plan.context():
+        with random.preserve_generators(plan.generators), plan.context():
             return self.ranks.run(execution)
 
 

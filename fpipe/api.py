@@ -19,16 +19,16 @@ from fpipe.autodiff.backends import Backward, Way, way
 from fpipe.batching.batch import Batch, Batching
 from fpipe.batching.memory import require_apart
 from fpipe.batching.weights import Weight
-from fpipe.capture.front_ends import front_end
 from fpipe.capture.modules import as_module
+from fpipe.capture.registry import find_front_end
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import Asked, Cuts, asked
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import EVALUATION, TRAINING, Variant
 from fpipe.model.copying import require_own_buffers
-from fpipe.model.gradient_hooks import gradient_hooks, require_exact
-from fpipe.model.snapshot import put_back
+from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
+from fpipe.model.snapshot import restore_model
 from fpipe.model.stateless import skeleton
 from fpipe.pipelines.ambient import lifted, require_gradients
 from fpipe.pipelines.answers import Answering
@@ -153,7 +153,7 @@ def pipeline(
     made = WeakValueDictionary[int, Tensor]()
 
     def built(module: nn.Module, example: Batch) -> Pipeline:
-        seen_by = front_end(capture, where.whole(module, loss))
+        seen_by = find_front_end(capture, where.whole(module, loss))
         captures = _captures(module, loss, batchings, seen_by, where, schedule, how)
         captures = captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered())
         kept = example if captures.batchings[True].example.answers else example.without_values()
@@ -165,7 +165,7 @@ def pipeline(
                 return built(module, kept)
 
         pipe = Pipeline(schedule, captures, output_dims, ranks, rebuild, summed(tied, module), how, made)
-        require_exact(captures.hooks, pipe.summed)
+        require_exact_hooks(captures.hooks, pipe.summed)
         connect(pipe, TRAINING)
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, schedule)
@@ -266,7 +266,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.written)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
-            with turn(), random.preserved(plan.generators):
+            with turn(), random.preserve_generators(plan.generators):
                 results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         return Step(*joined(plan, results), new), {name: grads[name] for name in params if name in grads}
@@ -304,7 +304,7 @@ def verify(
     share = _share(pipe, module, params, buffers)
     whole = gathered(pipe, module, *share) if (params, buffers) != (None, None) else held(module)
     found = Verification(0, 0)
-    with put_back(module):
+    with restore_model(module):
         for i in range(steps):
             with placed(module, *whole):
                 now = None if seed is None else seed + i
@@ -348,7 +348,7 @@ def _verified(
     kept = [name for name in params if len(stated.get(name, ())) < 2]
     alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
     objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
-    with lifted(variant), random.preserved(plan.generators):
+    with lifted(variant), random.preserve_generators(plan.generators):
         before = random.states(plan.generators)
         eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
         drawn = not all(map(torch.equal, before, random.states(plan.generators)))
@@ -370,7 +370,7 @@ def _captures(
     mode = fake_mode()
     model = skeleton(module, lambda tensor: fake(mode, tensor, batchings[True].home))
     watching = Watching(Origin.of(module), loss, how is not None)
-    return Captures(model, loss, batchings, seen_by, cuts, schedule.backward, gradient_hooks(module), watching)
+    return Captures(model, loss, batchings, seen_by, cuts, schedule.backward, collect_gradient_hooks(module), watching)
 
 
 def _of_inputs(batch_dims: Any) -> Any:

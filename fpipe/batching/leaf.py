@@ -59,8 +59,8 @@ class Leaf:
                 "example that pipeline() was given; sizes may differ. Convert it, or build another pipeline for this "
                 "batch."
             )
-        spec = spec.sized(tuple(tensor.shape))
-        whole = replace(spec, device=META).strided() if tensor.device == META else spec.like(tensor.detach())
+        spec = spec.resize(tuple(tensor.shape))
+        whole = replace(spec, device=META).allocate() if tensor.device == META else spec.like(tensor.detach())
         return self._called(self.dim(whole, microbatches), microbatches) if callable(self.dim) else (whole,)
 
     def _called(self, parts: Sequence[Tensor], microbatches: int) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ class Leaf:
         A leaf that every microbatch gets whole is a separate value for each: none sees what another modifies.
         """
         if callable(self.dim):
-            return known if tensor.stride() == self.spec.sized(tuple(tensor.shape)).stride else (*known, tensor)
+            return known if tensor.stride() == self.spec.resize(tuple(tensor.shape)).stride else (*known, tensor)
         return (tensor,)
 
     def specs(self, known: Sequence[Tensor]) -> tuple[Spec, ...]:

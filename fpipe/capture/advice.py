@@ -10,12 +10,12 @@ LOSS = "loss"
 """The name of the loss in `unsplittable`."""
 
 
-def on_values(where: str, unsplittable: Collection[str] = ()) -> str:
+def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     """Return the repair for an error at `where` (see `fpipe.capture.guards.places`), given what is `unsplittable`."""
     if re.match(r"module \S+ \(", where) is None:
         where, loss = "module loss (loss)", "pass unsplittable=['loss'], and it runs as it is."
         out = "Take control flow and shapes that depend on data out of the loss; or, if shapes do not depend on it,"
-        return on_values(where, unsplittable) if LOSS in unsplittable else f"{out} {loss}"
+        return advise_on_values(where, unsplittable) if LOSS in unsplittable else f"{out} {loss}"
     path = where.split(" ")[1]
     if any(f"{path}.".startswith(f"{name or '(root)'}.") for name in unsplittable):
         return (
@@ -31,7 +31,7 @@ def on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     return f"{outside}name the module in unsplittable, and it runs as it is."
 
 
-def on_others() -> str:
+def advise_on_errors() -> str:
     """Return the repair for an exception that has nothing to do with values."""
     return (
         "Call the model with the example: what it raises there too is its own. What it raises here only comes of "

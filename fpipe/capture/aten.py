@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, TensorArgument
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import (
-    Batch,
+    BatchLeaf,
     Buffer,
     Call,
     Captured,
@@ -38,10 +38,10 @@ from fpipe.ir.captured import (
 )
 from fpipe.tensors import random
 from fpipe.tensors.fake import fake
-from fpipe.tensors.tree import Structure, names
+from fpipe.tensors.tree import Structure, first_names
 
 
-def read(
+def read_program(
     program: ExportedProgram,
     model: nn.Module,
     leaves: Sequence[int],
@@ -84,8 +84,8 @@ def _state(model: nn.Module) -> list[tuple[Source, Tensor]]:
 
 def _first_names(model: nn.Module) -> Mapping[str, Source]:
     """Return, for each name of the program's state, the parameter or buffer by its first name in the user's model."""
-    parameters = {f"model.{name}": Parameter(first) for name, first in names(model, "parameters").items()}
-    return parameters | {f"model.{name}": Buffer(first) for name, first in names(model, "buffers").items()}
+    parameters = {f"model.{name}": Parameter(first) for name, first in first_names(model, "parameters").items()}
+    return parameters | {f"model.{name}": Buffer(first) for name, first in first_names(model, "buffers").items()}
 
 
 class _Graph:
@@ -107,7 +107,7 @@ class _Graph:
             if spec.kind is InputKind.USER_INPUT:
                 if not isinstance(spec.arg, TensorArgument):
                     continue  # non-tensors are part of the program
-                source: Source = Batch(next(leaves))
+                source: Source = BatchLeaf(next(leaves))
             elif spec.target in state:
                 source = state[spec.target]
                 self.value[node] = known.setdefault(source, self.value[node])
@@ -132,7 +132,7 @@ class _Graph:
 
     def units(self) -> tuple[Unit, ...]:
         """Return one unit per operator, in the order of the graph."""
-        return tuple(self._unit(node) for node in self.nodes if node.op == "call_function" and not _picks(node))
+        return tuple(self._unit(node) for node in self.nodes if node.op == "call_function" and not _is_pick(node))
 
     def _unit(self, node: fx.Node) -> Unit:
         if getattr(node.target, "__module__", "").startswith("torch._functorch"):
@@ -146,7 +146,7 @@ class _Graph:
                 "its input, expected shapes and control flow that do not. Rewrite that part."
             )
         reads = tuple(dict.fromkeys(self.value[arg] for arg in node.all_input_nodes if arg.op != "get_attr"))
-        picks = [user for user in node.users if _picks(user)] if _is_tuple(node) else []
+        picks = [user for user in node.users if _is_pick(user)] if _is_tuple(node) else []
         makes = tuple(self.value[pick] for pick in picks) if _is_tuple(node) else (self.value[node],)
         makes = makes if _is_tuple(node) or isinstance(node.meta.get("val"), Tensor) else ()
 
@@ -156,7 +156,7 @@ class _Graph:
             out = node.target(*args, **kwargs)  # type: ignore[operator]
             return tuple(out[pick.args[1]] for pick in picks) if _is_tuple(node) else (out,) if makes else ()
 
-        unit = Unit(_path(node), reads, makes, call, does=_does(node))
+        unit = Unit(_path(node), reads, makes, call, does=_operator_text(node))
         self.origin[unit] = node
         return unit
 
@@ -194,7 +194,7 @@ class _Graph:
             for device in random_units[unit].devices if unit in random_units else ():
                 graph.call_function(random.reseed, (key, random_units[unit].label, device))
             node = self.origin[unit]
-            picks = [user for user in node.users if _picks(user)] if _is_tuple(node) else []
+            picks = [user for user in node.users if _is_pick(user)] if _is_tuple(node) else []
             for one in (node, *picks):
                 copied = graph.node_copy(one, lambda arg: self._copied(graph, arg, new))
                 new[self.value[one]] = copied
@@ -206,7 +206,7 @@ class _Graph:
         return graph.get_attr(str(node.target)) if node.op == "get_attr" else new[self.value[node]]
 
 
-def _does(node: fx.Node) -> str:
+def _operator_text(node: fx.Node) -> str:
     """Return the operator and its literal arguments."""
     literals = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, bool | int | float | str)]
     return f"{getattr(node.target, '__name__', node.target)}{literals}"
@@ -216,7 +216,7 @@ def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
 
-def _picks(node: fx.Node) -> bool:
+def _is_pick(node: fx.Node) -> bool:
     """Return whether a node picks one of the several tensors that an operator returned."""
     return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_tuple(node.args[0])
 
@@ -228,12 +228,12 @@ def _stack(node: fx.Node) -> list[str]:
     """
     paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     found = [path.removeprefix("model").removeprefix(".") for path in paths if path.startswith("model")]
-    stacks = [] if found else [stack for one in _held(node) if (stack := _stack(one))]
+    stacks = [] if found else [stack for one in _inner_nodes(node) if (stack := _stack(one))]
     levels = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*stacks, strict=False))
     return found or [path for path, *_ in levels]
 
 
-def _held(node: fx.Node) -> list[fx.Node]:
+def _inner_nodes(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the graphs that are arguments of a node."""
     modules = [
         operator.attrgetter(str(arg.target))(node.graph.owning_module)

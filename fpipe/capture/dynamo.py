@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as torch_pytree
 
-from fpipe.capture.aten import read
-from fpipe.capture.disguise import undisguised
+from fpipe.capture.aten import read_program
+from fpipe.capture.eager_types import show_fakes
 from fpipe.capture.export import Flat
-from fpipe.capture.guards import blame, refuse_hooks, without_autocast
+from fpipe.capture.guards import blame, refuse_autocast, refuse_hooks
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured
 from fpipe.ir.objective import Objective
@@ -30,7 +30,7 @@ from fpipe.model.stateless import skeleton
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import Structure
 
-REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model instead of reading it.'
+DYNAMO_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model instead of reading it.'
 
 
 def dynamo(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
@@ -43,7 +43,7 @@ def dynamo(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> 
     with mode:
         structure = _rehearse(bare, objective, fakes)
     batch = objective.batch.unflatten(fakes)
-    program = _trace(_Whole(bare, objective), batch)
+    program = _export_strict(_Whole(bare, objective), batch)
     number = {id(leaf): k for k, leaf in enumerate(fakes)}
     order = [number[id(leaf)] for leaf in torch_pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
@@ -52,7 +52,7 @@ def dynamo(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> 
         constant = dict(structure.constants)
         return loss, [node for k, node in enumerate(structure.spec.flatten_up_to(outputs)) if k not in constant]
 
-    return read(program, bare, order, returned, structure, mode, device)
+    return read_program(program, bare, order, returned, structure, mode, device)
 
 
 class _Whole(nn.Module):
@@ -71,30 +71,30 @@ def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) 
     """Return the tree of the outputs; raise `CaptureError` for what a graph would lose."""
     trees: list[Structure] = []
     try:
-        with without_autocast(model):
+        with refuse_autocast(model):
             flat = Flat(model, objective, trees.append)
             flat.rehearse(leaves)
             flat(*leaves)
     except PipelineError:
         raise
     except Exception as error:
-        _refuse(blame(error.__traceback__, model), "the model did not run on fake tensors", error)
+        _raise_unreadable(blame(error.__traceback__, model), "the model did not run on fake tensors", error)
     return trees[-1]
 
 
-def _trace(whole: _Whole, batch: Any) -> ExportedProgram:
+def _export_strict(whole: _Whole, batch: Any) -> ExportedProgram:
     try:
-        with warnings.catch_warnings(), undisguised():
+        with warnings.catch_warnings(), show_fakes():
             # it warns of in-place changes of buffers, but they are in the graph
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
             return torch.export.export(whole, batch, strict=True)
     except PipelineError:
         raise
     except Exception as error:
-        _refuse(_read(error, whole.model), "dynamo could not read it", error)
+        _raise_unreadable(_module_being_read(error, whole.model), "dynamo could not read it", error)
 
 
-def _read(error: Exception, model: nn.Module) -> str:
+def _module_being_read(error: Exception, model: nn.Module) -> str:
     """Return the first module of the innermost class whose code dynamo was reading."""
     for frame in reversed(getattr(error, "real_stack", None) or []):
         for name, module in model.named_modules():
@@ -106,8 +106,8 @@ def _read(error: Exception, model: nn.Module) -> str:
     return "the model or its loss"
 
 
-def _refuse(where: str, what: str, error: Exception) -> NoReturn:
+def _raise_unreadable(where: str, what: str, error: Exception) -> NoReturn:
     said = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].rstrip("\n.")
     raise CaptureError(
-        f"{where}: {what}: {said}. Expected control flow and shapes that do not depend on data. {REPAIR}"
+        f"{where}: {what}: {said}. Expected control flow and shapes that do not depend on data. {DYNAMO_REPAIR}"
     ) from error

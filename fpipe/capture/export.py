@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
-from fpipe.capture.aten import read
-from fpipe.capture.guards import blame, plain_state, refuse_hooks, require_unchanged, watched
+from fpipe.capture.aten import read_program
+from fpipe.capture.guards import blame, guard, plain_state, refuse_hooks, require_unchanged
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured, Tensors
 from fpipe.ir.objective import Objective
@@ -28,12 +28,12 @@ def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> 
     mode = fake_mode()
     trees: list[Structure] = []
     flat = Flat(skeleton(model, lambda tensor: fake(mode, tensor, device)), objective, trees.append)
-    program = _trace(flat, tuple(fake(mode, leaf, device) for leaf in leaves), mode)
+    program = _export(flat, tuple(fake(mode, leaf, device) for leaf in leaves), mode)
 
     def returned(nodes: Sequence[Any]) -> tuple[Any, list[Any]]:
         return (None, [*nodes]) if objective.loss is None else (nodes[0], [*nodes[1:]])
 
-    return read(program, flat.model, range(len(leaves)), returned, trees[-1], mode, device)
+    return read_program(program, flat.model, range(len(leaves)), returned, trees[-1], mode, device)
 
 
 class Flat(nn.Module):
@@ -45,12 +45,12 @@ class Flat(nn.Module):
 
     def rehearse(self, leaves: Sequence[Tensor]) -> None:
         """Run once, so that whatever the model settles on its first call (in its configuration, say) is settled."""
-        with watched(self.model):
+        with guard(self.model):
             self.objective(self.model, leaves)
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """Return the loss, if there is one, and the tensors of the outputs."""
-        with watched(self.model):
+        with guard(self.model):
             before = plain_state(self.model)
             loss, outputs = self.objective(self.model, leaves)
             require_unchanged(before, plain_state(self.model), "the new value would be lost")
@@ -60,7 +60,7 @@ class Flat(nn.Module):
         return *(() if loss is None else (loss,)), *tensors
 
 
-def _trace(flat: Flat, leaves: Tensors, mode: FakeTensorMode) -> ExportedProgram:
+def _export(flat: Flat, leaves: Tensors, mode: FakeTensorMode) -> ExportedProgram:
     try:
         with mode:
             flat.rehearse(leaves)

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import activation
 
-USUAL = (Tensor, nn.Parameter, FakeTensor)
+TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor)
 FUSED: tuple[Any, ...] = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
 """The operators of the fast paths."""
 has_torch_function: Any = torch.overrides.has_torch_function
 
 
 @contextmanager
-def as_in_eager(nested: Callable[[], None] = lambda: None) -> Iterator[None]:
+def allow_fast_paths(nested: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Answer torch's modules inside as in an eager run; call `nested` where that would make nested tensors."""
 
     def answered(tensors: Iterable[Any]) -> Any:
@@ -41,7 +41,7 @@ def as_in_eager(nested: Callable[[], None] = lambda: None) -> Iterator[None]:
             if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
                 nested()
             return True
-        return any(isinstance(tensor, Tensor) and type(tensor) not in USUAL for tensor in tensors)
+        return any(isinstance(tensor, Tensor) and type(tensor) not in TENSOR_TYPES for tensor in tensors)
 
     with (
         patch.object(torch.overrides, "has_torch_function", answered),

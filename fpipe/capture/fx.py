@@ -3,7 +3,7 @@
 
 Problem. fx traces with proxies, which have neither shape nor value: sizes, and whatever is computed from them, are
 graph nodes just like tensors. And it cannot see anything that is not a call on a proxy: grad modes, autocast, Python's
-in-place operators (`x += 1` becomes `x = x + 1`), random numbers that no input leads to.
+in-place operators (`x += 1` becomes `x = x + 1`), random numbers that do not depend on an input.
 
 Idea. Run the graph on fake tensors as `fpipe.capture.trace.front_end` runs a model. Sizes then become numbers; what is
 left are torch calls, and calls of torch's own modules, which are called as is. Every node records whether gradients
@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.capture.guards import (
     blame,
-    here,
+    current_place,
+    guard,
     places,
     plain_state,
+    refuse_autocast,
     refuse_hooks,
     require_unchanged,
-    watched,
-    without_autocast,
 )
 from fpipe.capture.trace.front_end import trace
 from fpipe.capture.trace.recorder import Recorder
@@ -39,9 +39,9 @@ from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured
 from fpipe.ir.objective import Objective, call_model
 from fpipe.model.stateless import on_meta, skeleton
-from fpipe.tensors.tree import Structure, flatten, taken_apart
+from fpipe.tensors.tree import Structure, flatten, flatten_all
 
-REPAIR = 'Take it out of the model, or choose capture="trace", which runs the model with its shapes.'
+FX_REPAIR = 'Take it out of the model, or choose capture="trace", which runs the model with its shapes.'
 
 
 def fx(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
@@ -62,7 +62,7 @@ class _Root(nn.Module):
 
     def forward(self, *leaves: Any) -> list[Any]:
         """Return the leaves of the outputs."""
-        found, self.outputs = taken_apart(call_model(self.model, self.inputs.unflatten(leaves)))
+        found, self.outputs = flatten_all(call_model(self.model, self.inputs.unflatten(leaves)))
         return found
 
     def around(self, model: nn.Module) -> _Root:
@@ -81,25 +81,25 @@ def _symbolic(root: _Root) -> torch.fx.Graph:
     model = root.model
     try:
         with ExitStack() as stack:
-            stack.enter_context(watched(model))
-            stack.enter_context(without_autocast(model))
-            stack.enter_context(_augmented())
+            stack.enter_context(guard(model))
+            stack.enter_context(refuse_autocast(model))
+            stack.enter_context(_allow_in_place())
             stack.enter_context(_NoChance(model))
-            _Tracer(len(root.inputs.names)).trace(root)  # settle what the model does on its first call
-            state, versions = plain_state(model), _versions(model)
-            graph = _Tracer(len(root.inputs.names)).trace(root)
+            _ProxyTracer(len(root.inputs.names)).trace(root)  # settle what the model does on its first call
+            state, versions = plain_state(model), _tensor_versions(model)
+            graph = _ProxyTracer(len(root.inputs.names)).trace(root)
             require_unchanged(state, plain_state(model), "the new value would be lost")
     except PipelineError:
         raise
     except Exception as error:
         raise CaptureError(
             f"{blame(error.__traceback__, model)}: torch.fx could not trace it: {error}. Expected a forward without "
-            f"control flow, and sizes that only torch functions use: proxies have neither shape nor value. {REPAIR}"
+            f"control flow, and sizes that only torch functions use: proxies have neither shape nor value. {FX_REPAIR}"
         ) from error
-    if _versions(model) != versions:
+    if _tensor_versions(model) != versions:
         raise CaptureError(
-            "the model: got an in-place change of one of its tensors that no input leads to, expected one that fx can "
-            f"see: it would happen once, at capture. {REPAIR}"
+            "the model: got an in-place change of one of its tensors that does not depend on an input, expected one "
+            f"that fx can see: it would happen only once, at capture. {FX_REPAIR}"
         )
     return graph
 
@@ -126,7 +126,7 @@ for _function in IN_PLACE:
     setattr(_Proxy, f"__{_function.__name__}__", _in_place(_function))
 
 
-class _Tracer(torch.fx.Tracer):
+class _ProxyTracer(torch.fx.Tracer):
     """Traces a `_Root` of `count` tensors; nodes record whether gradients were enabled."""
 
     proxy_buffer_attributes = True
@@ -151,7 +151,7 @@ class _Tracer(torch.fx.Tracer):
 
 
 @contextmanager
-def _augmented() -> Iterator[None]:
+def _allow_in_place() -> Iterator[None]:
     """Allow `self.buffer += x`, which assigns the buffer to itself."""
     assign: Any = nn.Module.__setattr__
 
@@ -176,13 +176,13 @@ class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise CaptureError(
-                f"{here(self.places)}: got random numbers ({func}) that no input leads to, expected none: fx would "
-                f"draw them once, at capture. Write torch.rand_like(x) and the like. {REPAIR}"
+                f"{current_place(self.places)}: got random numbers ({func}) that do not depend on an input, expected "
+                f"none: fx would draw them only once, at capture. Write torch.rand_like(x) and the like. {FX_REPAIR}"
             )
         return func(*args, **(kwargs or {}))
 
 
-def _versions(model: nn.Module) -> list[int]:
+def _tensor_versions(model: nn.Module) -> list[int]:
     """Return how often each tensor that the model's modules hold was modified."""
     held = [flatten(value, opaque=True)[0] for module in model.modules() for value in vars(module).values()]
     return [tensor._version for tensors in held for tensor in tensors]
@@ -202,7 +202,7 @@ class _Replay(torch.fx.Interpreter):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
-        leaves, _ = taken_apart((args, kwargs))
+        leaves, _ = flatten_all((args, kwargs))
         made = self.run(*[leaf for leaf in leaves if isinstance(leaf, Tensor)], enable_io_processing=False)
         return optree.tree_unflatten(self.outputs, made)
 

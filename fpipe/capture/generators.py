@@ -44,7 +44,7 @@ class Generators:
         return self.drawing
 
 
-def refusal(drawing: Drawing) -> CaptureError:
+def drawing_error(drawing: Drawing) -> CaptureError:
     """Return the error for a forward that draws."""
     return CaptureError(
         f"{drawing.where}: got a forward that draws from {drawing.generator}, expected torch's random operations, "

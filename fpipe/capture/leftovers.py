@@ -22,42 +22,42 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.model.snapshot import CACHED, LIBRARIES, Attributes, Names, Walk, contents
+from fpipe.model.snapshot import CACHED, LIBRARIES, AssignedGlobals, ClassAttributes, Walk, contents
 
-OTHERS: Final = LIBRARIES.union(sys.stdlib_module_names, ("fpipe", "schedules", "sympy", "pytest", "hypothesis")) - {
-    "__main__"
-}
+LIBRARY_PACKAGES: Final = LIBRARIES.union(
+    sys.stdlib_module_names, ("fpipe", "schedules", "sympy", "pytest", "hypothesis")
+) - {"__main__"}
 CONTAINERS: Final = (dict, list, set, deque)
-CLOSED: Final = (type, ModuleType, FunctionType, Tensor, nn.Module)
-DEPTH: Final = 4
+NOT_OPENED: Final = (type, ModuleType, FunctionType, Tensor, nn.Module)
+CONTAINER_DEPTH: Final = 4
 
 
-def removed(files: Iterable[str], kinds: Iterable[type], others: Iterable[Any] = ()) -> list[Any]:
+def remove_fakes(files: Iterable[str], kinds: Iterable[type], others: Iterable[Any] = ()) -> list[Any]:
     """Remove fake tensors from containers in these files, classes and others; return those that held some."""
     found = [one for one in (*_containers(files, kinds), *others) if _holds_fakes(one)]
     for one in found:
-        _remove(one)
+        _empty(one)
     return found
 
 
-def kinds(model: nn.Module) -> set[type]:
+def user_classes(model: nn.Module) -> set[type]:
     """Return the user's classes of which a model's modules are."""
     bases = {base for one in model.modules() for base in type(one).__mro__}
     return {kind for kind in bases if _is_open(kind.__module__)}
 
 
-def files(kinds: Iterable[type], loss: object) -> set[str]:
+def defining_files(kinds: Iterable[type], loss: object) -> set[str]:
     """Return the names of the files in which classes and a loss are defined."""
     found = {kind.__module__ for kind in kinds} | {str(getattr(loss, "__module__", "__main__"))}
     return {name for name in found if _is_open(name)}
 
 
-def every_file() -> list[str]:
+def user_files() -> list[str]:
     """Return the names of all files that are not of a library."""
     return [name for name in list(sys.modules) if _is_open(name)]
 
 
-def caches(*roots: object) -> list[Any]:
+def find_caches(*roots: object) -> list[Any]:
     """Return the cached functions that objects reach."""
     walk = Walk()
     walk.enter()
@@ -66,7 +66,7 @@ def caches(*roots: object) -> list[Any]:
 
 
 def _is_open(name: str) -> bool:
-    return name.partition(".")[0] not in OTHERS
+    return name.partition(".")[0] not in LIBRARY_PACKAGES
 
 
 def _containers(files: Iterable[str], kinds: Iterable[type]) -> Iterator[Any]:
@@ -83,7 +83,7 @@ def _of_file(module: ModuleType) -> Iterator[Any]:
         if isinstance(value, type):
             yield from _of_class(value) if value.__module__ == module.__name__ else ()
         elif type(value) is FakeTensor:
-            yield Names(table, (name,))
+            yield AssignedGlobals(table, (name,))
         else:
             yield from _inside(value)
 
@@ -91,7 +91,7 @@ def _of_file(module: ModuleType) -> Iterator[Any]:
 def _of_class(kind: type) -> Iterator[Any]:
     for name, value in list(vars(kind).items()):
         if type(value) is FakeTensor:
-            yield Attributes(kind, (name,))
+            yield ClassAttributes(kind, (name,))
         else:
             yield from _inside(value.__func__ if isinstance(value, classmethod | staticmethod) else value)
 
@@ -101,13 +101,13 @@ def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, (*CONTAINERS, CACHED)):
         yield value
     elif isinstance(value, threading.local) or vars(object)["__getattribute__"] is type(value).__getattribute__:
-        held = getattr(value, "__dict__", None) if not isinstance(value, CLOSED) else None
+        held = getattr(value, "__dict__", None) if not isinstance(value, NOT_OPENED) else None
         yield from [held] if type(held) is dict else []
 
 
-def _holds_fakes(value: Any, depth: int = DEPTH) -> bool:
+def _holds_fakes(value: Any, depth: int = CONTAINER_DEPTH) -> bool:
     """Return whether a value is, or has inside, a fake tensor."""
-    if isinstance(value, FakeTensor | Names | Attributes):
+    if isinstance(value, FakeTensor | AssignedGlobals | ClassAttributes):
         return True
     if isinstance(value, CACHED):
         return any(_holds_fakes(one, depth) for one in gc.get_referents(value))  # its keys, its results, or both
@@ -116,11 +116,11 @@ def _holds_fakes(value: Any, depth: int = DEPTH) -> bool:
     return any(_holds_fakes(one, depth - 1) for one in contents(value))
 
 
-def _remove(container: Any) -> None:
+def _empty(container: Any) -> None:
     """Remove fake tensors from a container and from those inside it; a variable that is one becomes `None`."""
-    if isinstance(container, Names):
+    if isinstance(container, AssignedGlobals):
         container.table.update(dict.fromkeys(container.names))
-    elif isinstance(container, Attributes):
+    elif isinstance(container, ClassAttributes):
         for name in container.names:
             setattr(container.kind, name, None)
     elif isinstance(container, CACHED):
@@ -136,6 +136,6 @@ def _remove(container: Any) -> None:
 def _drop(value: Any, drop: Any) -> None:
     """Empty a container of fakes; drop anything else that is a fake or has one inside."""
     if isinstance(value, CONTAINERS):
-        _remove(value)
+        _empty(value)
     elif _holds_fakes(value):
         drop()

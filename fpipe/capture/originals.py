@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.capture.guards import torchs
+from fpipe.capture.guards import is_torchs
 from fpipe.errors import CaptureError
-from fpipe.model.snapshot import MISSING, Held, Snapshot, Walk
+from fpipe.model.snapshot import MISSING, ContainerState, Snapshot, Walk
 from fpipe.tensors.tree import PLAIN
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -29,9 +29,13 @@ def place(path: str, module: nn.Module, name: str) -> str:
     return f"module {path or '(root)'} ({type(module).__name__}), attribute {name!r}"
 
 
-def moved(model: nn.Module, before: Snapshot, after: Snapshot) -> frozenset[str]:
+def changed_attributes(model: nn.Module, before: Snapshot, after: Snapshot) -> frozenset[str]:
     """Return the attributes of a model's own modules that hold something else after a run than before, inside too."""
-    pairs = {key: (before.held[key], one) for key, one in after.held.items() if key in before.held and not one.outside}
+    pairs = {
+        key: (before.containers[key], one)
+        for key, one in after.containers.items()
+        if key in before.containers and not one.outside
+    }
     changed = {key: names for key, pair in pairs.items() if (names := _changes(*pair))}
     if not changed:
         return frozenset()
@@ -39,7 +43,7 @@ def moved(model: nn.Module, before: Snapshot, after: Snapshot) -> frozenset[str]
     return frozenset({*rows, *_holding(model, changed)})
 
 
-def shared(model: nn.Module, outside: object) -> frozenset[str]:
+def shared_attributes(model: nn.Module, outside: object) -> frozenset[str]:
     """Return the attributes of a model whose contents code `outside` reaches, other than through the model."""
     mine, others = Walk(), Walk()
     mine.follow([model])
@@ -63,7 +67,7 @@ def require_own_state(moved: Collection[str], read: Collection[str]) -> None:
 def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the attributes of the user's modules: path, module and name."""
     for path, module in model.named_modules():
-        if not torchs(module):
+        if not is_torchs(module):
             yield from [(path, module, name) for name in vars(module) if name not in TABLES]
 
 
@@ -78,18 +82,18 @@ def _holding(model: nn.Module, containers: Collection[object]) -> Iterator[str]:
             yield place(path, module, name)
 
 
-def _changes(old: Held, new: Held) -> list[object]:
+def _changes(old: ContainerState, new: ContainerState) -> list[object]:
     """Return the keys of a dict, or the positions in another container, whose contents have changed."""
     if len(old.contents) == len(new.contents) and not any(map(is_not, old.contents, new.contents)):
         return []
     was, now = _entries(old), _entries(new)
-    return [key for key in {**was, **now} if not _same(was.get(key, MISSING), now.get(key, MISSING))]
+    return [key for key in {**was, **now} if not _is_equal(was.get(key, MISSING), now.get(key, MISSING))]
 
 
-def _entries(held: Held) -> dict[object, Any]:
+def _entries(held: ContainerState) -> dict[object, Any]:
     parts = held.contents
     return dict(zip(parts[::2], parts[1::2], strict=True) if isinstance(held.container, dict) else enumerate(parts))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from fpipe.errors import CutError
-from fpipe.ir.captured import Batch, Buffer, Captured, Constant, Observed, Parameter, Unit, Value
+from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Observed, Parameter, Unit, Value
 
 Routes = Mapping[int, tuple[Value, ...]]
 
@@ -101,7 +101,7 @@ def layouts(
             parameters=_read(captured, users, s, Parameter),
             buffers=_read(captured, users, s, Buffer),
             constants=_read(captured, users, s, Constant),
-            batch=_read(captured, users, s, Batch),
+            batch=_read(captured, users, s, BatchLeaf),
             gets=_reverse(gives, s),
             gives=_frozen(gives[s]),
             results=results if s == len(stages) - 1 else (),

@@ -8,7 +8,7 @@ Idea. A captured model is a straight line of *units*, in the order in which one 
 *source* rather than a unit; so a tied parameter is simply a value with several readers. A stage will be a contiguous
 run of units.
 
-A front end may also supply a way to fuse a run of units into one callable; `interpret` is the plain way.
+A front end may also supply a way to fuse a run of units into one callable; `chain_units` is the plain way.
 
 Invariants. Units are in execution order: every value is made before it is read. A unit's `call` takes the values of
 `reads` and returns a tuple of those of `makes`; it changes no state other than the tensors passed to it.
@@ -48,7 +48,7 @@ class Buffer(NamedTuple):
     name: str
 
 
-class Batch(NamedTuple):
+class BatchLeaf(NamedTuple):
     """A value that is tensor leaf number `leaf` of (inputs, targets)."""
 
     leaf: int
@@ -60,7 +60,7 @@ class Constant(NamedTuple):
     tensor: Tensor
 
 
-Source: TypeAlias = Parameter | Buffer | Batch | Constant
+Source: TypeAlias = Parameter | Buffer | BatchLeaf | Constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Function:
         """Run the units."""
         return self.run(key, *inputs)
 
-    def placed(self, inputs: Tensors) -> AbstractContextManager[None]:
+    def backward_scope(self, inputs: Tensors) -> AbstractContextManager[None]:
         """Return the context for a backward."""
         return nullcontext() if self.scope is None else self.scope(inputs)
 
@@ -115,11 +115,11 @@ class Operation(NamedTuple):
     call: Callable[..., Tensors]
 
 
-def interpret(
+def chain_units(
     units: Sequence[Unit], random_units: Mapping[Unit, Labels], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Function:
     """Return a run of units as a function that calls them one after another."""
-    return Function(sequence([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
+    return Function(compose([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
 
 
 def single(unit: Unit, labels: Labels | None) -> Operation:
@@ -134,7 +134,7 @@ def single(unit: Unit, labels: Labels | None) -> Operation:
     return Operation(unit.reads, unit.makes, (lambda key, *tensors: unit.call(*tensors)) if labels is None else seeded)
 
 
-def sequence(
+def compose(
     operations: Sequence[Operation], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Callable[..., Tensors]:
     """Return a function of a key and `inputs` that runs the operations in order.
@@ -167,7 +167,7 @@ def sequence(
     return run
 
 
-def none_differs(positions: Sequence[int]) -> Collection[int]:
+def no_calls(positions: Sequence[int]) -> Collection[int]:
     """Return no calls: every call does the same wherever the model is cut."""
     return ()
 
@@ -239,8 +239,8 @@ class Captured:
     calls: tuple[Call, ...] = ()
     observed: Observed | None = None
     dynamic: frozenset[str] = frozenset()
-    fuse: Fuse = field(default=interpret)
-    differing: Callable[[Sequence[int]], Collection[int]] = field(default=none_differs)
+    fuse: Fuse = field(default=chain_units)
+    differing: Callable[[Sequence[int]], Collection[int]] = field(default=no_calls)
     backward: bool = True
     hooks: Hooks = field(default_factory=dict)
     reassigned: Mapping[Value, Value] = field(default_factory=dict)

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.ir.captured import Operation, Tensors, Value, sequence
+from fpipe.ir.captured import Operation, Tensors, Value, compose
+from fpipe.ir.variant import Casts
 
 
 class Modes(NamedTuple):
@@ -30,34 +31,33 @@ class Modes(NamedTuple):
     region: int
 
 
-Casts: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 Items: TypeAlias = Sequence[tuple[Modes, Operation]]
 Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
-def in_force() -> tuple[bool, Casts]:
+def current_modes() -> tuple[bool, Casts]:
     """Return whether gradients are being recorded, and the autocast dtypes by device type."""
     kinds = ("cpu", "cuda")
     casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
     return torch.is_grad_enabled(), casts
 
 
-def under_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
+def apply_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
     """Return the operations, joining those that ran under special modes into one operation in the contexts they need.
 
     An autocast region is entered once, because it casts a weight once for all of its uses.
     """
     operations: list[Operation] = []
-    for region, later in _grouped(items, lambda modes: modes.region, outputs):
+    for region, later in _group(items, lambda modes: modes.region, outputs):
         inner: list[Operation] = []
-        for group, needed in _grouped(region, lambda modes: modes, later):
-            inner += _joined(contexts(group[0][0]), [operation for _, operation in group], needed)
+        for group, needed in _group(region, lambda modes: modes, later):
+            inner += _join(contexts(group[0][0]), [operation for _, operation in group], needed)
         modes = region[0][0]
-        operations += _joined(contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
+        operations += _join(contexts(modes._replace(grad=True)) if modes.region else (), inner, later)
     return operations
 
 
-def _grouped(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
+def _group(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
     """Return runs of operations with equal keys, each with the values needed after it."""
     groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
     later = {*outputs}
@@ -75,14 +75,14 @@ def contexts(modes: Modes) -> Contexts:
     return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
 
 
-def _joined(around: Contexts, operations: list[Operation], needed: Collection[Value]) -> list[Operation]:
+def _join(around: Contexts, operations: list[Operation], needed: Collection[Value]) -> list[Operation]:
     """Return the operations, joined into one inside the contexts `around` if there are any."""
     if not around:
         return operations
     made = tuple(value for operation in operations for value in operation.makes)
     reads = tuple(dict.fromkeys(value for operation in operations for value in operation.reads if value not in made))
     makes = tuple(value for value in made if value in needed)
-    run = sequence(operations, reads, makes)
+    run = compose(operations, reads, makes)
 
     def call(key: int, *tensors: Tensor) -> Tensors:
         with ExitStack() as stack:

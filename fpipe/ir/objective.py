@@ -36,7 +36,7 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     )
 
 
-def scaled_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, microbatches: int) -> Tensor:
+def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, microbatches: int) -> Tensor:
     """Return `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`, as a part of the step's; a scalar."""
     value = loss(outputs) if targets is None else loss(outputs, targets)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
@@ -48,7 +48,7 @@ def scaled_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, mi
     return value / microbatches if scale is None else value * scale.to(value.dtype)
 
 
-def without_parameters(loss: Loss | None) -> None:
+def require_no_parameters(loss: Loss | None) -> None:
     """Raise `CaptureError` if the loss has trainable parameters: no stage would hold them."""
     names = [name for name, p in loss.named_parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
     if names:
@@ -86,4 +86,4 @@ class Objective:
             outputs = call_model(model, inputs)
             if self.loss is None:
                 return None, outputs
-            return scaled_loss(self.loss, outputs, targets, scale, self.microbatches), outputs
+            return scale_loss(self.loss, outputs, targets, scale, self.microbatches), outputs

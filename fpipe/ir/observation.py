@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Labels, Observed, Unit
-from fpipe.ir.validity import require_made
-from fpipe.tensors.effects import Watch, memory
+from fpipe.ir.validity import require_results
+from fpipe.tensors.effects import EffectsMode, memory
 from fpipe.tensors.random import label
 
 
@@ -27,14 +27,14 @@ def observe(captured: Captured) -> Observed:
     with captured.mode, torch.no_grad():
         for unit in captured.units:
             try:
-                with Watch() as watch:
+                with EffectsMode() as watch:
                     made = unit.call(*[values[value] for value in unit.reads])
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise CaptureError(
                     f"module {unit.path or '(root)'}: got the operator {error}, whose result depends on the values of "
                     "its input, expected shapes and control flow that do not. Rewrite that part."
                 ) from error
-            require_made(unit, made)
+            require_results(unit, made)
             if watch.effects.unregistered:
                 raise CaptureError(
                     f"module {unit.path or '(root)'}: got an in-place change of a tensor that is neither parameter nor "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fpipe.errors import CaptureError, InputError
 
-MOST = 4096
+LONGEST_ANSWER = 4096
 """The longest answer, in characters: answers are part of a capture's key, and are exchanged by ranks."""
 
 
@@ -39,11 +39,11 @@ class Answer(NamedTuple):
     def of(cls, result: Any) -> Answer:
         """Return the answer for a call's result; raise `InputError` if it cannot be encoded, or is too long."""
         text = json.dumps(_encode(result))
-        if len(text) > MOST:
+        if len(text) > LONGEST_ANSWER:
             raise InputError(
-                f"a question about the batch: got an answer of {len(text)} characters, expected at most {MOST}: each "
-                "answer has a capture of its own. Ask for less (a count, a maximum), or compute it before the step and "
-                "pass it as an argument that is no tensor."
+                f"a question about the batch: got an answer of {len(text)} characters, expected at most "
+                f"{LONGEST_ANSWER}: every answer is captured separately. Ask for less (a count, a maximum), or compute "
+                "it before the step and pass it as an argument that is not a tensor."
             )
         return cls(text)
 
@@ -115,7 +115,7 @@ def refuse_questions(question: Question) -> Answer:
     )
 
 
-class Told(NamedTuple):
+class Reply(NamedTuple):
     """A question in a recorded run: the tick and the torch call that asked, and the answer."""
 
     tick: int

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from fpipe.errors import InputError
 from fpipe.ir.captured import Labels, Tensors, Unit, Value
-from fpipe.ir.modes import Casts, Modes
-from fpipe.ir.questions import Answer, Told
-from fpipe.tensors.closures import apart
+from fpipe.ir.modes import Modes
+from fpipe.ir.questions import Answer, Reply
+from fpipe.ir.variant import Casts
+from fpipe.tensors.closures import flatten_closures
 from fpipe.tensors.settings import Settings, settings
-from fpipe.tensors.tree import PLAIN, taken_apart
+from fpipe.tensors.tree import PLAIN, flatten_all
 
 HARMLESS = (Tensor, *PLAIN, slice, range, type, FunctionType, BuiltinFunctionType, MethodType, nn.Module, torch.Size)
 
@@ -43,7 +44,7 @@ class Invocation:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Callable[[Tensor], Value]) -> None:
         self.function = function
-        self.leaves, self.spec = apart((args, kwargs))
+        self.leaves, self.spec = flatten_closures((args, kwargs))
         tensors = {k: value(leaf) for k, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
         self.reads = tuple(dict.fromkeys(tensors.values()))
         self.holes = [(k, self.reads.index(v)) for k, v in tensors.items()]
@@ -68,7 +69,7 @@ class Invocation:
 def _hides(leaf: Any) -> bool:
     """Return whether tensors or state may hide in an argument that was not flattened."""
     if isinstance(leaf, partial):
-        return any(map(_hides, taken_apart((leaf.func, leaf.args, leaf.keywords))[0]))
+        return any(map(_hides, flatten_all((leaf.func, leaf.args, leaf.keywords))[0]))
     return not isinstance(leaf, HARMLESS)
 
 
@@ -76,14 +77,14 @@ def tensors_at(tree: Any) -> dict[int, Tensor]:
     """Return the tensors of a tree, by leaf number."""
     if isinstance(tree, Tensor):
         return {0: tree}
-    return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, Tensor)}
+    return {k: x for k, x in enumerate(flatten_all(tree)[0]) if isinstance(x, Tensor)}
 
 
 def constants_at(tree: Any) -> dict[int, Any]:
     """Return the numbers, strings and flags of a tree, by leaf number."""
     if isinstance(tree, Tensor):
         return {}
-    return {k: x for k, x in enumerate(taken_apart(tree)[0]) if isinstance(x, PLAIN)}
+    return {k: x for k, x in enumerate(flatten_all(tree)[0]) if isinstance(x, PLAIN)}
 
 
 def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> None:
@@ -151,7 +152,7 @@ class Frame:
     inner: list[Frame] = field(default_factory=list)
 
 
-class Returned(NamedTuple):
+class CallResult(NamedTuple):
     """The result of a torch call, the modes it was made in, and the tick of the next one."""
 
     invocation: Invocation
@@ -179,7 +180,7 @@ class Tape:
     - `casts`: for each unit, the values read that it casts to another dtype, as autocast does.
     - `frames`: the outermost frames. `streams`: all frames that draw from a stream.
     - `draws`: the calls that drew random numbers outside of streams, in order.
-    - `told`: the calls that read values and were answered, in order.
+    - `replies`: the calls that read values and were answered, in order.
     - `calls`: the ticks of all calls of each function that was answered; `outside`: the ticks of the calls of each
       function that draws, outside of streams.
     - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: calls
@@ -193,12 +194,12 @@ class Tape:
     invocations: Mapping[Unit, Invocation]
     modes: Mapping[Unit, Modes]
     ticks: Mapping[Unit, tuple[int, int]]
-    returned: Mapping[int, Returned]
+    returned: Mapping[int, CallResult]
     casts: Mapping[Unit, frozenset[Value]]
     frames: tuple[Frame, ...]
     streams: tuple[Frame, ...]
     draws: tuple[Draw, ...]
-    told: tuple[Told, ...]
+    replies: tuple[Reply, ...]
     calls: Mapping[Any, Sequence[int]]
     outside: Mapping[Any, Sequence[int]]
     hooked: Sequence[int]
@@ -206,7 +207,7 @@ class Tape:
     rewriters: Mapping[int, frozenset[int]]
     fakes: Mapping[Value, Tensor]
 
-    def drawn(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
+    def draws_between(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
         """Return the draws from tick `first` to `last`, by function and its call number in that range.
 
         Leave out draws from a stream; do not count calls made there.
@@ -214,18 +215,18 @@ class Tape:
         found = [draw for draw in self.draws if first <= draw.tick < last]
         return {(draw.function, _number(self.outside[draw.function], draw.tick, first)): draw for draw in found}
 
-    def stream(self, tick: int) -> Labels | None:
+    def stream_at(self, tick: int) -> Labels | None:
         """Return the stream that a call at `tick` draws from, if any."""
         return next((one.stream for one in self.streams if one.first_tick <= tick < one.last_tick), None)
 
-    def counted(self, first: int, last: int) -> dict[Any, int]:
+    def draw_counts(self, first: int, last: int) -> dict[Any, int]:
         """Return how often each function that draws is called from tick `first` to `last`, outside of streams."""
         functions = dict.fromkeys(draw.function for draw in self.draws if first <= draw.tick < last)
         return {function: _number(self.outside[function], last, first) for function in functions}
 
-    def answered(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
+    def answers_between(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
         """Return the answers given from tick `first` to `last`, by function and its call number in that range."""
-        found = [told for told in self.told if first <= told.tick < last]
+        found = [told for told in self.replies if first <= told.tick < last]
         return {(told.function, _number(self.calls[told.function], told.tick, first)): told.answer for told in found}
 
 
@@ -234,7 +235,7 @@ def _number(ticks: Sequence[int], tick: int, first: int) -> int:
     return bisect_left(ticks, tick) - bisect_left(ticks, first)
 
 
-def checkpointed(frames: Iterable[Frame]) -> Iterator[Frame]:
+def outermost_checkpoints(frames: Iterable[Frame]) -> Iterator[Frame]:
     """Yield the outermost checkpointed functions."""
     for frame in frames:
-        yield from [frame] if frame.checkpoint else checkpointed(frame.inner)
+        yield from [frame] if frame.checkpoint else outermost_checkpoints(frame.inner)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import CaptureError
-from fpipe.ir.captured import Batch, Buffer, Captured, Constant, FrontEnd, Parameter, Source, Unit, Value
+from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, FrontEnd, Parameter, Source, Unit, Value
 from fpipe.ir.objective import Objective
 
 
@@ -34,7 +34,7 @@ def name_of(front_end: FrontEnd) -> str:
     return getattr(front_end, "__qualname__", type(front_end).__name__)
 
 
-def require_made(unit: Unit, made: Any) -> None:
+def require_results(unit: Unit, made: Any) -> None:
     """Raise `CaptureError` unless a unit returned a tuple with one tensor for each value that it makes."""
     if isinstance(made, tuple) and len(made) == len(unit.makes) and all(isinstance(one, Tensor) for one in made):
         return
@@ -90,9 +90,9 @@ class _Check:
             )
 
     def _source(self, value: Value, source: Source, leaves: int) -> None:
-        if not isinstance(source, Parameter | Buffer | Batch | Constant):
+        if not isinstance(source, Parameter | Buffer | BatchLeaf | Constant):
             self._refuse(f"got {source!r} as the source of value {value}, expected a Source", "Use one of the contract")
-        if isinstance(source, Batch) and source.leaf not in range(leaves):
+        if isinstance(source, BatchLeaf) and source.leaf not in range(leaves):
             self._refuse(f"got {source} for value {value}, expected a leaf below {leaves}", "Number the given leaves")
         if isinstance(source, Constant) and isinstance(source.tensor, FakeTensor):
             self._refuse(f"got a constant without values for value {value}, expected a real tensor", "Keep the model's")

@@ -25,10 +25,10 @@ from fpipe.ir.captured import Buffer, Captured, Constant
 from fpipe.ir.observation import observe
 from fpipe.model.snapshot import Walk, children, codes
 
-OPENED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
+WALKED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
 
 
-class Functions:
+class FunctionCopies:
     """The functions around a model that hold parts of it; `made` has a copy of each, by the original's id."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class Functions:
             seen.add(id(one))
             if isinstance(one, FunctionType):
                 stack += [*(one.__closure__ or ()), one.__defaults__, one.__kwdefaults__]
-            elif isinstance(one, OPENED):
+            elif isinstance(one, WALKED):
                 stack += children(one)
         return False
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Hooks
-from fpipe.tensors.closures import held
+from fpipe.tensors.closures import closure_contents
 
 
-def gradient_hooks(model: nn.Module) -> Hooks:
+def collect_gradient_hooks(model: nn.Module) -> Hooks:
     """Return the hooks on gradients by parameter name; raise `CaptureError` for those that a stage cannot call."""
     own = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
     found = {name: tuple((p._backward_hooks or {}).values()) for name, p in model.named_parameters()}
@@ -34,7 +34,7 @@ def gradient_hooks(model: nn.Module) -> Hooks:
                 "that the step returns; or use register_hook, which sees the gradient of every microbatch."
             )
         for hook in found[name]:
-            if any(id(one) in own for one in _reached(hook)):
+            if any(id(one) in own for one in _reach(hook)):
                 raise CaptureError(
                     f"parameter {name}: got the gradient hook {getattr(hook, '__qualname__', hook)!r}, which holds a "
                     "parameter, buffer or module of the model, expected one of the gradient alone: it would see what "
@@ -44,7 +44,7 @@ def gradient_hooks(model: nn.Module) -> Hooks:
     return {name: hooks for name, hooks in found.items() if hooks}
 
 
-def require_exact(hooks: Hooks, summed: frozenset[str]) -> None:
+def require_exact_hooks(hooks: Hooks, summed: frozenset[str]) -> None:
     """Raise `CaptureError` for hooks on a parameter for which each stage computes its own gradient."""
     for name in hooks:
         if name in summed:
@@ -54,7 +54,7 @@ def require_exact(hooks: Hooks, summed: frozenset[str]) -> None:
             )
 
 
-def _reached(hook: Any) -> Iterator[Any]:
+def _reach(hook: Any) -> Iterator[Any]:
     """Yield what a hook holds, where visible: cells, defaults, arguments, its object, and globals by name."""
     todo, seen = [hook], set[int]()
     while todo:
@@ -67,6 +67,6 @@ def _reached(hook: Any) -> Iterator[Any]:
             todo += [one.__self__, one.__func__]
         elif isinstance(one, FunctionType):
             names = [n for n in one.__code__.co_names if isinstance(one.__globals__.get(n), nn.Module | Tensor)]
-            todo += [*held(one), *(one.__defaults__ or ()), *[one.__globals__[name] for name in names]]
+            todo += [*closure_contents(one), *(one.__defaults__ or ()), *[one.__globals__[name] for name in names]]
         else:
-            todo += [*held(one), *(optree.tree_leaves(one) if isinstance(one, tuple | list | dict) else ())]  # type: ignore[arg-type]
+            todo += [*closure_contents(one), *(optree.tree_leaves(one) if isinstance(one, tuple | list | dict) else ())]  # type: ignore[arg-type]

@@ -93,14 +93,12 @@ class ModuleGraph(nn.Module):
         inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         _require_names(parts, inputs)
         known = [*inputs, *parts]
-        arguments = {
-            name: _referring((part.args, part.kwargs), f"part {name!r}", known) for name, part in parts.items()
-        }
-        self.outputs = _referring(outputs, "outputs", known)
+        arguments = {name: _link((part.args, part.kwargs), f"part {name!r}", known) for name, part in parts.items()}
+        self.outputs = _link(outputs, "outputs", known)
         reads = {name: dict.fromkeys(one.name for one in _references(tree)) for name, tree in arguments.items()}
         _require_used(known, {name for names in reads.values() for name in names}, self.outputs)
         self.inputs = inputs
-        self.arguments = {name: arguments[name] for name in _ordered(reads)}
+        self.arguments = {name: arguments[name] for name in _order(reads)}
         for name in self.arguments:
             self.add_module(name, as_part(parts[name].called))
 
@@ -109,13 +107,13 @@ class ModuleGraph(nn.Module):
         signature = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in self.inputs])
         values = dict(signature.bind(*args, **kwargs).arguments)
         for name, tree in self.arguments.items():
-            positional, named = _resolved(tree, values)
+            positional, named = _resolve(tree, values)
             values[name] = getattr(self, name)(*positional, **named)
-        return _resolved(self.outputs, values)
+        return _resolve(self.outputs, values)
 
     def extra_repr(self) -> str:
         """Return the wiring, one line per part."""
-        lines = [f"{name} = {name}({_said(*tree)})" for name, tree in self.arguments.items()]
+        lines = [f"{name} = {name}({_arguments_text(*tree)})" for name, tree in self.arguments.items()]
         return "\n".join([*lines, f"return {optree.tree_map(repr, self.outputs, namespace=NAMESPACE)}"])
 
 
@@ -157,7 +155,7 @@ def _step(node: ast.expr) -> tuple[tuple[bool, Any], ast.expr]:
     raise ValueError(ast.dump(node))
 
 
-def _referring(tree: Any, where: str, known: Sequence[str]) -> Any:
+def _link(tree: Any, where: str, known: Sequence[str]) -> Any:
     """Return the tree with strings replaced by references."""
 
     def referring(leaf: Any) -> Any:
@@ -178,14 +176,14 @@ def _references(tree: Any) -> Iterator[_Reference]:
     return (leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, _Reference))
 
 
-def _resolved(tree: Any, values: Mapping[str, Any]) -> Any:
+def _resolve(tree: Any, values: Mapping[str, Any]) -> Any:
     """Return the tree with references replaced by their values."""
     return optree.tree_map(
         lambda leaf: leaf.of(values) if isinstance(leaf, _Reference) else leaf, tree, namespace=NAMESPACE
     )
 
 
-def _said(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _arguments_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return ", ".join([*map(repr, args), *[f"{name}={value!r}" for name, value in kwargs.items()]])
 
 
@@ -216,7 +214,7 @@ def _require_used(known: Sequence[str], read: set[str], outputs: Any) -> None:
         )
 
 
-def _ordered(reads: Mapping[str, Mapping[str, None]]) -> list[str]:
+def _order(reads: Mapping[str, Mapping[str, None]]) -> list[str]:
     """Return the parts, each after those that it reads, otherwise as listed; raise `GraphError` for a cycle."""
     order: list[str] = []
     while len(order) < len(reads):

@@ -39,21 +39,21 @@ CACHED: Any = type(functools.lru_cache(id))
 STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
-class Names(NamedTuple):
+class AssignedGlobals(NamedTuple):
     """Globals that a function assigns to, as a container."""
 
     table: dict[str, Any]
     names: tuple[str, ...]
 
 
-class Attributes(NamedTuple):
+class ClassAttributes(NamedTuple):
     """Attributes of a class, as a container."""
 
     kind: type
     names: tuple[str, ...]
 
 
-class Held(NamedTuple):
+class ContainerState(NamedTuple):
     """A container, its contents when noted, and whether it is outside the model's copy."""
 
     container: Any
@@ -61,14 +61,14 @@ class Held(NamedTuple):
     outside: bool
 
     @property
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """True if its contents have changed."""
         now = contents(self.container)
         return len(now) != len(self.contents) or any(map(is_not, now, self.contents))
 
     def restore(self) -> None:
         """Restore the contents."""
-        if self.changed:
+        if self.has_changed:
             fill(self.container, self.contents)
 
 
@@ -76,7 +76,7 @@ class Held(NamedTuple):
 class Snapshot:
     """Everything that a model and its loss hold in Python, by the container's identity."""
 
-    held: Mapping[object, Held]
+    containers: Mapping[object, ContainerState]
 
     @classmethod
     def of(cls, copied: nn.Module, shared: Collection[object], *others: object) -> Snapshot:
@@ -89,20 +89,18 @@ class Snapshot:
         mine = walk.containers.keys() - shared
         walk.enter()
         walk.follow(others)
-        return cls({key: Held(one, contents(one), key not in mine) for key, one in walk.containers.items()})
-
-    def changed(self) -> Iterator[Held]:
-        """Yield the containers whose contents have changed."""
-        return (one for one in self.held.values() if one.changed)
+        return cls({key: ContainerState(one, contents(one), key not in mine) for key, one in walk.containers.items()})
 
     def restore(self) -> None:
         """Restore all contents."""
-        for one in self.held.values():
+        for one in self.containers.values():
             one.restore()
 
 
 @contextmanager
-def kept(written: Sequence[Held], tensors: Sequence[Tensor], inside: AbstractContextManager[None]) -> Iterator[None]:
+def restore_containers(
+    written: Sequence[ContainerState], tensors: Sequence[Tensor], inside: AbstractContextManager[None]
+) -> Iterator[None]:
     """Restore these containers on exit.
 
     The copy's get their contents at capture; those `outside` get their contents on entry, if tensors are fake.
@@ -119,7 +117,7 @@ def kept(written: Sequence[Held], tensors: Sequence[Tensor], inside: AbstractCon
 
 
 @contextmanager
-def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
+def restore_attributes(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
     """Restore these module attributes on exit: every call finds the same, and no tensor is kept alive."""
     missing = object()
     before = [(vars(module), name, vars(module).get(name, missing)) for module, name in touched]
@@ -134,11 +132,11 @@ def attributes_restored(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[No
 
 
 @contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
+def restore_model(model: nn.Module) -> Iterator[None]:
     """Restore on exit all containers that a model reaches, including its modules' tables and attributes."""
     walk = Walk()
     walk.follow([model])
-    before = [Held(one, contents(one), True) for one in walk.containers.values()]
+    before = [ContainerState(one, contents(one), True) for one in walk.containers.values()]
     try:
         yield
     finally:
@@ -170,7 +168,7 @@ class Walk:
                 self.functions.append(one)
                 stack += self._inside(one) if self.into else []
                 continue
-            if isinstance(one, Names | Attributes):
+            if isinstance(one, AssignedGlobals | ClassAttributes):
                 self.containers[id(one[0]), one.names] = one
                 continue
             if isinstance(one, (dict, list, set, deque, CellType, CACHED)):
@@ -184,7 +182,7 @@ class Walk:
 
     def _inside(self, function: FunctionType) -> list[Any]:
         """Return what a function holds; note the globals that it assigns to."""
-        names = Names(function.__globals__, assigned(function.__code__))
+        names = AssignedGlobals(function.__globals__, assigned_globals(function.__code__))
         if names.names:
             self.containers[id(names.table), names.names] = names
         return children(function)
@@ -226,7 +224,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(one)
 
 
-def assigned(code: CodeType) -> tuple[str, ...]:
+def assigned_globals(code: CodeType) -> tuple[str, ...]:
     """Return the names of the globals that code assigns to or deletes."""
     if not any(dis.opmap[name] in one.co_code[::2] for one in codes(code) for name in STORES):  # nearly always
         return ()
@@ -238,8 +236,8 @@ def contents(container: Any) -> tuple[Any, ...]:
     """Return what is in a container; for dicts, keys and values alternate, for caches how often they were filled."""
     if isinstance(container, dict):  # bypass a subclass's own items()
         return tuple(chain.from_iterable(dict.items(container)))
-    if isinstance(container, Names | Attributes):
-        table = container.table if isinstance(container, Names) else vars(container.kind)
+    if isinstance(container, AssignedGlobals | ClassAttributes):
+        table = container.table if isinstance(container, AssignedGlobals) else vars(container.kind)
         return tuple([table.get(name, MISSING) for name in container.names])
     if isinstance(container, CACHED):
         return (container.cache_info().misses,)
@@ -253,9 +251,9 @@ def contents(container: Any) -> tuple[Any, ...]:
 
 def fill(container: Any, parts: tuple[Any, ...]) -> None:
     """Replace the contents of a container with `parts`; empty a cache."""
-    if isinstance(container, Names):
+    if isinstance(container, AssignedGlobals):
         _assign(container.table, zip(container.names, parts, strict=True))
-    elif isinstance(container, Attributes):
+    elif isinstance(container, ClassAttributes):
         for name, value in zip(container.names, parts, strict=True):
             delattr(container.kind, name) if value is MISSING else setattr(container.kind, name, value)
     elif isinstance(container, dict):

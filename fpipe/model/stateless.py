@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fpipe.errors import CaptureError
-from fpipe.model.copying import Functions
-from fpipe.tensors.attributes import parameter
+from fpipe.model.copying import FunctionCopies
+from fpipe.tensors.attributes import as_parameter
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -44,7 +44,7 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     memo.update((id(one), on_meta(one)) for one in computed)
     sparse = [one for one in held if isinstance(one, Tensor) and one.layout is not torch.strided]
     memo.update((id(one), one.clone()) for one in sparse)  # deepcopy cannot copy these
-    functions = Functions(model)
+    functions = FunctionCopies(model)
     memo.update(functions.made)
     try:
         made = copy.deepcopy(model, memo)
@@ -79,7 +79,7 @@ class Absent(Tensor):
 
 def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     if not isinstance(tensor, Absent):
-        return parameter(tensor, requires_grad)
+        return as_parameter(tensor, requires_grad)
     tensor._is_param = True  # as nn.Parameter marks those of other classes
     return tensor.requires_grad_(requires_grad)
 

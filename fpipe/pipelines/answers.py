@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from fpipe.batching.batch import Batch, Microbatch
-from fpipe.capture.disguise import disguised
+from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import InputError
 from fpipe.ir.questions import Answer, Question
 from fpipe.ir.variant import Variant
@@ -73,7 +73,11 @@ class Answering:
         while not self.captures.knows(self.variant, microbatch):
             question = self.captures.question(self.variant, microbatch)
             if question is None:
-                with turn(), disguised(), random.preserved([torch.device("cpu")]):  # the model may seed the generator
+                with (
+                    turn(),
+                    hide_fakes(),
+                    random.preserve_generators([torch.device("cpu")]),
+                ):  # the model may seed the generator
                     return self.captures.explore(self.variant, microbatch, ask)
             microbatch = microbatch.told(ask(question))
         return microbatch

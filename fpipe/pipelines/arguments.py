@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from fpipe.errors import CaptureError, InputError
-from fpipe.ir.objective import Loss, without_parameters
+from fpipe.ir.objective import Loss, require_no_parameters
 from fpipe.model.stateless import require_plain_tensors, require_registered
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
@@ -45,7 +45,7 @@ def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any)
                 "data-parallel group after the step."
             )
     require_loss(loss, schedule)
-    without_parameters(loss)
+    require_no_parameters(loss)
     require_plain_tensors(model)
     require_registered(model)
     _require_runnable(schedule)

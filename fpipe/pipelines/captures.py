@@ -17,7 +17,7 @@ from torch import nn
 
 from fpipe.batching.batch import Batch, Batching, Microbatch
 from fpipe.capture.dynamo import dynamo
-from fpipe.capture.leftovers import caches, files, kinds, removed
+from fpipe.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.capture.originals import require_own_state
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls
@@ -100,8 +100,8 @@ class Captures:
                 captured = self._capture(variant, microbatch, answer)
         finally:
             if not self.runs_python:
-                classes = kinds(self.model)
-                removed(files(classes, self.loss), classes, caches(self.model, self.loss))
+                classes = user_classes(self.model)
+                remove_fakes(defining_files(classes, self.loss), classes, find_caches(self.model, self.loss))
         if captured.moved:
             require_own_state(captured.moved, {*reads.original, *self.watching.shared()})
         self.made[variant, told], self.reads[variant, told] = captured, reads

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fpipe.autodiff.backends import Way
 from fpipe.batching.batch import Batch, Microbatch, Signature
 from fpipe.batching.merge import Joining
-from fpipe.capture.disguise import disguised
+from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.ir.variant import TRAINING, Variant
 from fpipe.pipelines.ambient import lifted
@@ -117,7 +117,7 @@ class Pipeline:
         >>> simulate(pipe.schedule, Costs(F=1, B=2), pipe.program.graph, pipe.sizes).peak_memory
         (288.0, 104.0)
         """
-        with turn(), disguised():
+        with turn(), hide_fakes():
             return sizes(self.training.assembly, self.schedule.placement)
 
     @property
@@ -158,8 +158,8 @@ class Pipeline:
                     torch.inference_mode(False),
                     lifted(variant),
                     turn(),
-                    disguised(),
-                    random.preserved([torch.device("cpu")]),
+                    hide_fakes(),
+                    random.preserve_generators([torch.device("cpu")]),
                 ):
                     self.plans[what] = self._plan(*what)
             except PipelineError as error:
@@ -319,7 +319,7 @@ class Pipeline:
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(plan.linked[rank], transport, inputs)
 
-        with random.preserved(plan.generators), plan.context():
+        with random.preserve_generators(plan.generators), plan.context():
             if record is None:
                 return self.ranks.run(execution)
             return recorded(self.ranks, plan.timed, inputs, self.device, record)

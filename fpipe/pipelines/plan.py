@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fpipe.batching.merge import Joining
-from fpipe.ir.captured import Batch
+from fpipe.ir.captured import BatchLeaf
 from fpipe.runtime.executor import Linked
 from fpipe.runtime.instructions import link
 from fpipe.runtime.recording import timed
@@ -76,7 +76,7 @@ class Plan:
     def written(self) -> frozenset[int]:
         """The leaves of the batch that the model modifies in place."""
         pairs = [(cut.captured.sources.get(v), v) for cut in self.cuts for one in cut.layouts for v in one.modified]
-        return frozenset(source.leaf for source, _ in pairs if isinstance(source, Batch))
+        return frozenset(source.leaf for source, _ in pairs if isinstance(source, BatchLeaf))
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context to run the plan in.

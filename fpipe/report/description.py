@@ -20,7 +20,7 @@ from fpipe.runtime.executor import Port
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import names
+from fpipe.tensors.tree import first_names
 from schedules import Placement, Sizes
 from schedules.language.costs import of_stage
 
@@ -137,7 +137,7 @@ def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[
 def _tied(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
     """Yield the parameters with several names or in several stages, their stages, and the owner of their gradient."""
     known: dict[str, list[str]] = {}
-    for name, first in names(model, "parameters").items():
+    for name, first in first_names(model, "parameters").items():
         known.setdefault(first, []).append(name)
     for first, all_names in known.items():
         users = [stage.index for stage in stages if first in stage.parameters]

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.capture.data_dependence import assuming
-from fpipe.ir.captured import Batch, Buffer, Parameter, Source, Tensors
+from fpipe.capture.assumed_values import assume_values
+from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Tensors
 from fpipe.runtime.executor import Port
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
-from fpipe.tensors.random import preserved
+from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec
 from schedules import Placement, Sizes
 
@@ -71,9 +71,9 @@ def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
     fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
     devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
     with (
-        preserved(device for device in devices if device.type in ("cpu", "cuda")),
+        preserve_generators(device for device in devices if device.type in ("cpu", "cuda")),
         captured.mode,
-        assuming(captured.mode),
+        assume_values(captured.mode),
         torch.enable_grad(),
     ):
         return tuple(_footprint(stage, fakes) for stage in assembly.stages)
@@ -82,7 +82,7 @@ def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
 def _footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
     """Return one stage's footprint. Memory still alive when everything is dropped was never the microbatch's."""
     params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
-    batch = tuple([fakes[Batch(leaf)] for leaf in stage.batch])
+    batch = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
     with _Made() as made:
         given = _versions(stage, fakes), _arriving(stage.gets)
         inputs = made.alive()
@@ -110,7 +110,7 @@ def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
 
 def _arriving(ports: Sequence[Port]) -> Tensors:
     """Return tensors like those from other stages, made as a transport makes them."""
-    specs = [spec.present if isinstance(spec, OptionalSpec) else spec for port in ports for spec in port.specs]
+    specs = [spec.whole if isinstance(spec, OptionalSpec) else spec for port in ports for spec in port.specs]
     return tuple([spec.unpack(spec.buffer()) for spec in specs])
 
 

@@ -17,7 +17,7 @@ from fpipe.autodiff.interface import Functions, Wiring
 from fpipe.autodiff.recorded import Recorded
 from fpipe.autodiff.skipping import skipping
 from fpipe.cutting.routing import Layout, Routes, layouts
-from fpipe.ir.captured import Batch, Buffer, Captured, Constant, Function, Hook, Parameter, Value
+from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
 from fpipe.ir.observation import observe
 from fpipe.runtime.executor import Port
 from fpipe.stages.metadata import Metadata, infer, is_asking, made_by
@@ -85,8 +85,8 @@ def _made(way: Way, captured: Captured, layout: Layout, stage: Stage) -> Functio
     if optional and len(pulled) + (stage.wiring.loss is not None) > 1:
         return replace(eager, remark="by autograd: data decide which cotangents it receives")
     with captured.mode:
-        arriving = tuple([spec.strided() for port in stage.gets for spec in port.specs])
-        cotangents = tuple([spec.strided() for port in stage.pulled_by for spec in port.specs])
+        arriving = tuple([spec.allocate() for port in stage.gets for spec in port.specs])
+        cotangents = tuple([spec.allocate() for port in stage.pulled_by for spec in port.specs])
     params, buffers, constants, batch = (
         tuple([fakes[value] for value in values])
         for values in (layout.parameters, layout.buffers, layout.constants, layout.batch)
@@ -155,7 +155,7 @@ class _Builder:
             parameters=self._names(layout.parameters),
             buffers=self._names(layout.buffers),
             unused=self._unused() if s == 0 else (),
-            batch=tuple(x.leaf for x in (sources[v] for v in layout.batch) if isinstance(x, Batch)),
+            batch=tuple(x.leaf for x in (sources[v] for v in layout.batch) if isinstance(x, BatchLeaf)),
             results=tuple(metadata.specs[value] for value in layout.results),
             gets=self._ports(layout.gets),
             gives=self._ports(layout.gives),

@@ -22,14 +22,14 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from fpipe.autodiff.split_backward import Graph, search
-from fpipe.capture.data_dependence import READING, Answers, assuming
+from fpipe.capture.assumed_values import VALUE_READS, AssumedValues, assume_values
 from fpipe.cutting.routing import Layout, Routes
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Function, Parameter, Tensors, Value
 from fpipe.runtime.segments.branching import surely_reached
 from fpipe.tensors.effects import Effects
-from fpipe.tensors.fake import noted
-from fpipe.tensors.random import preserved
+from fpipe.tensors.fake import note_effects
+from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.settings import settings
 from fpipe.tensors.spec import OptionalSpec, Spec
 
@@ -91,7 +91,7 @@ def infer(captured: Captured, layouts: Sequence[Layout], functions: Sequence[Fun
     metadata.differentiable.update(trainable)
     devices = {tensor.device for tensor in captured.fakes.values()} | {torch.device("cpu")}
     with (
-        preserved(device for device in devices if device.type in ("cpu", "cuda")),
+        preserve_generators(device for device in devices if device.type in ("cpu", "cuda")),
         captured.mode,
         torch.set_grad_enabled(captured.backward),
     ):
@@ -130,7 +130,7 @@ def _forward(
         for value, leaf in leaves.items()
     ]
     try:
-        with assuming(captured.mode) as answers, _Watch() as watch:
+        with assume_values(captured.mode) as answers, _Watch() as watch:
             made = dict(zip(made_by(layout), function(0, *arguments), strict=True))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = next((unit.path for unit in layout.units if unit.path), "(root)")
@@ -166,7 +166,7 @@ class _Watch(TorchFunctionMode):
         self.hooked = self.varying = self.casting = self.nesting = self.setting = False
         self.before = settings().kernels
 
-    def answered(self, answers: Answers) -> None:
+    def answered(self, answers: AssumedValues) -> None:
         """Record what `answers` were given for."""
         self.varying |= answers.given
         self.nesting |= answers.nested
@@ -182,7 +182,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func in (Tensor.register_hook, GRAD_FN)
-        self.varying |= func in READING
+        self.varying |= func in VALUE_READS
         self.setting |= settings().kernels != self.before
         self.casting |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         return func(*args, **(kwargs or {}))
@@ -248,7 +248,11 @@ def _grads(
 ) -> Tensors:
     effects = Effects()
     try:
-        with assuming(mode) as answers, noted(mode, effects), run.function.placed(tuple(run.leaves.values())):
+        with (
+            assume_values(mode) as answers,
+            note_effects(mode, effects),
+            run.function.backward_scope(tuple(run.leaves.values())),
+        ):
             found = torch.autograd.grad(roots, leaves, incoming, allow_unused=True)
     except RuntimeError as error:
         raise CaptureError(

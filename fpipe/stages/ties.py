@@ -20,7 +20,7 @@ from typing import TypeAlias
 from torch import nn
 
 from fpipe.errors import InputError
-from fpipe.tensors.tree import names
+from fpipe.tensors.tree import first_names
 from schedules import Placement
 
 Tied: TypeAlias = str | Mapping[str, str]
@@ -38,7 +38,7 @@ def summed(tied: Tied, model: nn.Module) -> frozenset[str]:
     >>> summed({"1.weight": "sum"}, pair)
     frozenset({'0.weight'})
     """
-    first = names(model, "parameters")
+    first = first_names(model, "parameters")
     if isinstance(tied, str):
         _require_mode("tied", tied)
         return frozenset(first.values() if tied == "sum" else ())

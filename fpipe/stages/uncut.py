@@ -15,7 +15,7 @@ from itertools import count
 from typing import TypeAlias, cast
 
 from fpipe.cutting.routing import Layout, layouts
-from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, sequence
+from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, compose
 from fpipe.stages.metadata import made_by
 
 Copies: TypeAlias = Mapping[tuple[int, Value], Value]
@@ -63,8 +63,10 @@ def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Funct
         values = dict(zip(whole.inputs, tensors, strict=True))
         with ExitStack() as stack:
             for read, function in zip(reads, functions, strict=True):
-                stack.enter_context(function.placed(cast("Tensors", tuple(values.get(value) for value in read))))
+                stack.enter_context(
+                    function.backward_scope(cast("Tensors", tuple(values.get(value) for value in read)))
+                )
             yield
 
     scoped = any(function.scope is not None for function in functions)
-    return Function(sequence(operations, whole.inputs, made_by(whole)), placed if scoped else None)
+    return Function(compose(operations, whole.inputs, made_by(whole)), placed if scoped else None)

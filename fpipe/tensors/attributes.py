@@ -26,7 +26,7 @@ def marks(tensor: Tensor) -> frozenset[str]:
     return known if isinstance(tensor, FakeTensor) else frozenset(vars(tensor))
 
 
-def parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+def as_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Return a tensor as an `nn.Parameter`, with its marks."""
     made = nn.Parameter(tensor, requires_grad)
     if isinstance(made, FakeTensor) and MARKS in vars(tensor):
@@ -35,7 +35,7 @@ def parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 @contextmanager
-def refused_marks() -> Iterator[None]:
+def refuse_marks() -> Iterator[None]:
     """Raise `CaptureError` inside if anyone reads an attribute that the original of a fake tensor has."""
 
     def missing(tensor: Any, name: str) -> Any:

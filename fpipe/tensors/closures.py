@@ -15,7 +15,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fpipe.tensors.tree import NAMESPACE, taken_apart
+from fpipe.tensors.tree import NAMESPACE, flatten_all
 
 
 class Closure:
@@ -29,31 +29,31 @@ class Closure:
         return self.function(*args, **kwargs)
 
 
-def apart(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+def flatten_closures(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves and treespec of a tree; functions that hold tensors are subtrees."""
-    leaves, spec = taken_apart(tree)
+    leaves, spec = flatten_all(tree)
     if not any(issubclass(kind, (partial, FunctionType)) for kind in set(map(type, leaves))):  # nearly always
         return leaves, spec
-    return taken_apart(opened(tree))
+    return flatten_all(open_closures(tree))
 
 
-def opened(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
+def open_closures(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
     """Return a tree in which functions that hold tensors are subtrees; `inside` are those being opened."""
-    leaves, spec = taken_apart(tree)
-    return optree.tree_unflatten(spec, [_opened(leaf, inside) for leaf in leaves])
+    leaves, spec = flatten_all(tree)
+    return optree.tree_unflatten(spec, [_open(leaf, inside) for leaf in leaves])
 
 
-def _opened(leaf: Any, inside: tuple[Any, ...]) -> Any:
-    inner = held(leaf)
+def _open(leaf: Any, inside: tuple[Any, ...]) -> Any:
+    inner = closure_contents(leaf)
     if not inner or any(leaf is function for function in inside):
         return leaf
-    children = tuple(opened(child, (*inside, leaf)) for child in inner)
-    leaves = taken_apart(children)[0]
+    children = tuple(open_closures(child, (*inside, leaf)) for child in inner)
+    leaves = flatten_all(children)[0]
     tensors, again = any(isinstance(one, Tensor) for one in leaves), any(one is leaf for one in leaves)
     return Closure(leaf, children) if tensors and not again else leaf  # a recursive one stays a leaf
 
 
-def held(leaf: Any) -> tuple[Any, ...]:
+def closure_contents(leaf: Any) -> tuple[Any, ...]:
     """Return what a function holds; nothing if unknown."""
     if isinstance(leaf, partial):
         return leaf.func, leaf.args, leaf.keywords
@@ -65,8 +65,8 @@ def held(leaf: Any) -> tuple[Any, ...]:
         return ()
 
 
-def _closed(function: Any, held: Iterable[Any]) -> Any:
-    """Return the function with `held` in its cells, or as its arguments."""
+def _rebuild(function: Any, held: Iterable[Any]) -> Any:
+    """Return the function with these values in its cells, or as its arguments."""
     held = tuple(held)
     if isinstance(function, partial):
         return partial(held[0], *held[1], **held[2])
@@ -78,4 +78,4 @@ def _closed(function: Any, held: Iterable[Any]) -> Any:
 
 
 register: Any = optree.register_pytree_node
-register(Closure, lambda one: (one.held, one.function), _closed, namespace=NAMESPACE)
+register(Closure, lambda one: (one.held, one.function), _rebuild, namespace=NAMESPACE)

@@ -17,12 +17,12 @@ import optree
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.tensors.effects import memory, written
+from fpipe.tensors.effects import memory, written_arguments
 
 
-def received(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
+def written_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
     """Return the memory that an operator writes to."""
-    leaves: list[Any] = optree.tree_leaves([*written(func, args, kwargs)])  # type: ignore[arg-type]
+    leaves: list[Any] = optree.tree_leaves([*written_arguments(func, args, kwargs)])  # type: ignore[arg-type]
     return {memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
@@ -32,7 +32,7 @@ def has_handle(out: Any) -> bool:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def preserve_python_generator() -> Iterator[None]:
     """Restore Python's generator on exit: torch draws a number for every fake handle."""
     state = random.getstate()
     try:

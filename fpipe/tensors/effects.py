@@ -23,7 +23,7 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "aten::miopen_batch_norm": (3, 4),
     }
 )
-TRAINING = 5  # the position of the flag; without it, these write nothing
+TRAINING_FLAG = 5  # the position of the flag; without it, these write nothing
 
 
 def memory(tensor: Tensor) -> int:
@@ -34,7 +34,7 @@ def memory(tensor: Tensor) -> int:
 class Effects:
     """The memory that operators write, their casts and their draws, noted as they are called.
 
-    `calling` is called with each operator, too.
+    `observer` is called with each operator, too.
     """
 
     def __init__(self) -> None:
@@ -43,20 +43,20 @@ class Effects:
         self.drawn: dict[torch.device, None] = {}
         self.foreign = False
         self.unregistered = False
-        self.calling: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
+        self.observer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
 
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the call of an operator."""
-        self.calling(func, args, kwargs)
-        for argument in written(func, args, kwargs):
+        self.observer(func, args, kwargs)
+        for argument in written_arguments(func, args, kwargs):
             self._write(argument)
         if func is torch.ops.aten._to_copy.default:
             self.cast.add(memory(args[0]))
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
 
-    def returned(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+    def note_return(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Note that it has returned."""
-        self.drawn.update(dict.fromkeys(drawn(func, args, kwargs, out)))
+        self.drawn.update(dict.fromkeys(random_devices(func, args, kwargs, out)))
 
     def _write(self, argument: Any) -> None:
         for tensor in argument if isinstance(argument, tuple | list) else (argument,):
@@ -66,7 +66,7 @@ class Effects:
                 self.unregistered = True
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class EffectsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the effects of the operators dispatched under it, in any fake mode."""
 
     supports_higher_order_operators = True
@@ -79,13 +79,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.effects.called(func, args, kwargs)
+        self.effects.note_call(func, args, kwargs)
         out = func(*args, **kwargs)
-        self.effects.returned(func, args, kwargs, out)
+        self.effects.note_return(func, args, kwargs, out)
         return out
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the arguments that a call of an operator writes to."""
     if not isinstance(func, torch._ops.OpOverload):
         return
@@ -95,7 +95,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iter
     if not func._schema.is_mutable and func._schema.name not in UNDECLARED:
         return
     for position, declared in enumerate(func._schema.arguments):
-        undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING]
+        undeclared = position in UNDECLARED.get(func._schema.name, ()) and args[TRAINING_FLAG]
         if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
             yield args[position] if position < len(args) else kwargs.get(declared.name)
 
@@ -105,7 +105,7 @@ def is_collective(func: Any) -> bool:
     return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
 
 
-def drawn(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
+def random_devices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
     """Return the devices whose generators a call of an operator that returned `out` draws from."""
     if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return []

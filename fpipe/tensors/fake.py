@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fpipe.tensors.attributes import MARKS, marks
-from fpipe.tensors.collectives import quietly
+from fpipe.tensors.collectives import preserve_python_generator
 from fpipe.tensors.effects import Effects, is_collective, memory
-from fpipe.tensors.fake_cache import Memo, plain
-from fpipe.tensors.layouts import RULES, laid_out
+from fpipe.tensors.fake_cache import ResultCache, is_plain
+from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -48,9 +48,9 @@ SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     }
 )
 
-PUTTING = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
+INDEX_PUTS = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
 
-KERNELS = frozenset(
+META_KERNELS = frozenset(
     {
         *(aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.permute.default),
         *(aten.unsqueeze.default, aten.expand.default, aten.select.int, aten.slice.Tensor, aten._unsafe_view.default),
@@ -69,8 +69,8 @@ KERNELS = frozenset(
 )
 """Operators whose meta kernels agree with every device's; torch takes another path, for symbolic sizes too."""
 
-CASTING = frozenset({aten.native_layer_norm.default})
-"""Those of `KERNELS` that some devices compute and return in float32 whatever the input dtype; others do not."""
+CASTING_KERNELS = frozenset({aten.native_layer_norm.default})
+"""Those of `META_KERNELS` that some devices compute and return in float32 whatever the input dtype; others do not."""
 
 
 def fake_mode() -> Fakes:
@@ -84,19 +84,19 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16;
     and it gets the memory layout of some results wrong, which shows in the last bits of a bias gradient.
 
-    - `memo`: cached results of operators. `states`: by device, the attributes of a fake there.
+    - `results`: cached results of operators. `states`: by device, the attributes of a fake there.
     - `effects`: notified of the operators called, but not of those they decompose into.
-    - `nothing(tensor)`: the answer to `nonzero`, which fake tensors lack; `None` if there is none.
-    - `chosen`: by memory, masks whose number of true elements is known: as many values were put there.
+    - `answer_nonzero(tensor)`: the answer to `nonzero`, which fake tensors lack; `None` if there is none.
+    - `true_counts`: by memory, masks whose number of true elements is known: as many values were put there.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.memo = Memo(self, self.made)
+        self.results = ResultCache(self, self.make)
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None
-        self.nothing: Callable[[Tensor], Tensor] | None = None
-        self.chosen: dict[int, tuple[Tensor, int]] = {}
+        self.answer_nonzero: Callable[[Tensor], Tensor] | None = None
+        self.true_counts: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and type(args[0]) is FakeTensor:  # asked for most often
@@ -106,9 +106,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if effects is None:
             return self._result(func, types, args, kwargs)
         try:
-            effects.called(func, args, kwargs)
+            effects.note_call(func, args, kwargs)
             out = self._result(func, types, args, kwargs)
-            effects.returned(func, args, kwargs, out)
+            effects.note_return(func, args, kwargs, out)
             return out
         finally:
             self.effects = effects
@@ -116,34 +116,34 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         torchs = super().__torch_dispatch__
         if is_collective(func):
-            with quietly():
+            with preserve_python_generator():
                 return torchs(func, types, args, kwargs)
 
         def run() -> Any:
             with torch._C.DisableTorchFunction():  # what torch calls to make fakes is not the model's
                 return torchs(func, types, args, kwargs)
 
-        return self.memo.result(func, args, kwargs, run)
+        return self.results.result(func, args, kwargs, run)
 
     @contextmanager
-    def watched(self, effects: Effects) -> Iterator[None]:
+    def note(self, effects: Effects) -> Iterator[None]:
         """Enter the mode and note `effects`; code compiled by torch.compile runs eagerly."""
-        with torch.compiler.set_stance("force_eager"), self, noted(self, effects):
+        with torch.compiler.set_stance("force_eager"), self, note_effects(self, effects):
             yield
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of an operator, as fakes."""
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            return self._grouped(*args, **kwargs)
+            return self._grouped_mm(*args, **kwargs)
         if func in SHAPED:
             with self:
                 return SHAPED[func](*args, **kwargs)
-        if func is aten.nonzero.default and (self.nothing is not None or self.chosen):
-            return self._found(args[0])
-        if func in PUTTING:
-            self._choose(*args[:3])
-        device = self._home(func, args, kwargs) if func in KERNELS else None
+        if func is aten.nonzero.default and (self.answer_nonzero is not None or self.true_counts):
+            return self._nonzero(args[0])
+        if func in INDEX_PUTS:
+            self._note_true_count(*args[:3])
+        device = self._home(func, args, kwargs) if func in META_KERNELS else None
         if device is None:
             out: Any = super().dispatch(func, types, args, kwargs)
         else:
@@ -151,33 +151,33 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is aten.native_batch_norm.default and _is_mixed(*args[:2]):
             with self:
                 out = out[0], *[one.float() for one in out[1:]]
-        if func not in RULES:
+        if func not in LAYOUT_RULES:
             return out
         with self:
-            return laid_out(RULES[func], args, out)
+            return apply_layout(LAYOUT_RULES[func], args, out)
 
-    def _found(self, tensor: Tensor) -> Any:
+    def _nonzero(self, tensor: Tensor) -> Any:
         """Return the indices where a tensor is nonzero."""
-        mask, count = self.chosen.get(memory(tensor), (None, 0))
+        mask, count = self.true_counts.get(memory(tensor), (None, 0))
         if mask is not None and mask.shape == tensor.shape:
             with self:
                 return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
         try:
             return super().dispatch(aten.nonzero.default, (), (tensor,))
         except DynamicOutputShapeException:
-            if self.nothing is None:
+            if self.answer_nonzero is None:
                 raise
-            return self.nothing(tensor)
+            return self.answer_nonzero(tensor)
 
-    def _choose(self, tensor: Tensor, indices: list[Tensor | None], values: Tensor) -> None:
+    def _note_true_count(self, tensor: Tensor, indices: list[Tensor | None], values: Tensor) -> None:
         """Note how many elements of a mask are true, if one value is put at each; its gradient selects as many."""
         mask, *others = indices
         if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
             return
         if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one is put everywhere
-            self.chosen[memory(mask)] = mask, len(values)
+            self.true_counts[memory(mask)] = mask, len(values)
 
-    def made(self, meta: Tensor, device: torch.device) -> FakeTensor:
+    def make(self, meta: Tensor, device: torch.device) -> FakeTensor:
         """Return a fake on `device` with the metadata of `meta`; torch makes the first one there, others copy it."""
         if device not in self.states:
             self.states[device] = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
@@ -188,11 +188,11 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
         """Return the device of all tensors among the arguments, if they are plain fakes of this mode."""
-        if func in CASTING and args[0].dtype not in (torch.float32, torch.float64):
+        if func in CASTING_KERNELS and args[0].dtype not in (torch.float32, torch.float64):
             return None
         leaves: Any = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        devices = {one.device for one in tensors} if all(plain(one, self) for one in tensors) else set()
+        devices = {one.device for one in tensors} if all(is_plain(one, self) for one in tensors) else set()
         return devices.pop() if len(devices) == 1 else None
 
     def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -200,16 +200,16 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         with in_kernel_invocation_manager(self):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
-            return self.made(out, device)
-        return type(out)(None if one is None else self.made(one, device) for one in out)
+            return self.make(out, device)
+        return type(out)(None if one is None else self.make(one, device) for one in out)
 
-    def _grouped(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    def _grouped_mm(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         with self:
             return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def noted(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
+def note_effects(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
     """Note what operators do to fakes of `mode` inside, if the mode supports that."""
     if not isinstance(mode, Fakes):
         yield
@@ -226,7 +226,7 @@ def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
     home = device if tensor.device.type == "meta" else tensor.device
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    made = mode.made(meta, home) if isinstance(mode, Fakes) else FakeTensor(mode, meta, home)
+    made = mode.make(meta, home) if isinstance(mode, Fakes) else FakeTensor(mode, meta, home)
     if found := marks(tensor):
         vars(made)[MARKS] = found
     return made

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-Key: TypeAlias = tuple[object, ...]
-Run: TypeAlias = Callable[[], Any]
-Make: TypeAlias = Callable[[Tensor, torch.device], Tensor]
+CacheKey: TypeAlias = tuple[object, ...]
+Operator: TypeAlias = Callable[[], Any]
+MakeFake: TypeAlias = Callable[[Tensor, torch.device], Tensor]
 
-PLAIN = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format})
+CACHEABLE = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format})
 VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
@@ -33,7 +33,7 @@ class _UnlikeError(Exception):
     """Raised for an argument or a result that is not cached."""
 
 
-class Made(NamedTuple):
+class ResultTensor(NamedTuple):
     """A tensor that an operator returned: its metadata, and the argument whose memory it aliases, if any.
 
     `itself`: whether it is that argument.
@@ -48,83 +48,83 @@ class Made(NamedTuple):
     itself: bool
 
 
-class Returned(NamedTuple):
+class CachedResult(NamedTuple):
     """The result of an operator; `kind` is list or tuple, or `FakeTensor` for a single tensor."""
 
     kind: type
-    made: tuple[Made | None, ...]
+    tensors: tuple[ResultTensor | None, ...]
 
 
-class Memo:
+class ResultCache:
     """The cache of one mode.
 
     - `make(meta, device)`: makes a fake of a meta tensor.
     - `known`: for each operator, its results; `None` if they are not cached.
     """
 
-    def __init__(self, mode: FakeTensorMode, make: Make) -> None:
+    def __init__(self, mode: FakeTensorMode, make: MakeFake) -> None:
         self.mode, self.make = mode, make
-        self.known: dict[Any, dict[Key, Returned] | None] = {}
+        self.known: dict[Any, dict[CacheKey, CachedResult] | None] = {}
 
-    def result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Run) -> Any:
+    def result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Operator) -> Any:
         """Return the result of `run()`, which calls `func(*args, **kwargs)`."""
         try:
             table = self.known[func]
         except KeyError:
-            table = self.known[func] = {} if _remembered(func) else None
+            table = self.known[func] = {} if _is_cacheable(func) else None
         if table is None or torch.is_inference_mode_enabled():
             return run()
         key, tensors = [torch.get_default_dtype(), torch._C._get_default_device()], list[Tensor]()
         try:
             with torch._C.DisableTorchFunction():  # not a call of the model
-                self._describe(args, key, tensors)
+                self._add_to_key(args, key, tensors)
                 for name, value in kwargs.items():
-                    self._describe((name, value), key, tensors)
+                    self._add_to_key((name, value), key, tensors)
                 known = table.get(tuple(key))
                 if known is not None:
-                    return self._again(known, tensors)
+                    return self._make_result(known, tensors)
         except _UnlikeError:
             return run()
         out = run()
         with suppress(_UnlikeError), torch._C.DisableTorchFunction():
-            table[tuple(key)] = self._returned(out, tensors)
+            table[tuple(key)] = self._describe_result(out, tensors)
         return out
 
-    def _describe(self, values: Sequence[Any], key: list[Any], tensors: list[Tensor]) -> None:
+    def _add_to_key(self, values: Sequence[Any], key: list[Any], tensors: list[Tensor]) -> None:
         """Add what distinguishes the arguments to `key`, and the tensors among them to `tensors`."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if not plain(value, self.mode):
+                if not is_plain(value, self.mode):
                     raise _UnlikeError
                 tensors.append(value)
                 key.append(_metadata(value))
-            elif kind in PLAIN or (kind is torch.device and (value.type == "cpu" or value.index is not None)):
+            elif kind in CACHEABLE or (kind is torch.device and (value.type == "cpu" or value.index is not None)):
                 key += (kind, value)
             elif kind is list or kind is tuple:
                 key += (kind, len(value))
-                self._describe(value, key, tensors)
+                self._add_to_key(value, key, tensors)
             else:
                 raise _UnlikeError
 
-    def _returned(self, out: Any, tensors: Sequence[Tensor]) -> Returned:
+    def _describe_result(self, out: Any, tensors: Sequence[Tensor]) -> CachedResult:
         """Return a description from which the same result can be made again."""
         if type(out) is FakeTensor:
-            return Returned(FakeTensor, (self._made(out, tensors),))
+            return CachedResult(FakeTensor, (self._describe_tensor(out, tensors),))
         if type(out) not in (list, tuple):
             raise _UnlikeError
-        made = tuple([self._made(one, tensors) for one in out])
+        made = tuple([self._describe_tensor(one, tensors) for one in out])
         fresh = {
             one.untyped_storage()._cdata for one, its in zip(out, made, strict=True) if its and its.argument is None
         }
         if len(fresh) < sum(its is not None and its.argument is None for its in made):
             raise _UnlikeError  # two new tensors share memory
-        return Returned(type(out), made)
+        return CachedResult(type(out), made)
 
-    def _made(self, tensor: Any, tensors: Sequence[Tensor]) -> Made | None:
+    def _describe_tensor(self, tensor: Any, tensors: Sequence[Tensor]) -> ResultTensor | None:
         if tensor is None:
             return None
-        if not plain(tensor, self.mode) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        if not is_plain(tensor, self.mode) or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             raise _UnlikeError
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         memory = tensor.untyped_storage()
@@ -133,14 +133,14 @@ class Memo:
         if not shared and (offset or memory.nbytes() != _extent(tensor)):
             raise _UnlikeError
         argument = next(iter(itself or shared), None)
-        return Made(shape, stride, offset, tensor.dtype, tensor.fake_device, argument, bool(itself))
+        return ResultTensor(shape, stride, offset, tensor.dtype, tensor.fake_device, argument, bool(itself))
 
-    def _again(self, returned: Returned, tensors: Sequence[Tensor]) -> Any:
+    def _make_result(self, returned: CachedResult, tensors: Sequence[Tensor]) -> Any:
         """Make the result again; no mode is on here any longer, so meta tensors report meta."""
-        out = [None if made is None else self._new(made, tensors) for made in returned.made]
+        out = [None if made is None else self._make_tensor(made, tensors) for made in returned.tensors]
         return out[0] if returned.kind is FakeTensor else returned.kind(out)
 
-    def _new(self, made: Made, tensors: Sequence[Tensor]) -> Tensor:
+    def _make_tensor(self, made: ResultTensor, tensors: Sequence[Tensor]) -> Tensor:
         if made.argument is not None and made.itself:
             return tensors[made.argument]
         if made.argument is None:
@@ -151,7 +151,7 @@ class Memo:
         return self.make(meta, made.device)
 
 
-def plain(tensor: Any, mode: FakeTensorMode) -> bool:
+def is_plain(tensor: Any, mode: FakeTensorMode) -> bool:
     """Return whether a tensor is a fake of this mode without a value, fully described by sizes and strides."""
     ours = type(tensor) is FakeTensor and tensor.fake_mode is mode and tensor.constant is None
     if not ours or tensor.layout is not torch.strided:
@@ -159,7 +159,7 @@ def plain(tensor: Any, mode: FakeTensorMode) -> bool:
     return not (tensor._has_symbolic_sizes_strides or tensor.is_quantized)
 
 
-def _remembered(func: Any) -> bool:
+def _is_cacheable(func: Any) -> bool:
     """Return whether an operator's results may be cached: it writes nothing, and no value decides its result."""
     return (
         isinstance(func, OpOverload)
@@ -170,7 +170,7 @@ def _remembered(func: Any) -> bool:
     )
 
 
-def _metadata(tensor: Any) -> Key:
+def _metadata(tensor: Any) -> CacheKey:
     return (
         tensor.dtype,
         tensor.shape,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 
-Rule: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor]
+LayoutRule: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor]
 """Returns a result for these arguments, laid out as the operator does."""
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def host_rows(args: Sequence[Any], out: Tensor) -> Tensor:
     return out.contiguous() if out.device.type == "cpu" else out
 
 
-def images(position: int) -> Rule:
+def images(position: int) -> LayoutRule:
     """Lay out as image norms do, following the argument at `position`."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def images(position: int) -> Rule:
     return rule
 
 
-def like(position: int) -> Rule:
+def like(position: int) -> LayoutRule:
     """Lay out like the argument at `position`, if that is dense."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def like(position: int) -> Rule:
     return rule
 
 
-def elementwise(*order: int) -> Rule:
+def elementwise(*order: int) -> LayoutRule:
     """Lay out as elementwise kernels do, with the arguments at these positions as operands."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ ORDERS: Mapping[tuple[int, ...], Sequence[Any]] = MappingProxyType(
     }
 )
 
-RULES: Mapping[Any, Rule] = MappingProxyType(
+LAYOUT_RULES: Mapping[Any, LayoutRule] = MappingProxyType(
     {
         aten.native_batch_norm.default: images(0),
         aten.native_batch_norm_backward.default: images(1),
@@ -99,7 +99,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
 )
 
 
-def laid_out(rule: Rule, args: Sequence[Any], out: Any) -> Any:
+def apply_layout(rule: LayoutRule, args: Sequence[Any], out: Any) -> Any:
     """Return an operator's results; lay out the first, and those of its shape, as the operator does."""
     if isinstance(out, Tensor):
         return rule(args, out)

@@ -25,7 +25,7 @@ from fpipe.errors import InputError
 
 def key(seed: int, microbatch: int) -> int:
     """Return the key of one microbatch of one step: 63 bits, of which the CPU's generator uses the lower 32."""
-    return _digest(f"{seed}/{microbatch}")
+    return _hash(f"{seed}/{microbatch}")
 
 
 def label(path: str, ordinal: int) -> int:
@@ -33,7 +33,7 @@ def label(path: str, ordinal: int) -> int:
 
     It depends on the call path of the operation's module in the uncut model, and the operation's ordinal there.
     """
-    return _digest(f"{path}#{ordinal}")
+    return _hash(f"{path}#{ordinal}")
 
 
 def stream_label(path: str, call: int) -> int:
@@ -41,7 +41,7 @@ def stream_label(path: str, call: int) -> int:
 
     It differs from the `label` of every random operation.
     """
-    return _digest(f"{path}#call {call}")
+    return _hash(f"{path}#call {call}")
 
 
 class Unseeded(int):
@@ -79,16 +79,16 @@ def states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def repeated(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> Iterator[None]:
+def repeat_draws(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> Iterator[None]:
     """Draw, inside, what was drawn starting from these states; afterwards, restore the current generator states."""
-    with preserved(devices):
+    with preserve_generators(devices):
         for device, state in zip(devices, states, strict=True):
             generator(device).set_state(state)
         yield
 
 
 @contextmanager
-def preserved(devices: Iterable[torch.device]) -> Iterator[None]:
+def preserve_generators(devices: Iterable[torch.device]) -> Iterator[None]:
     """Restore the default generators of `devices` on leaving."""
     states = [(generator(device), generator(device).get_state()) for device in devices]
     try:
@@ -98,5 +98,5 @@ def preserved(devices: Iterable[torch.device]) -> Iterator[None]:
             owner.set_state(state)
 
 
-def _digest(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 PRECISIONS: Final = [(kind, what) for kind in ("mkldnn", "cuda") for what in ("matmul", "conv", "rnn")]
-KERNELS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
+KERNEL_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
     {
         "the default dtype": torch.get_default_dtype,
         "deterministic algorithms": torch._C._get_deterministic_algorithms,
@@ -33,7 +33,7 @@ KERNELS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
         for kind, what in PRECISIONS
     }
 )
-OPERATORS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
+OPERATOR_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
     {
         "flash attention": torch._C._get_flash_sdp_enabled,
         "memory-efficient attention": torch._C._get_mem_efficient_sdp_enabled,
@@ -52,10 +52,10 @@ class Settings(NamedTuple):
 
 def settings() -> Settings:
     """Return the settings in force."""
-    return Settings(*(tuple([get() for get in table.values()]) for table in (KERNELS, OPERATORS)))
+    return Settings(*(tuple([get() for get in table.values()]) for table in (KERNEL_SETTINGS, OPERATOR_SETTINGS)))
 
 
-def changed(before: Settings) -> str:
+def changes_since(before: Settings) -> str:
     """Return the names of the settings that differ from those of `before`; empty if none does.
 
     >>> import torch
@@ -70,12 +70,12 @@ def changed(before: Settings) -> str:
     now = settings()
     if now == before:
         return ""
-    names = (*KERNELS, *OPERATORS)
+    names = (*KERNEL_SETTINGS, *OPERATOR_SETTINGS)
     rows = zip(names, (*before.kernels, *before.operators), (*now.kernels, *now.operators), strict=True)
     return ", ".join([name for name, old, new in rows if old != new])
 
 
-def frozen(recorded: bool) -> dict[str, Any]:
+def captured_settings(recorded: bool) -> dict[str, Any]:
     """Return the settings, by name, that steps take from the capture: with `recorded` stages, the operators too."""
     found: dict[str, Any] = {"the default dtype": torch.get_default_dtype()}
-    return found | {name: get() for name, get in OPERATORS.items()} if recorded else found
+    return found | {name: get() for name, get in OPERATOR_SETTINGS.items()} if recorded else found

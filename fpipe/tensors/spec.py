@@ -45,7 +45,7 @@ class Spec:
         """Return the metadata of `tensor`."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
-    def sized(self, shape: tuple[int, ...]) -> Spec:
+    def resize(self, shape: tuple[int, ...]) -> Spec:
         """Return this spec with another shape: dimensions in the same memory order, without gaps.
 
         >>> Spec.of(torch.zeros(2, 3).t()).sized((5, 4)).stride
@@ -73,7 +73,7 @@ class Spec:
             )
         if tensor.stride() == self.stride:
             return tensor
-        return self.strided().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
+        return self.allocate().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
         """Return an uninitialized tensor in this layout, without gaps and broadcast dimensions, so it is writable."""
@@ -86,7 +86,7 @@ class Spec:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Return the elements of `tensor` as contiguous bytes, in memory order; a view if memory is dense."""
-        return as_bytes(tensor if self._rows else self._once(tensor).permute(self._order))
+        return as_bytes(tensor if self._rows else self._without_repeats(tensor).permute(self._order))
 
     def unpack(self, data: Tensor) -> Tensor:
         """Return a tensor of this shape and stride: a view of the packed bytes, or a copy if memory has gaps."""
@@ -95,18 +95,18 @@ class Spec:
             return flat.as_strided(self.shape, self.stride)
         packed = flat.reshape(self._packed)
         inverse = [self._order.index(dim) for dim in range(len(self.shape))]
-        tensor = self.strided()
-        self._once(tensor).copy_(packed.permute(inverse))
+        tensor = self.allocate()
+        self._without_repeats(tensor).copy_(packed.permute(inverse))
         return tensor
 
-    def _once(self, tensor: Tensor) -> Tensor:
+    def _without_repeats(self, tensor: Tensor) -> Tensor:
         """Return `tensor` without repetition along broadcast dimensions."""
         for dim, stride in enumerate(self.stride):
             if not stride:
                 tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))
         return tensor
 
-    def strided(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Return an uninitialized tensor of this shape and stride."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
@@ -152,7 +152,7 @@ class OptionalSpec(Spec):
     """
 
     @property
-    def present(self) -> Spec:
+    def whole(self) -> Spec:
         """The metadata of the tensor if it is there."""
         return Spec(self.shape, self.stride, self.dtype, self.device)
 
@@ -164,16 +164,16 @@ class OptionalSpec(Spec):
         """Return the elements of `tensor`, or zeros if it is absent, and the byte that says which."""
         data = torch.zeros(self._bytes + 1, dtype=torch.uint8, device=self.device)
         if tensor is not None:
-            data[:-1] = self.present.pack(tensor)
+            data[:-1] = self.whole.pack(tensor)
             data[-1] = 1
         return data
 
     def unpack(self, data: Tensor) -> Any:
         """Return the tensor, or `None` if it is absent; waits for the device that holds the bytes."""
-        return self.present.unpack(data[:-1]) if data[-1] else None
+        return self.whole.unpack(data[:-1]) if data[-1] else None
 
     def __str__(self) -> str:
-        return f"{self.present} or nothing"
+        return f"{self.whole} or nothing"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Structure:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
-USUAL = frozenset({Tensor, nn.Parameter, FakeTensor, *PLAIN})  # the types of most leaves
+COMMON_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor, *PLAIN})  # the types of most leaves
 
 
 def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
@@ -74,7 +74,7 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
 
     Raises `InputError` for a leaf that may contain tensors, unless `opaque` leaves are allowed.
     """
-    leaves, spec = taken_apart(tree)
+    leaves, spec = flatten_all(tree)
     constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)])
     structure = Structure(spec, constants)
     if not opaque:
@@ -92,15 +92,15 @@ def require_transparent(what: str, structure: Structure) -> None:
         )
 
 
-def taken_apart(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+def flatten_all(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
     """Return all leaves of `tree`, and its treespec."""
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    if _registered(set(map(type, leaves)) - USUAL):
-        return taken_apart(tree)
+    if _register(set(map(type, leaves)) - COMMON_TYPES):
+        return flatten_all(tree)
     return leaves, spec
 
 
-def _registered(types: set[Any]) -> bool:
+def _register(types: set[Any]) -> bool:
     """Register the `types` that are known to be trees; return whether there were any."""
     other = [t for t in types if not issubclass(t, (Tensor, *PLAIN))]
     known: list[Any] = [t for t in other if t in torch_pytree.SUPPORTED_NODES or is_dataclass(t)]
@@ -108,18 +108,20 @@ def _registered(types: set[Any]) -> bool:
     for t in known:
         node = torch_pytree.SUPPORTED_NODES.get(t)
         if node is None:
-            register(t, _fields, lambda names, values, t=t: _made(t, names, values), namespace=NAMESPACE)
+            register(
+                t, _flatten_dataclass, lambda names, values, t=t: _make_dataclass(t, names, values), namespace=NAMESPACE
+            )
         else:
             register(
                 t,
-                _torchs(node.flatten_fn),
+                _adapt(node.flatten_fn),
                 lambda context, values, node=node: node.unflatten_fn(list(values), context),
                 namespace=NAMESPACE,
             )
     return bool(known)
 
 
-def _fields(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
+def _flatten_dataclass(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the fields as stored, bypassing any attribute access that the class defines."""
     held = {}
     for one in fields(value):
@@ -128,7 +130,7 @@ def _fields(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ..
     return tuple(held.values()), tuple(held), tuple(held)
 
 
-def _made(kind: type, names: tuple[str, ...], values: Any) -> Any:
+def _make_dataclass(kind: type, names: tuple[str, ...], values: Any) -> Any:
     """Return a dataclass with these fields, bypassing its `__init__`."""
     made: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
@@ -136,7 +138,7 @@ def _made(kind: type, names: tuple[str, ...], values: Any) -> Any:
     return made
 
 
-def _torchs(flat: Any) -> Any:
+def _adapt(flat: Any) -> Any:
     """Adapt torch's flatten function of a type to optree, naming the children of mappings by their keys."""
 
     def flattened(value: Any) -> tuple[Any, Any, Any]:
@@ -181,18 +183,7 @@ def require_same_tree(what: str, got: Structure, expected: Structure) -> None:
         )
 
 
-def require_same(what: str, got: Structure, expected: Structure) -> None:
-    """Raise `InputError`, naming the leaf, unless two trees differ only in their tensors."""
-    require_same_tree(what, got, expected)
-    for (leaf, value), (_, wanted) in zip(got.constants, expected.constants, strict=True):
-        if type(value) is not type(wanted) or (value != wanted and repr(value) != repr(wanted)):  # nan equals nan
-            raise InputError(
-                f"{what}{expected.paths[leaf]}: got {value!r}, expected {wanted!r}, the value at capture. Values that "
-                "are no tensors are part of the program: build another pipeline for another value."
-            )
-
-
-def names(module: nn.Module, kind: str) -> dict[str, str]:
+def first_names(module: nn.Module, kind: str) -> dict[str, str]:
     """Map every name of every parameter or buffer (`kind`) to the first name of the same tensor.
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fpipe.capture.disguise import STAND_INS
+from fpipe.capture.eager_types import STAND_INS
 from fpipe.watching.handle import Container, Difference, Handle, Handles, Plain, Table, selected
 from fpipe.watching.reached import Reached, cells, is_ours
 from fpipe.watching.reads import Reads

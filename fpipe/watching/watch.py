@@ -22,10 +22,10 @@ from functools import cached_property, partial
 from types import CodeType
 from typing import Any
 
-from fpipe.capture.originals import shared
+from fpipe.capture.originals import shared_attributes
 from fpipe.errors import InputError
 from fpipe.ir.captured import Call
-from fpipe.tensors.settings import frozen
+from fpipe.tensors.settings import captured_settings
 from fpipe.watching.handle import Difference, Plain, Table
 from fpipe.watching.look import Look
 from fpipe.watching.names import Names
@@ -116,7 +116,7 @@ class Watching:
     def shared(self) -> frozenset[str]:
         """Return the attributes of the model whose contents the loss reaches by itself."""
         model = self.origin.modules[""][0].ref()
-        return frozenset() if model is None else shared(model, self.loss)
+        return frozenset() if model is None else shared_attributes(model, self.loss)
 
     def watch(self, reads: Reads, training: bool, opened: Sequence[Call] | None) -> Watch:
         """Return what a capture with these `reads` assumed; code of `opened` calls (of all, if `None`) was recorded."""
@@ -167,7 +167,7 @@ class _Found:
 
 def _of_torch(recorded: bool) -> Outside:
     """Return torch's settings, as far as steps take them from the capture."""
-    now = partial(frozen, recorded)
+    now = partial(captured_settings, recorded)
     return Outside(now, Table.of({name: Plain(value) for name, value in now().items()}, None, "{}"), "torch: ")
 
 

@@ -28,7 +28,7 @@ from fpipe.model.stateless import skeleton
 from fpipe.tensors import random
 from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec
-from fpipe.tensors.tree import names
+from fpipe.tensors.tree import first_names
 from fpipe.weights.state import require_leaf
 
 Initialiser: TypeAlias = Callable[[nn.Module], object]
@@ -51,7 +51,7 @@ def initialised(model: nn.Module, held: Collection[str], initialiser: Initialise
     run = _Run(model, initialiser, seed)
     groups = [group for group in _groups(run.aliases) if set(held).intersection(group)]
     made: dict[str, Tensor] = {}
-    with random.preserved(run.devices), torch.no_grad():
+    with random.preserve_generators(run.devices), torch.no_grad():
         for group in groups:
             made.update({name: value for name, value in run.fill(group).items() if name in held})
     _require_all(held, made, model)
@@ -66,7 +66,7 @@ def leaves(model: nn.Module) -> dict[str, Tensor]:
 def aliases(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of every leaf, by its first."""
     found: dict[str, list[str]] = {}
-    for alias, first in (names(model, "parameters") | names(model, "buffers")).items():
+    for alias, first in (first_names(model, "parameters") | first_names(model, "buffers")).items():
         found.setdefault(first, []).append(alias)
     return found
 

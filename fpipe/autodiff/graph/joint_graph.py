@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe.autodiff.accumulation import Gradients
 from fpipe.autodiff.autograd import Autograd
 from fpipe.autodiff.interface import Wiring
-from fpipe.capture.data_dependence import assuming
+from fpipe.capture.assumed_values import assume_values
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Tensors
 from fpipe.tensors import random
-from fpipe.tensors.effects import drawn, is_collective
+from fpipe.tensors.effects import is_collective, random_devices
 from fpipe.tensors.spec import Spec
 
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
@@ -129,7 +129,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
 
     arguments = (*examples.leaves(eager.wiring), *buffers, *constants, *inputs, *cotangents)
     devices = {tensor.device for tensor in arguments} | {torch.device("cpu")}
-    with random.preserved(d for d in devices if d.type in ("cpu", "cuda")), mode, assuming(mode):
+    with random.preserve_generators(d for d in devices if d.type in ("cpu", "cuda")), mode, assume_values(mode):
         module = make_fx(joint)(*arguments)
     for node in module.graph.find_nodes(op="get_attr"):
         node.meta[CONSTANT] = _constant(getattr(module, node.target))
@@ -231,7 +231,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError("got a collective of torch.distributed, whose handle no graph waits for")
         before = next(iter(reversed(self.graph.nodes)))
         out = func(*args, **kwargs)
-        for device in drawn(func, args, kwargs, out):
+        for device in random_devices(func, args, kwargs, out):
             with no_dispatch():
                 label = _freshly_seeded(device)
             if label is not None:

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 
 from fpipe.autodiff.graph.joint_graph import CONSTANT, Joint
 from fpipe.tensors import random
-from fpipe.tensors.effects import memory, written
+from fpipe.tensors.effects import memory, written_arguments
 
 aten = torch.ops.aten
 SAME = frozenset({aten.detach.default, aten.alias.default})
@@ -89,7 +89,7 @@ def value_of(node: Node) -> Tensor | None:
 def written_by(node: Node) -> list[Node]:
     """Return the nodes whose tensors a node writes in place."""
     found: list[Node] = []
-    for argument in written(node.target, node.args, node.kwargs):
+    for argument in written_arguments(node.target, node.args, node.kwargs):
         map_arg(argument, found.append)
     return found
 

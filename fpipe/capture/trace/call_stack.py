@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from fpipe.capture.generators import Generators
-from fpipe.capture.guards import here, places
+from fpipe.capture.guards import current_place, places
 from fpipe.capture.trace.values import Values
 from fpipe.ir.tape import Attribute, Frame
-from fpipe.tensors.settings import changed
+from fpipe.tensors.settings import changes_since
 
 
 class CallStack:
@@ -60,7 +60,7 @@ class CallStack:
 
     def check_settings(self) -> None:
         """Seal the innermost module if it has changed torch's settings since it was called."""
-        names = changed(self.frames[-1].settings) if self.frames else ""
+        names = changes_since(self.frames[-1].settings) if self.frames else ""
         if names:
             self.seal(f"a change of torch's settings ({names}) around what it calls")
 
@@ -110,4 +110,4 @@ class CallStack:
 
     def here(self) -> str:
         """Return the innermost module in whose method the caller runs."""
-        return here(self.names, self.where)
+        return current_place(self.names, self.where)

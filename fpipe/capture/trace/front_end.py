@@ -24,11 +24,11 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.advice import on_others, on_values
-from fpipe.capture.generators import Drawing, Generators, refusal
-from fpipe.capture.guards import blame, plain_state, require_unchanged, source_of
-from fpipe.capture.leftovers import every_file, files, kinds, removed
-from fpipe.capture.originals import moved
+from fpipe.capture.advice import advise_on_errors, advise_on_values
+from fpipe.capture.generators import Drawing, Generators, drawing_error
+from fpipe.capture.guards import blame, plain_state, require_unchanged, traceback_line
+from fpipe.capture.leftovers import defining_files, remove_fakes, user_classes, user_files
+from fpipe.capture.originals import changed_attributes
 from fpipe.capture.trace.patches import intercepted
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.rehearsal import Again, Rehearsal
@@ -38,20 +38,22 @@ from fpipe.capture.trace.seats import require_seated
 from fpipe.capture.trace.settling import fill_caches, real, settle
 from fpipe.capture.trace.values import KeptError
 from fpipe.errors import CaptureError, PipelineError
-from fpipe.ir.captured import Batch, Buffer, Call, Captured, Parameter, Source, Value
+from fpipe.ir.captured import BatchLeaf, Buffer, Call, Captured, Parameter, Source, Value
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
 from fpipe.ir.tape import Frame, Tape
-from fpipe.model.snapshot import CACHED, Held, Snapshot, Walk, contents
+from fpipe.model.snapshot import CACHED, ContainerState, Snapshot, Walk, contents
 from fpipe.model.stateless import Absent, skeleton
 from fpipe.runtime.segments.reentrant import require_own_parameters
 from fpipe.runtime.segments.segments import Seat, Seated, SegmentBuilder
-from fpipe.tensors.attributes import parameter
+from fpipe.tensors.attributes import as_parameter
 from fpipe.tensors.fake import fake, fake_mode
-from fpipe.tensors.tree import flatten, names
+from fpipe.tensors.tree import first_names, flatten
 
 Via: TypeAlias = Callable[[nn.Module, Recorder], Callable[..., Any]]
-Settled: TypeAlias = tuple[Recorder, Tensor | None, Any, tuple[Held, ...], tuple[Held, ...], frozenset[str]]
+Settled: TypeAlias = tuple[
+    Recorder, Tensor | None, Any, tuple[ContainerState, ...], tuple[ContainerState, ...], frozenset[str]
+]
 
 
 def trace(
@@ -93,8 +95,8 @@ class _Tracer:
         ]
         self.seats = _seats(self.skeleton)
         self.left: list[Any] = []
-        self.caches: list[Held] = []
-        self.filled: dict[int, Held] = {}
+        self.caches: list[ContainerState] = []
+        self.filled: dict[int, ContainerState] = {}
 
     def sources(self) -> dict[Value, tuple[Source, Tensor]]:
         """Return fresh fake tensors for the model's state and for the batch."""
@@ -102,8 +104,8 @@ class _Tracer:
         for source, tensor in self.state:
             new = fake(self.mode, tensor, self.device)
             trained = tensor.requires_grad and source[0] in self.trainable
-            made.append((source, parameter(new, trained) if isinstance(source, Parameter) else new))
-        made += [(Batch(k), fake(self.mode, leaf, self.device)) for k, leaf in enumerate(self.leaves)]
+            made.append((source, as_parameter(new, trained) if isinstance(source, Parameter) else new))
+        made += [(BatchLeaf(k), fake(self.mode, leaf, self.device)) for k, leaf in enumerate(self.leaves)]
         return dict(enumerate(made))
 
     def captured(self) -> Captured:
@@ -143,9 +145,9 @@ class _Tracer:
         try:
             return copy_context().run(self._settled)
         except CaptureError as error:
-            classes = kinds(self.model)
-            near = files(classes, self.objective.loss)
-            self.left = removed(every_file() if isinstance(error, KeptError) else near, classes)
+            classes = user_classes(self.model)
+            near = defining_files(classes, self.objective.loss)
+            self.left = remove_fakes(user_files() if isinstance(error, KeptError) else near, classes)
             if not self.left:
                 raise
             return copy_context().run(self._settled)
@@ -160,7 +162,7 @@ class _Tracer:
         original.follow([self.model])
         roots = self.skeleton, original.containers.keys(), self.objective.loss, *self.left
         before = Snapshot.of(*roots)
-        self.caches = [one for one in before.held.values() if isinstance(one.container, CACHED)]
+        self.caches = [one for one in before.containers.values() if isinstance(one.container, CACHED)]
         try:
             asked: list[Answer] = []
             first = Recorder(self.skeleton, self.sources(), _noting(self.objective.ask, asked), self.opaque)
@@ -175,13 +177,13 @@ class _Tracer:
             recorder.reassigned.restore()
             require_unchanged(held, plain_state(self.skeleton), "each microbatch would see another value")
             _require_alike(first, recorder)
-            left = moved(self.skeleton, before, settled)
+            left = changed_attributes(self.skeleton, before, settled)
         except BaseException:
             before.restore()
             raise
-        changed = [Held(one.table, contents(one.table), False) for one in recorder.reassigned.found.values()]
+        changed = [ContainerState(one.table, contents(one.table), False) for one in recorder.reassigned.found.values()]
         written = (*settle(before, settled, self.mode), *changed, *self.filled.values())
-        return recorder, loss, outputs, written, tuple(settled.held.values()), left
+        return recorder, loss, outputs, written, tuple(settled.containers.values()), left
 
     def _keep_caches(self, recorder: Recorder) -> None:
         """Leave in place caches that a run computed from constants alone and stored in buffers.
@@ -208,12 +210,12 @@ class _Tracer:
             self._empty()
             drawing = generators.look("model")
             if drawing is not None:
-                raise refusal(self._drawing() or drawing)
+                raise drawing_error(self._drawing() or drawing)
 
     def _empty(self) -> None:
         """Empty the caches of functions that hold what a run has made."""
         for one in self.caches:
-            if one.changed:
+            if one.has_changed:
                 self.filled[id(one.container)] = one
                 one.restore()
 
@@ -227,7 +229,7 @@ class _Tracer:
     def _recorded(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
         """Return the loss and outputs of one run."""
         fakes = recorder.values.tensors
-        leaves = tuple(fakes[v] for v, source in recorder.values.sources.items() if isinstance(source, Batch))
+        leaves = tuple(fakes[v] for v, source in recorder.values.sources.items() if isinstance(source, BatchLeaf))
         objective, loss = self.objective, self.objective.loss
         if loss is not None:
             objective = replace(objective, loss=_recorded(loss, recorder))
@@ -245,22 +247,23 @@ class _Tracer:
             raise
         except Exception as error:
             module = blame(error.__traceback__, self.skeleton)
-            repair = on_values(module, self.opaque) if _is_about_values(error) else on_others()
+            repair = advise_on_values(module, self.opaque) if _is_about_values(error) else advise_on_errors()
             raise CaptureError(
-                f"{module}: got {type(error).__name__}: {error}{source_of(error.__traceback__)}, expected a forward "
-                f"that runs on a copy of the model, on fake tensors, which have shapes but no values. {repair}"
+                f"{module}: got {type(error).__name__}: {error}{traceback_line(error.__traceback__)}, expected a "
+                "forward that runs on a copy of the model, on fake tensors, which have shapes but no values. "
+                f"{repair}"
             ) from error
 
     @contextmanager
     def _inside(self, recorder: Recorder) -> Iterator[None]:
         """Enter the context in which a recorder sees what the skeleton does."""
-        with self.mode.watched(recorder.effects), intercepted(recorder, self.skeleton, self.whole):
+        with self.mode.note(recorder.effects), intercepted(recorder, self.skeleton, self.whole):
             yield
 
     def _seated(self, fakes: Mapping[Value, Tensor]) -> Seated:
         return Seated([(*seat, value) for value, seats in self._seats_by_value().items() for seat in seats], fakes)
 
-    def _rehearsal(self, tape: Tape, sources: Mapping[Value, Source], state: Sequence[Held]) -> Rehearsal:
+    def _rehearsal(self, tape: Tape, sources: Mapping[Value, Source], state: Sequence[ContainerState]) -> Rehearsal:
         def fresh() -> Mapping[Value, Tensor]:
             return {value: tensor for value, (_, tensor) in self.sources().items()}
 
@@ -281,7 +284,7 @@ def _seats(model: nn.Module) -> dict[Source, list[Seat]]:
     """Return where the modules of `model` keep each parameter and buffer, under all of its names."""
     found: dict[Source, list[Seat]] = {}
     for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
-        for name, first in names(model, kind).items():
+        for name, first in first_names(model, kind).items():
             path, _, last = name.rpartition(".")
             source: Source = Parameter(first) if kind == "parameters" else Buffer(first)
             found.setdefault(source, []).append((getattr(model.get_submodule(path), table), last))

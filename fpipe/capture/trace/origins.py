@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fpipe.capture.advice import on_values
+from fpipe.capture.advice import advise_on_values
 from fpipe.errors import CaptureError
-from fpipe.ir.captured import Batch, Constant, Source, Unit, Value, sequence, single
-from fpipe.ir.modes import Modes, under_modes
+from fpipe.ir.captured import BatchLeaf, Constant, Source, Unit, Value, compose, single
+from fpipe.ir.modes import Modes, apply_modes
 from fpipe.ir.questions import GUESSES, Answer, Question
 from fpipe.ir.tape import Invocation
 
@@ -69,13 +69,13 @@ class Origin:
     @property
     def leaves(self) -> dict[Value, int]:
         """The leaves of the batch among the sources."""
-        return {value: source.leaf for value, source in self.sources.items() if isinstance(source, Batch)}
+        return {value: source.leaf for value, source in self.sources.items() if isinstance(source, BatchLeaf)}
 
     @property
     def obstacle(self) -> str:
         """A dependency that is unknown before the step runs; empty if there is none."""
         for source in self.sources.values():
-            if not isinstance(source, Batch | Constant):
+            if not isinstance(source, BatchLeaf | Constant):
                 return f"the {type(source).__name__.lower()} {source.name!r}"
         return "random numbers" if any(unit in self.history.random for unit in self.units) else ""
 
@@ -84,7 +84,7 @@ class Origin:
         constants = {v: source.tensor for v, source in self.sources.items() if isinstance(source, Constant)}
         inputs = (*self.leaves, *constants)
         items = [(self.history.modes[unit], single(unit, None)) for unit in self.units]
-        run = sequence(under_modes(items, outputs), inputs, outputs)
+        run = compose(apply_modes(items, outputs), inputs, outputs)
         changed = frozenset().union(*(self.history.written[unit] for unit in self.units))
         copied = [self.history.storage[value] in changed for value in inputs]
 
@@ -104,7 +104,7 @@ class Origin:
         if self.obstacle:
             raise CaptureError(
                 f"{asks}: got a question about values that depend on {self.obstacle}, expected one that constants or "
-                f"the batch alone decide: nobody knows these values before the step runs. {on_values(where)}"
+                f"the batch alone decide: nobody knows these values before the step runs. {advise_on_values(where)}"
             )
         computed = self.computed(invocation.reads)
 

@@ -19,15 +19,15 @@ from torch import nn
 from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
-from fpipe.capture.data_dependence import all_true, checked
-from fpipe.capture.disguise import disguised
-from fpipe.capture.fast_paths import as_in_eager, attention
-from fpipe.capture.guards import torchs
+from fpipe.capture.assumed_values import check_all, check_valid
+from fpipe.capture.eager_types import hide_fakes
+from fpipe.capture.fast_paths import allow_fast_paths, attention
+from fpipe.capture.guards import is_torchs
 from fpipe.capture.trace.decisions import Decisions
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError
 from fpipe.runtime.segments.reentrant import Node, Reentrant, require_arguments
-from fpipe.tensors.attributes import refused_marks
+from fpipe.tensors.attributes import refuse_marks
 
 TRANSFORMS = (
     (apis, "vmap_impl"),
@@ -46,9 +46,9 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
         watching = _Watching(recorder, model, whole, patched, Decisions(recorder.stack, stack))
         for owner, name, function in watching.replacements():
             stack.enter_context(patch.object(owner, name, function))
-        stack.enter_context(refused_marks())
-        stack.enter_context(disguised())
-        stack.enter_context(as_in_eager(watching.nests))
+        stack.enter_context(refuse_marks())
+        stack.enter_context(hide_fakes())
+        stack.enter_context(allow_fast_paths(watching.nests))
         stack.enter_context(recorder)
         try:
             yield
@@ -100,7 +100,7 @@ class _Watching:
     ) -> None:
         self.recorder, self.stack, self.whole, self.torch = recorder, recorder.stack, whole, patched
         self.decisions = decisions
-        self.ours = {id(module) for module in model.modules() if not torchs(module)}
+        self.ours = {id(module) for module in model.modules() if not is_torchs(module)}
         self.active = True
 
     @property
@@ -119,8 +119,8 @@ class _Watching:
         yield torch.autocast, "__exit__", _function(self._left)
         yield torch.jit.ScriptFunction, "__call__", _function(self._scripted)
         yield torch, "manual_seed", self._seeded
-        yield torch, "_check_tensor_all_with", self._transform(checked)
-        yield torch, "_is_all_true", self._transform(all_true)
+        yield torch, "_check_tensor_all_with", self._transform(check_all)
+        yield torch, "_is_all_true", self._transform(check_valid)
         yield torch, "_native_multi_head_attention", self._transform(attention)
         yield checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed
         for owner, name in TRANSFORMS:
@@ -231,7 +231,7 @@ class _Watching:
 
     def _seeded(self, *_: object) -> None:
         raise CaptureError(
-            f"{self.stack.here()}: got a forward that seeds the generator itself, expected random numbers that follow "
+            f"{self.stack.here()}: got a forward that seeds the generator, expected random numbers that follow "
             "from the step's seed. Drop torch.manual_seed."
         )
 

@@ -24,7 +24,7 @@ from fpipe.capture.trace.origins import Origin
 from fpipe.capture.trace.values import Values
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Constant, Parameter, Source, Unit, Value
-from fpipe.ir.tape import Frame, checkpointed
+from fpipe.ir.tape import Frame, outermost_checkpoints
 from fpipe.tensors.spec import Spec
 
 Table = dict[str, Tensor | None]
@@ -163,7 +163,7 @@ class Reassignments:
         """Raise `CaptureError` if a checkpointed function uses such a buffer: its backward would use the new value."""
         tensors = self.values.tensors
         changing = self.assigned | {one.buffer for one in self.found.values()}
-        for frame in checkpointed(frames):
+        for frame in outermost_checkpoints(frames):
             inside = units[frame.start : frame.stop]
             used = {value for unit in inside for value in (*unit.reads, *unit.makes)} - {*frame.invocation.reads}
             if changing & used and any(tensors[value].requires_grad for value in frame.returned.values()):

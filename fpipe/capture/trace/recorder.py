@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.data_dependence import ASSUMED, UNKNOWN, all_true, checked, computed
+from fpipe.capture.assumed_values import ASSUMPTIONS, UNKNOWN, call_or_raise, check_all, check_valid
 from fpipe.capture.fast_paths import FUSED
 from fpipe.capture.generators import Generators
-from fpipe.capture.guards import asking_line
+from fpipe.capture.guards import current_line
 from fpipe.capture.trace.call_stack import CallStack
 from fpipe.capture.trace.draws import Drawn, Draws
 from fpipe.capture.trace.liveness import live
@@ -34,16 +34,16 @@ from fpipe.capture.trace.replaced import ASKING, refusal, require_answerable
 from fpipe.capture.trace.values import Values
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Buffer, Constant, Observed, Parameter, Source, Unit, Value
-from fpipe.ir.modes import Modes, in_force
-from fpipe.ir.questions import Ask, Told, refuse_questions
-from fpipe.ir.tape import Frame, Invocation, Returned, Tape, constants_at, pick, tensors_at
+from fpipe.ir.modes import Modes, current_modes
+from fpipe.ir.questions import Ask, Reply, refuse_questions
+from fpipe.ir.tape import CallResult, Frame, Invocation, Tape, constants_at, pick, tensors_at
 from fpipe.runtime.segments.selection import counts, deciding, given
-from fpipe.tensors.collectives import has_handle, received
+from fpipe.tensors.collectives import has_handle, written_memory
 from fpipe.tensors.effects import Effects, is_collective
 from fpipe.tensors.tree import flatten
 
 EFFECTS = (
-    *(checked, all_true, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_),
+    *(check_all, check_valid, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_),
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 )
 SEALING: Mapping[Any, str] = MappingProxyType(
@@ -88,7 +88,7 @@ class Recorder(TorchFunctionMode):
         self.values = Values(sources, self.stack.here)
         self.reassigned = Reassignments(self.values, self.stack.here)
         self.effects = Effects()
-        self.effects.calling = self._communicate
+        self.effects.observer = self._communicate
         self.units: list[Unit] = []
         self.invocations: dict[Unit, Invocation] = {}
         self.modes: dict[Unit, Modes] = {}
@@ -96,9 +96,9 @@ class Recorder(TorchFunctionMode):
         self.written: dict[Unit, frozenset[int]] = {}
         self.casts: dict[Unit, frozenset[Value]] = {}
         self.random: dict[Unit, int] = {}
-        self.returned: dict[int, Returned] = {}
+        self.returned: dict[int, CallResult] = {}
         self.draws = Draws()
-        self.told: list[Told] = []
+        self.replies: list[Reply] = []
         self.calls = defaultdict[Any, list[int]](list)
         self.hooked: list[int] = []
         self.raised: list[PipelineError | None] = []
@@ -129,15 +129,15 @@ class Recorder(TorchFunctionMode):
         self.effects.cast.clear()
         self.used.clear()
         self.communicating = False
-        self.inside, modes = True, in_force()
+        self.inside, modes = True, current_modes()
         try:
-            out = self._drawing(function, tick, lambda: computed(function, args, kwargs))
+            out = self._drawing(function, tick, lambda: call_or_raise(function, args, kwargs))
         except UNKNOWN as error:
             out = self._unknown(invocation, tick, args, kwargs, error)
         finally:
             self.inside = False
         self._record(function, invocation, out, tick)
-        self.returned[tick] = Returned(invocation, modes, out, self.tick)
+        self.returned[tick] = CallResult(invocation, modes, out, self.tick)
         return out
 
     def _unknown(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
@@ -149,14 +149,14 @@ class Recorder(TorchFunctionMode):
         asking = Invocation(counts, (masks,), {}, self.values.read) if masks else invocation
         origin = self._origin(asking.reads)
         if self.stack.opaque and (origin.obstacle or origin.leaves):
-            if function not in ASSUMED:
+            if function not in ASSUMPTIONS:
                 raise error
             self._branches()
-            return ASSUMED[function](*args, **kwargs)
-        question = origin.question(asking, f"{self.stack.here()}{asking_line()}")
+            return ASSUMPTIONS[function](*args, **kwargs)
+        question = origin.question(asking, f"{self.stack.here()}{current_line()}")
         with for_real():
             answer = self.ask(question) if origin.leaves else question.compute(())
-        self.told.append(Told(tick, function, answer))
+        self.replies.append(Reply(tick, function, answer))
         return given(function, args, answer)
 
     def real(self, value: Value) -> Tensor:
@@ -203,10 +203,10 @@ class Recorder(TorchFunctionMode):
         written = frozenset(self.effects.written & self.values.memories)
         drawn = self.draws.has_from(tick)
         used = [value for value in self.used if value not in invocation.reads]
-        asked = bool(self.told) and self.told[-1].tick == tick
+        asked = bool(self.replies) and self.replies[-1].tick == tick
         if not (makes or written or drawn or used or asked or self.communicating or function in EFFECTS):
             return
-        if used and function not in ASSUMED:
+        if used and function not in ASSUMPTIONS:
             self.stack.seal("a function of functions, such as vmap, over one that uses tensors from outside")
         unit = self._unit(function, invocation, used, makes, tuple(picks))
         self.units.append(unit)
@@ -232,7 +232,7 @@ class Recorder(TorchFunctionMode):
         self.stack.seal(f"a collective of torch.distributed ({name})")
         start = self.stack.frames[-1].start if self.stack.frames else 0
         earlier = {*self.values.sources, *(value for unit in self.units[:start] for value in unit.makes)}
-        if received(func, args, kwargs) & {self.values.storage[value] for value in earlier}:
+        if written_memory(func, args, kwargs) & {self.values.storage[value] for value in earlier}:
             raise CaptureError(
                 f"{self.stack.here()}: got a collective ({name}) that writes to a parameter, a buffer or a tensor from "
                 "outside of the module, expected one that writes to a tensor made there: nobody would see the change. "
@@ -274,7 +274,7 @@ class Recorder(TorchFunctionMode):
 
     def now(self) -> Modes:
         """Return the modes in force."""
-        return Modes(*in_force(), self.regions if self.depth else 0)
+        return Modes(*current_modes(), self.regions if self.depth else 0)
 
     # ----------------------------------------------------------------------------------------------------------- frames
 
@@ -370,8 +370,8 @@ class Recorder(TorchFunctionMode):
             tuple(self.stack.roots),
             tuple(self.draws.streams),
             self.draws.named(),
-            tuple(self.told),
-            {told.function: self.calls[told.function] for told in self.told},
+            tuple(self.replies),
+            {told.function: self.calls[told.function] for told in self.replies},
             {draw.function: self.draws.outside(self.calls[draw.function]) for draw in self.draws.found},
             tuple(self.hooked),
             tuple(tick for function in FUSED for tick in self.calls[function]),

@@ -34,18 +34,18 @@ from optree import treespec_paths
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.capture.data_dependence import ASSUMED
+from fpipe.capture.assumed_values import ASSUMPTIONS
 from fpipe.capture.trace.origins import for_real
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.replay import Replay
 from fpipe.ir.captured import Constant, Source, Unit, Value
 from fpipe.ir.modes import Modes, contexts
-from fpipe.ir.questions import Answer, Told
+from fpipe.ir.questions import Answer, Reply
 from fpipe.ir.tape import Frame, Invocation, Tape
-from fpipe.model.snapshot import Held, attributes_restored, contents
+from fpipe.model.snapshot import ContainerState, contents, restore_attributes
 from fpipe.runtime.segments.segments import Rehearse, Rehearsed
 from fpipe.runtime.segments.selection import given
-from fpipe.tensors.closures import held
+from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.tree import PLAIN
 
 CALLABLE = (BuiltinFunctionType, MethodDescriptorType, MethodType, MethodWrapperType, WrapperDescriptorType)
@@ -74,12 +74,12 @@ class Again(Recorder):
         number = len(self.calls[function]) - 1 - self.earlier.get(function, 0)
         answer = self.answers.get((function, number))
         if answer is not None:
-            self.told.append(Told(tick, function, answer))
+            self.replies.append(Reply(tick, function, answer))
             return given(function, args, answer)
-        if not self.stack.opaque or function not in ASSUMED:
+        if not self.stack.opaque or function not in ASSUMPTIONS:
             raise error
         self._branches()
-        return ASSUMED[function](*args, **kwargs)
+        return ASSUMPTIONS[function](*args, **kwargs)
 
 
 class Rehearsal:
@@ -99,7 +99,7 @@ class Rehearsal:
         inside: Callable[[Recorder], AbstractContextManager[None]],
         fresh: Callable[[], Mapping[Value, Tensor]],
         seated: Callable[[Mapping[Value, Tensor]], AbstractContextManager[None]],
-        state: Sequence[Held],
+        state: Sequence[ContainerState],
         empty: Callable[[], None],
     ) -> None:
         self.tape, self.replay, self.recorder, self.inside, self.state = tape, replay, recorder, inside, state
@@ -112,7 +112,7 @@ class Rehearsal:
         with torch.inference_mode(False), torch.enable_grad():
             yield partial(self._rehearsed, self.replay(), before)
 
-    def _rehearsed(self, replay: Replay, before: Sequence[Held], frames: Sequence[Frame]) -> Rehearsed:
+    def _rehearsed(self, replay: Replay, before: Sequence[ContainerState], frames: Sequence[Frame]) -> Rehearsed:
         """Make these calls, and restore all state.
 
         A call may differ only because an earlier one did, so a differing call that must be made as is ends the
@@ -152,14 +152,14 @@ class Rehearsal:
         return differing
 
 
-def _twice(before: Sequence[Held], differing: Callable[[], dict[Frame, str]]) -> Rehearsed:
+def _twice(before: Sequence[ContainerState], differing: Callable[[], dict[Frame, str]]) -> Rehearsed:
     """Run `differing`, which finds the calls that differ, up to twice, and restore all state as it was `before`."""
-    changed: dict[int, Held] = {}
+    changed: dict[int, ContainerState] = {}
     found: dict[Frame, str] = {}
     try:
         for _ in range(2):  # the second run finds what is not restored between microbatches, such as class state
             found = found or differing()
-            changed.update({id(one.container): one for one in before if one.changed})
+            changed.update({id(one.container): one for one in before if one.has_changed})
             for one in changed.values():
                 if not one.outside:
                     one.restore()
@@ -182,11 +182,11 @@ class _Take:
     def difference(self, frame: Frame) -> str:
         """Make a call again, and describe the first difference; empty if there is none."""
         recorder, start = self.recorder, len(self.recorder.units)
-        recorder.begin_again(self.tape.answered(frame.first_tick, frame.last_tick))
+        recorder.begin_again(self.tape.answers_between(frame.first_tick, frame.last_tick))
         again = Frame(frame.path, frame.kind, frame.invocation, recorder.now(), start, recorder.tick)
         try:
             with ExitStack() as stack:
-                stack.enter_context(attributes_restored(frame.touched))
+                stack.enter_context(restore_attributes(frame.touched))
                 for context in contexts(frame.modes):
                     stack.enter_context(context())
                 self._call(frame, again)
@@ -282,7 +282,7 @@ def _same_function(new: Any, old: Any, depth: int) -> bool:
     """Compare functions that a forward creates anew each time."""
     if isinstance(new, FunctionType) and new.__code__ is not old.__code__:
         return False
-    pairs = [*zip_longest(held(new), held(old))]
+    pairs = [*zip_longest(closure_contents(new), closure_contents(old))]
     return not depth or all(_same_leaf(a, b, depth - 1) for a, b in pairs)
 
 

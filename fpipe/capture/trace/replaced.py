@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.capture.data_dependence import UNKNOWN
-from fpipe.capture.guards import asking_line
+from fpipe.capture.assumed_values import UNKNOWN
+from fpipe.capture.guards import current_line
 from fpipe.errors import CaptureError, PipelineError
 
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -49,7 +49,7 @@ def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any],
         )
     if function in GATHERING and any(isinstance(arg, list | tuple) and _holds_fakes(arg) for arg in args):
         raise CaptureError(
-            f"{here()}: got {function.__name__}() of a list with tensors in it{asking_line()}, expected numbers, "
+            f"{here()}: got {function.__name__}() of a list with tensors in it{current_line()}, expected numbers, "
             "since it copies values out of sight. Write torch.stack() or torch.cat(); or do it before the step, and "
             "pass the result."
         )

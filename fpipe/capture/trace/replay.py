@@ -32,18 +32,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.data_dependence import FINITE
-from fpipe.capture.disguise import disguised
-from fpipe.capture.fast_paths import as_in_eager
+from fpipe.capture.assumed_values import FINITE
+from fpipe.capture.eager_types import hide_fakes
+from fpipe.capture.fast_paths import allow_fast_paths
 from fpipe.capture.trace.patches import TRANSFORMS
 from fpipe.capture.trace.recorder import SEALING
-from fpipe.ir.modes import contexts, in_force
-from fpipe.ir.tape import Frame, Returned, Tape, constants_at, tensors_at
-from fpipe.model.snapshot import attributes_restored
+from fpipe.ir.modes import contexts, current_modes
+from fpipe.ir.tape import CallResult, Frame, Tape, constants_at, tensors_at
+from fpipe.model.snapshot import restore_attributes
 from fpipe.tensors.attributes import MARKS
 from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import Fakes
-from fpipe.tensors.tree import taken_apart
+from fpipe.tensors.tree import flatten_all
 
 BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 EXECUTED = frozenset({*SEALING, Tensor.__deepcopy__})
@@ -88,7 +88,7 @@ class Replay(TorchFunctionMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
         self.effects = Effects()
-        self.effects.calling = self._dispatched
+        self.effects.observer = self._dispatched
         self.expected: dict[int, list[Any]] = {}
         self.coming: list[Iterator[Frame]] = []
         self.tick = self.depth = 0
@@ -98,11 +98,11 @@ class Replay(TorchFunctionMode):
     def begun(self) -> Iterator[None]:
         """Patch torch inside, in the places where a recording patches it."""
         with ExitStack() as stack:
-            stack.enter_context(self.mode.watched(self.effects))
+            stack.enter_context(self.mode.note(self.effects))
             for owner, name, function in self._replacements():
                 stack.enter_context(patch.object(owner, name, function))
-            stack.enter_context(disguised())
-            stack.enter_context(as_in_eager(self.end))
+            stack.enter_context(hide_fakes())
+            stack.enter_context(allow_fast_paths(self.end))
             stack.enter_context(self)
             self.depth = torch._C._len_torch_dispatch_stack()
             try:
@@ -148,7 +148,7 @@ class Replay(TorchFunctionMode):
         self.coming = [iter([frame] if id(function) in self.paths else frame.inner)]
         try:
             with ExitStack() as stack:
-                stack.enter_context(attributes_restored(frame.touched))
+                stack.enter_context(restore_attributes(frame.touched))
                 stack.enter_context(torch.enable_grad())  # restored however a forward exits
                 for context in contexts(frame.modes):
                     stack.enter_context(context())
@@ -196,17 +196,17 @@ class Replay(TorchFunctionMode):
         self.tick = one.last
         return one.out
 
-    def _is_same(self, old: Returned, function: Any, args: Any, kwargs: Any) -> bool:
+    def _is_same(self, old: CallResult, function: Any, args: Any, kwargs: Any) -> bool:
         """Compare a torch call with a recorded one."""
         invocation = old.invocation
         if function is not invocation.function and function != invocation.function:
             return False
         expected = self._expected(old)
-        leaves, spec = taken_apart((args, kwargs))
-        same = old.modes == in_force() and len(leaves) == len(expected) and spec == invocation.spec
+        leaves, spec = flatten_all((args, kwargs))
+        same = old.modes == current_modes() and len(leaves) == len(expected) and spec == invocation.spec
         return bool(same and all(map(_is_same, leaves, expected)))
 
-    def _expected(self, old: Returned) -> list[Any]:
+    def _expected(self, old: CallResult) -> list[Any]:
         """Return the arguments of a recorded call; end the replay if it must be recorded to be compared."""
         if self.tick not in self.expected:
             arguments = self._arguments(old)
@@ -216,7 +216,7 @@ class Replay(TorchFunctionMode):
             self.expected[self.tick] = arguments
         return self.expected[self.tick]
 
-    def _arguments(self, old: Returned) -> list[Any]:
+    def _arguments(self, old: CallResult) -> list[Any]:
         invocation, leaves = old.invocation, list(old.invocation.leaves)
         for leaf, read in invocation.holes:
             leaves[leaf] = self.tape.fakes[invocation.reads[read]]

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fpipe.errors import CaptureError
-from fpipe.ir.tape import Frame, Tape, checkpointed
+from fpipe.ir.tape import Frame, Tape, outermost_checkpoints
 from fpipe.runtime.segments.segments import Rehearse
 
 
 def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
     """Raise `CaptureError` if a checkpointed function depends on Python state that the forward changes."""
-    again = [frame for frame in checkpointed(tape.frames) if _is_rerun(tape, frame)]
+    again = [frame for frame in outermost_checkpoints(tape.frames) if _is_rerun(tape, frame)]
     forward = [replace(frame, touched=[]) for frame in tape.frames]  # keep what it assigns
     for calls in ([*forward, *reversed(again)], *([frame] for frame in again)) if again else ():
         for frame, found in rehearse(calls).differing.items():

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.ir.captured import Value
-from fpipe.model.snapshot import MISSING, Held, Snapshot, contents, fill
+from fpipe.model.snapshot import MISSING, ContainerState, Snapshot, contents, fill
 
 
 def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeTensorMode) -> None:
@@ -26,13 +26,15 @@ def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeT
     Remove one that cannot be computed, say on a device that this machine lacks: every run makes it anew.
     """
     values = {id(recorder.values.tensors[value]): value for value in recorder.constants().values}
-    for key, one in now.held.items():
+    for key, one in now.containers.items():
         wanted = {id(tensor) for part in one.contents for tensor in _fakes(part, mode)} & values.keys()
         if wanted:
             found = {k: tensor for k in wanted if (tensor := real(recorder, values[k])) is not None}
             filled = one._replace(contents=tuple([_replaced(part, found) for part in one.contents]))
             missing = len(found) < len(wanted)
-            fill(one.container, _without_fakes(filled, before.held.get(key), mode) if missing else filled.contents)
+            fill(
+                one.container, _without_fakes(filled, before.containers.get(key), mode) if missing else filled.contents
+            )
 
 
 def real(recorder: Recorder, value: Value) -> Tensor | None:
@@ -43,16 +45,16 @@ def real(recorder: Recorder, value: Value) -> Tensor | None:
         return None
 
 
-def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[Held, ...]:
+def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[ContainerState, ...]:
     """End a capture: leave the model's copy as every run finds it, and restore the user's state as it was `before`.
 
     Return the containers that any run changes, or the first run if they are the user's, with their contents after a
     run.
     """
-    written: list[Held] = []
-    for key, one in settled.held.items():
-        old = before.held.get(key)
-        written += [one] if one.changed or (one.outside and old is not None and old.changed) else []
+    written: list[ContainerState] = []
+    for key, one in settled.containers.items():
+        old = before.containers.get(key)
+        written += [one] if one.has_changed or (one.outside and old is not None and old.has_changed) else []
         one.restore()
         if old is not None and one.outside:
             old.restore()
@@ -61,7 +63,7 @@ def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[H
     return tuple([one._replace(contents=contents(one.container)) for one in _with_inner(written)])
 
 
-def _without_fakes(held: Held, old: Held | None, mode: FakeTensorMode) -> tuple[Any, ...]:
+def _without_fakes(held: ContainerState, old: ContainerState | None, mode: FakeTensorMode) -> tuple[Any, ...]:
     """Return the contents without fake tensors; replace those in dicts with the old value, if any."""
     if not isinstance(held.container, dict):
         return tuple([part for part in held.contents if not any(True for _ in _fakes(part, mode))])
@@ -90,7 +92,7 @@ def _replaced(part: Any, real: Mapping[int, Tensor]) -> Any:
     return real.get(id(part), part)
 
 
-def _with_inner(written: Iterable[Held]) -> Iterator[Held]:
+def _with_inner(written: Iterable[ContainerState]) -> Iterator[ContainerState]:
     """Yield the containers and those inside them.
 
     A forward that begins with `self.found = []` fills a new list; played in part, it fills the one that it left behind.
@@ -102,4 +104,4 @@ def _with_inner(written: Iterable[Held]) -> Iterator[Held]:
             seen.add(id(one.container))
             yield one
             inner = [child for child in contents(one.container) if isinstance(child, dict | list | set | deque)]
-            stack += [Held(child, (), one.outside) for child in inner]
+            stack += [ContainerState(child, (), one.outside) for child in inner]

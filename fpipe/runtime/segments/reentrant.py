@@ -52,7 +52,7 @@ class Reentrant:
     def again(self, states: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Return the context of the second run: the modes and the random numbers of the first."""
         stack = ExitStack()
-        stack.enter_context(random.repeated(self.devices, states))
+        stack.enter_context(random.repeat_draws(self.devices, states))
         stack.enter_context(torch.enable_grad())
         for context in self.modes:
             stack.enter_context(context())

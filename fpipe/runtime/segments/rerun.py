@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Operation, Tensors, Unit
-from fpipe.ir.tape import Frame, Tape, checkpointed
+from fpipe.ir.tape import Frame, Tape, outermost_checkpoints
 from fpipe.tensors.effects import memory
 
 NORMS = frozenset({"batch_norm", "instance_norm"})
@@ -37,7 +37,7 @@ class Rewriting:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        again = [*checkpointed(tape.frames)]
+        again = [*outermost_checkpoints(tape.frames)]
         changed = {one for frame in again if self.of(frame) for k in self._writers(frame) for one in tape.rewriters[k]}
         for unit in (unit for frame in again for unit in tape.units[frame.start : frame.stop] if changed):
             self._require_unread(unit, changed)

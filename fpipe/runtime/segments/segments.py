@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.errors import CutError, InputError
-from fpipe.ir.captured import Function, Labels, Operation, Tensors, Unit, Value, sequence, single
-from fpipe.ir.modes import Modes, contexts, under_modes
+from fpipe.ir.captured import Function, Labels, Operation, Tensors, Unit, Value, compose, single
+from fpipe.ir.modes import Modes, apply_modes, contexts
 from fpipe.ir.tape import Frame, Tape, pick, require_constants
-from fpipe.model.snapshot import Held, attributes_restored, kept
+from fpipe.model.snapshot import ContainerState, restore_attributes, restore_containers
 from fpipe.runtime.segments.answers import answering
 from fpipe.runtime.segments.branching import attached
 from fpipe.runtime.segments.collected import Inner, Noted, inner
@@ -45,7 +45,7 @@ class Rehearsed(NamedTuple):
     """The outcome of a rehearsal: the calls that differed and why, and the state that the calls changed."""
 
     differing: Mapping[Frame, str]
-    changed: Sequence[Held]
+    changed: Sequence[ContainerState]
 
 
 Rehearse: TypeAlias = Callable[[Sequence[Frame]], Rehearsed]
@@ -86,7 +86,7 @@ class SegmentBuilder:
         seats: Seats,
         sources: set[Value],
         needed: Sequence[Value],
-        written: Sequence[Held],
+        written: Sequence[ContainerState],
         rehearsal: Callable[[], AbstractContextManager[Rehearse]],
     ) -> None:
         self.tape, self.seats, self.sources, self.written = tape, seats, sources, written
@@ -106,18 +106,18 @@ class SegmentBuilder:
     ) -> Function:
         """Return a stretch of the tape as a function."""
         if not units:
-            return Function(sequence([], inputs, outputs))
+            return Function(compose([], inputs, outputs))
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
         again = [(frame.modes, self._again(frame)) for frame in self.rewriting.within(self.tape.frames, start, stop)]
         rehearsed = self.rehearse([(start, stop)])[0]
-        operations = under_modes([*self._steps(start, stop, rehearsed.differing), *again], outputs)
-        run = sequence(operations, inputs, outputs)
+        operations = apply_modes([*self._steps(start, stop, rehearsed.differing), *again], outputs)
+        run = compose(operations, inputs, outputs)
         written = [*{id(one.container): one for one in (*rehearsed.changed, *self.written)}.values()]
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
 
         def placed(tensors: Tensors) -> AbstractContextManager[None]:
             seated = Seated(seats, tensors)
-            return kept(written, tensors, seated) if written else seated
+            return restore_containers(written, tensors, seated) if written else seated
 
         def played(key: int, *tensors: Tensor) -> Tensors:
             with placed(tensors):
@@ -195,9 +195,9 @@ class SegmentBuilder:
 
     def _unit(self, unit: Unit) -> Operation:
         first, last = self.tape.ticks[unit]
-        draws = self.tape.drawn(first, last)
+        draws = self.tape.draws_between(first, last)
         labels = next((Labels(d.label, d.devices) for d in draws.values() if d.tick == first), None)
-        operation = answering(single(unit, labels), self.tape.answered(first, last))
+        operation = answering(single(unit, labels), self.tape.answers_between(first, last))
         return operation if labels or not draws else keyed(operation, draws, (), {}, unit.path)
 
     def obstacle(self, frame: Frame) -> str | None:
@@ -216,7 +216,7 @@ class SegmentBuilder:
             return f"makes a tensor that is used outside, but not returned ({self._said(lost[0])})"
         if not frame.checkpoint and any(self._random_checkpoint(inner) for inner in frame.inner):
             return "draws random numbers in a checkpointed function"
-        if self._fused(frame) and self.tape.drawn(frame.first_tick, frame.last_tick):
+        if self._fused(frame) and self.tape.draws_between(frame.first_tick, frame.last_tick):
             return "draws random numbers beside attention on torch's fast path"
         if any(map(self.rewriting.inside, frame.inner)):
             again = ", which another runs again" if frame.checkpoint else ""
@@ -247,14 +247,14 @@ class SegmentBuilder:
         return f"made by {unit.does.split('[')[0]} in module {unit.path or '(root)'}"
 
     def _random_checkpoint(self, frame: Frame) -> bool:
-        if frame.checkpoint and (frame.stream or self.tape.drawn(frame.first_tick, frame.last_tick)):
+        if frame.checkpoint and (frame.stream or self.tape.draws_between(frame.first_tick, frame.last_tick)):
             return True
         return any(self._random_checkpoint(inner) for inner in frame.inner)
 
     def _whole(self, frame: Frame) -> Operation:
         """Return a frame as one step that calls it as is."""
         frame = self._differentiable(frame) if frame.reentrant else frame
-        draws = self.tape.drawn(frame.first_tick, frame.last_tick)
+        draws = self.tape.draws_between(frame.first_tick, frame.last_tick)
         inside = range(frame.start, frame.stop)
         new = {value: leaf for leaf, value in frame.returned.items() if self.maker.get(value) in inside}
         assigned = {one.value: one for one in frame.assigned if self.maker.get(one.value) in inside}
@@ -266,7 +266,7 @@ class SegmentBuilder:
             return pick(frame.invocation(tensors), picks, where)
 
         def call(key: int, *tensors: Tensor) -> Tensors:
-            with attributes_restored(frame.touched), Noted(tuple(others.values())) as noted:
+            with restore_attributes(frame.touched), Noted(tuple(others.values())) as noted:
                 out = frame.invocation(tensors)
                 require_constants(out, frame.constants, where)
                 made = pick(out, picks, where)
@@ -274,7 +274,7 @@ class SegmentBuilder:
 
         simple = not (frame.touched or frame.constants or others)
         operation = Operation(frame.invocation.reads, (*new, *assigned, *others), simply if simple else call)
-        operation = answering(operation, self.tape.answered(frame.first_tick, frame.last_tick))
+        operation = answering(operation, self.tape.answers_between(frame.first_tick, frame.last_tick))
         operation = self._with_ghosts(
             frame, _attached(frame, operation, self._parameters(frame)) if frame.branching else operation
         )
@@ -283,20 +283,20 @@ class SegmentBuilder:
         if frame.checkpoint:
             return seeded(operation, self._seed(frame))
         within = calls(frame.inner)
-        counts = self.tape.counted(frame.first_tick, frame.last_tick)
+        counts = self.tape.draw_counts(frame.first_tick, frame.last_tick)
         return keyed(operation, draws, within, counts, where) if draws or within else operation
 
     def _devices(self, frame: Frame) -> tuple[torch.device, ...]:
         """Return the devices on which a frame may draw, including a frame inside a stream."""
-        stream = self.tape.stream(frame.first_tick)
-        draws = self.tape.drawn(frame.first_tick, frame.last_tick)
+        stream = self.tape.stream_at(frame.first_tick)
+        draws = self.tape.draws_between(frame.first_tick, frame.last_tick)
         return (
             stream.devices if stream else tuple(dict.fromkeys(one for draw in draws.values() for one in draw.devices))
         )
 
     def _again(self, frame: Frame) -> Operation:
         """Return a step that reruns a checkpointed function as its backward does, for the state it changes."""
-        operation = answering(once_more(frame), self.tape.answered(frame.first_tick, frame.last_tick))
+        operation = answering(once_more(frame), self.tape.answers_between(frame.first_tick, frame.last_tick))
         return seeded(operation, self._seed(frame))
 
     def _seed(self, frame: Frame) -> Labels | None:
@@ -304,9 +304,9 @@ class SegmentBuilder:
 
         One inside a stream is not seeded, unless it must be run again later.
         """
-        stream = self.tape.stream(frame.first_tick)
+        stream = self.tape.stream_at(frame.first_tick)
         if stream is None or frame.stream:
-            draw = next(iter(self.tape.drawn(frame.first_tick, frame.last_tick).values()), None)
+            draw = next(iter(self.tape.draws_between(frame.first_tick, frame.last_tick).values()), None)
             return frame.stream or (None if draw is None else Labels(draw.label, draw.devices))
         again = Labels(stream_label(str(stream.label), frame.start), stream.devices)
         return again if self.rewriting.of(frame) else None

@@ -74,7 +74,7 @@ def test_layouts_follow_the_example(given, shape):
     tensor, *_ = given
     if len(shape) != tensor.dim():
         return
-    spec = Spec.of(tensor).sized(shape)
+    spec = Spec.of(tensor).resize(shape)
     made = torch.empty_strided(spec.shape, spec.stride)
     assert made.shape == shape
     assert Spec.of(torch.empty_like(made)) == spec, "no gaps"

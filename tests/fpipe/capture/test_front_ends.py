@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fpipe
-from fpipe.ir.captured import Batch, Buffer, Constant, Parameter
+from fpipe.ir.captured import BatchLeaf, Buffer, Constant, Parameter
 from fpipe.ir.observation import observe
 from schedules import gpipe, one_f_one_b
 from tests.common.cases import WIDTH, Case, mse, rows_of
@@ -43,7 +43,7 @@ def test_units_are_in_order_and_sources_are_the_model_s(name, capture):
     assert {name for kind, name in kinds if kind is Buffer} == {name for name, _ in model.named_buffers()}
     assert found.trainable == {name for name, p in model.named_parameters() if p.requires_grad}
     assert set(found.fakes) == set(found.sources)
-    assert any(kind is Batch for kind, _ in kinds)
+    assert any(kind is BatchLeaf for kind, _ in kinds)
 
 
 @pytest.mark.parametrize("capture", FRONTS)

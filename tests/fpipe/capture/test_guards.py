@@ -164,7 +164,7 @@ KEPT = {
 
 NOWHERE = ["post-accumulate hook", "seeding"]  # kept by no front end
 LOST = {
-    "seeding": (Seeding, "a forward that seeds the generator itself", "module 2 (Seeding)"),
+    "seeding": (Seeding, "a forward that seeds the generator", "module 2 (Seeding)"),
     "reentrant checkpoint": (Reentrant, "the custom autograd function CheckpointFunction", "module 2 (Reentrant)"),
     "post-accumulate hook": (post_hook, "a gradient hook", "parameter 2.linear.weight"),
     "reassigned buffer": (Reassigned, "an assignment to the buffer 'seen'", "module 2 (Reassigned)"),

@@ -8,7 +8,7 @@ import torch
 
 import fpipe
 from fpipe.capture.export import export
-from fpipe.ir.captured import Batch, Call, Constant, Parameter
+from fpipe.ir.captured import BatchLeaf, Call, Constant, Parameter
 from fpipe.tensors.fake import fake_mode
 from schedules import gpipe, one_f_one_b
 from tests.common.comparison import assert_same
@@ -75,7 +75,10 @@ WRONG = {
         r"repeated \['0.weight'\]",
     ),
     "no source": (lambda found: with_sources(found, lambda s: s.update({0: "x"})), "expected a Source"),
-    "unknown leaf": (lambda found: with_sources(found, lambda s: s.update({0: Batch(7)})), "expected a leaf below 2"),
+    "unknown leaf": (
+        lambda found: with_sources(found, lambda s: s.update({0: BatchLeaf(7)})),
+        "expected a leaf below 2",
+    ),
     "fake constant": (
         lambda found: with_sources(found, lambda s: s.update({0: Constant(found.fakes[0])})),
         "a constant without values",

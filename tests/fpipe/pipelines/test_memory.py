@@ -161,7 +161,7 @@ def levels(pipe, model, inputs, targets, seed=SEED):
         found.append(after)
         runs.append(Execution(linked._replace(instructions=instructions), transport, given))
         hand_over_buffers(runs[-1], pipe.stages, memory)
-    with random.preserved(plan.devices), memory, reference_counts_alone():
+    with random.preserve_generators(plan.devices), memory, reference_counts_alone():
         drive(transport, runs)
     return found
 
@@ -397,6 +397,6 @@ def test_the_executor_posts_no_others(name, how):
             for one in linked.instructions
         ]
         runs.append(Execution(linked._replace(instructions=tuple(instructions)), transport, given))
-    with random.preserved(plan.devices):
+    with random.preserve_generators(plan.devices):
         drive(transport, runs)
     assert found == [buffered(pipe.program.actions(rank)) for rank in range(pipe.schedule.ranks)]

@@ -92,7 +92,7 @@ def test_small_tensors_travel_together():
 )
 def test_another_message_is_not_used(sent, spec, words):
     _, one, two = channels()
-    one.send(sent, (spec.strided(),), (spec,))
+    one.send(sent, (spec.allocate(),), (spec,))
     handle = two.receive(MESSAGE, (Spec.of(torch.ones(4)),))
     handle.wait()
     with pytest.raises(TransportError) as raised:

@@ -15,7 +15,7 @@ from torch import nn
 import fpipe
 from fpipe.autodiff.accumulation import owned, summed
 from fpipe.ir.variant import TRAINING
-from fpipe.tensors.random import key, preserved
+from fpipe.tensors.random import key, preserve_generators
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
@@ -40,7 +40,7 @@ def chain(name, capture="export"):
             given += crossing[port.peer, stage.index]
         arguments = stage.leaves(params), tuple(buffers[name] for name in stage.buffers), given, key(1, 0)
         yield stage, arguments
-        with preserved([torch.device("cpu")]):
+        with preserve_generators([torch.device("cpu")]):
             outputs, _, _ = stage.forward(*arguments)
         rest = outputs[len(stage.results) :]
         for port in stage.gives:
@@ -62,7 +62,7 @@ def test_a_stage_is_pure(name):
     """The same twice, of unchanged arguments; what comes out carries no graph."""
     for stage, arguments in chain(name):
         before = copy.deepcopy([[t.detach() for t in part] for part in arguments[:3]])
-        with preserved([torch.device("cpu")]):
+        with preserve_generators([torch.device("cpu")]):
             outputs, buffers, kept = stage.forward(*arguments)
             again, buffers_again, kept_again = stage.forward(*arguments)
         assert all_same(outputs, again)
@@ -80,7 +80,7 @@ def test_a_stage_is_pure(name):
 def test_two_halves_make_a_whole(name):
     for stage, arguments in chain(name):
         incoming = cotangents(stage)
-        with preserved([torch.device("cpu")]):
+        with preserve_generators([torch.device("cpu")]):
             _, _, kept = stage.forward(*arguments)
             _, _, again = stage.forward(*arguments)
         outgoing, grads = stage.backward(kept, incoming)

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe.tensors.effects import Effects
-from fpipe.tensors.fake import KERNELS, fake, fake_mode
-from fpipe.tensors.layouts import RULES
+from fpipe.tensors.fake import META_KERNELS, fake, fake_mode
+from fpipe.tensors.layouts import LAYOUT_RULES
 from schedules import one_f_one_b
 
 aten = torch.ops.aten
@@ -101,7 +101,7 @@ def operands(operation):
     return next((k for k, kind in enumerate(kinds) if kind != "Tensor"), len(kinds))
 
 
-@pytest.mark.parametrize("operation", [one for one in RULES if one not in NORMS], ids=str)
+@pytest.mark.parametrize("operation", [one for one in LAYOUT_RULES if one not in NORMS], ids=str)
 def test_layouts_are_those_of_real_results_whatever_the_operands_are(operation):
     mode, met = fake_mode(), 0
     for names in itertools.product(LAYOUTS, repeat=operands(operation)):
@@ -197,7 +197,7 @@ SAMPLES = {
 
 
 def test_every_kernel_has_a_sample():
-    assert SAMPLES.keys() == KERNELS
+    assert SAMPLES.keys() == META_KERNELS
 
 
 @pytest.mark.parametrize("operation", SAMPLES, ids=str)
@@ -229,16 +229,16 @@ def test_kernels_for_meta_say_what_real_ones_do(operation, dtype, turned):
 def test_fakes_are_made_as_torch_makes_them():
     mode, cpu, meta = fake_mode(), torch.device("cpu"), torch.empty(2, 3, device="meta").t()
     for _ in range(2):
-        ours, torchs = mode.made(meta, cpu), FakeTensor(mode, meta, cpu)
+        ours, torchs = mode.make(meta, cpu), FakeTensor(mode, meta, cpu)
         assert vars(ours) == vars(torchs)
         assert (ours.shape, ours.stride(), ours.device) == (torchs.shape, torchs.stride(), torchs.device)
         assert torch._C._dispatch_keys(ours) == torch._C._dispatch_keys(torchs)
-        assert vars(ours) is not vars(mode.made(meta, cpu))
+        assert vars(ours) is not vars(mode.make(meta, cpu))
 
 
 def test_tensors_of_different_devices_are_refused():
     mode = fake_mode()
-    here, there = (mode.made(torch.empty(2, 2, device="meta"), torch.device(name)) for name in ("cpu", "cuda:0"))
+    here, there = (mode.make(torch.empty(2, 2, device="meta"), torch.device(name)) for name in ("cpu", "cuda:0"))
     with mode, pytest.raises(RuntimeError, match=r"[Dd]evice"):
         torch.mm(here, there)
 
@@ -272,8 +272,8 @@ class Told(TorchDispatchMode):
 def test_effects_are_of_what_is_called_not_of_what_it_consists_of():
     mode, effects, above = fake_mode(), Effects(), Told()
     called = []
-    effects.called = lambda func, args, kwargs: called.append(func)
-    with mode.watched(effects), above:
+    effects.note_call = lambda func, args, kwargs: called.append(func)
+    with mode.note(effects), above:
         x = torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True)
         y = torch.layer_norm(x, (4,)) @ torch.empty(4, 4, dtype=torch.bfloat16)
         torch.nn.functional.huber_loss(y, torch.zeros_like(y)).backward()

@@ -69,7 +69,7 @@ def test_what_was_remembered_is_what_real_tensors_are(names):
 
 
 def remembered(mode):
-    return sum(len(table or ()) for table in mode.memo.known.values())
+    return sum(len(table or ()) for table in mode.results.known.values())
 
 
 def test_the_second_time_nothing_is_worked_out():
@@ -129,7 +129,7 @@ def test_tensors_of_another_mode_are_left_to_torch():
         y = torch.empty(2)
     with ours:
         x + y
-    assert not ours.memo.known[torch.ops.aten.add.Tensor]
+    assert not ours.results.known[torch.ops.aten.add.Tensor]
 
 
 def test_a_conjugate_is_not_taken_for_its_tensor():
@@ -155,7 +155,7 @@ def test_what_writes_is_not_remembered():
     mode = fake_mode()
     with mode:
         torch.empty(4).add_(1)
-    assert mode.memo.known[torch.ops.aten.add_.Tensor] is None
+    assert mode.results.known[torch.ops.aten.add_.Tensor] is None
 
 
 def test_an_argument_that_is_returned_is_returned_again():

@@ -9,7 +9,7 @@ from torch import nn
 
 import fpipe
 from fpipe import InputError
-from fpipe.tensors.random import generator, key, label, preserved, reseed
+from fpipe.tensors.random import generator, key, label, preserve_generators, reseed
 from schedules import one_f_one_b
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_keys_and_labels_fit_a_generator(seed, microbatch, path, ordinal):
     for value in (key(seed, microbatch), label(path, ordinal), key(seed, microbatch) ^ label(path, ordinal)):
         assert 0 <= value < 2**63
-    with preserved([CPU]):
+    with preserve_generators([CPU]):
         reseed(key(seed, microbatch), label(path, ordinal), CPU)
 
 
@@ -32,7 +32,7 @@ def test_other_keys_are_other_numbers():
 
 
 def test_the_same_key_is_the_same_numbers():
-    with preserved([CPU]):
+    with preserve_generators([CPU]):
         reseed(1, 2, CPU)
         first = torch.rand(5)
         torch.rand(7)
@@ -46,7 +46,7 @@ def test_the_user_s_state_comes_back_even_after_an_error():
     before = torch.get_rng_state()
 
     def draw():
-        with preserved([CPU]):
+        with preserve_generators([CPU]):
             reseed(1, 2, CPU)
             torch.rand(3)
             raise ZeroDivisionError

@@ -127,7 +127,7 @@ def eagerly(model, x, y, microbatches):
     """One device: what is drawn follows from the keys of each microbatch, its gradients from torch."""
     losses, outputs, grads = [], [], {}
     parts = zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)
-    with random.preserved([CPU]):
+    with random.preserve_generators([CPU]):
         for i, (rows, wanted) in enumerate(parts):
             own = with_keys(model, random.key(SEED, i))
             out = own(rows)
@@ -308,7 +308,7 @@ def test_a_module_that_is_played_in_parts_draws_as_one_that_is_not(around, monke
     assert len(again) == (around != "plain")
     assert labels == Counter([*drop, stream, *again, *again] * 4)
     own = copy.deepcopy(model)
-    with random.preserved([CPU]):
+    with random.preserve_generators([CPU]):
         for i, rows in enumerate(x.chunk(4)):
             key, each = random.key(SEED, i), copy.deepcopy(own)
             each[1].drop.register_forward_pre_hook(partial(seed_next, key, iter(drop)))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fpipe.capture.guards import asking_line
+from fpipe.capture.guards import current_line
 from fpipe.errors import CaptureError
 
 OURS = ("torch", "fpipe")
@@ -32,7 +32,7 @@ UNCONCERNED = sys.stdlib_module_names - {"__main__"} | {*OURS, "optree", "numpy"
 """Packages in which no model asks for a type."""
 
 
-class _Disguise(type(FakeTensor)):  # type: ignore[misc]
+class _StandInMeta(type(FakeTensor)):  # type: ignore[misc]
     """The class of `StandIn`: fake tensors are its instances, but only if torch asks."""
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -43,11 +43,11 @@ class _Disguise(type(FakeTensor)):  # type: ignore[misc]
         return FakeTensor(*args, **kwargs)
 
 
-class StandIn(FakeTensor, metaclass=_Disguise):
+class StandIn(FakeTensor, metaclass=_StandInMeta):
     """Replaces `FakeTensor` for code that looks it up while a model runs on fake tensors."""
 
 
-class _Asked(type):
+class _TypeMeta(type):
     """The class of `Type`, which behaves like `type` in calls and instance checks."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ class _Asked(type):
             return type(*args, **kwargs)
         if isinstance(args[0], nn.Parameter):
             raise CaptureError(
-                f"a parameter{asking_line()}: got a forward that asks for its type, expected one that does not: in a "
+                f"a parameter{current_line()}: got a forward that asks for its type, expected one that does not: in a "
                 "step it is a tensor. Ask isinstance(x, torch.nn.Parameter)."
             )
         return Tensor
@@ -67,7 +67,7 @@ class _Asked(type):
         return issubclass(subclass, type)
 
 
-class Type(type, metaclass=_Asked):
+class Type(type, metaclass=_TypeMeta):
     """Replaces `type`: the type of fake tensors is `Tensor`."""
 
 
@@ -76,7 +76,7 @@ STAND_INS = (StandIn, Type)
 
 
 @contextmanager
-def disguised() -> Iterator[None]:
+def hide_fakes() -> Iterator[None]:
     """Hide from all code but torch's, inside, that tensors are fake.
 
     Entering takes about 10 ms; nested entry is free. Enter it once around all work on fake tensors.
@@ -86,7 +86,7 @@ def disguised() -> Iterator[None]:
         return
     spaces = [vars(module) for name, module in list(sys.modules.items()) if _is_foreign(name, module)]
     with ExitStack() as stack:
-        stack.callback(_remove, spaces)
+        stack.callback(_remove_type, spaces)
         for space in spaces:
             space["type"] = Type
         stack.enter_context(patch.object(torch._subclasses, "FakeTensor", StandIn))
@@ -97,7 +97,7 @@ def disguised() -> Iterator[None]:
 
 
 @contextmanager
-def undisguised() -> Iterator[None]:
+def show_fakes() -> Iterator[None]:
     """Let dynamo, inside, find the class of fake tensors where it looks it up: it compares types."""
     with patch.object(torch._subclasses, "FakeTensor", FakeTensor):
         yield
@@ -118,7 +118,7 @@ def _is_foreign(name: str, module: Any) -> bool:
     return package not in UNCONCERNED and "type" not in getattr(module, "__dict__", {"type": None})
 
 
-def _remove(spaces: Iterable[dict[str, Any]]) -> None:
+def _remove_type(spaces: Iterable[dict[str, Any]]) -> None:
     for space in spaces:
         space.pop("type", None)
 

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from fpipe.capture.disguise import disguised, tolist
-from fpipe.capture.fast_paths import as_in_eager
+from fpipe.capture.eager_types import hide_fakes, tolist
+from fpipe.capture.fast_paths import allow_fast_paths
 from fpipe.runtime.segments.branching import reading
 from fpipe.tensors.fake import Fakes
 
@@ -38,32 +38,32 @@ FINITE = "_fpipe_finite"
 """The attribute that marks a fake tensor as telling whether values are finite."""
 
 
-ASKING_FINITE = frozenset({torch.isfinite, Tensor.isfinite})
+FINITE_TESTS = frozenset({torch.isfinite, Tensor.isfinite})
 
 
-def _none(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+def _no_indices(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
     """Return the indices of nonzero elements: none."""
     return tensor.new_empty((0, tensor.dim()), dtype=torch.int64)
 
 
 def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_none(condition).unbind(1))
+    return tuple(_no_indices(condition).unbind(1))
 
 
-def _selected(tensor: Tensor, index: Any) -> Tensor:
+def _select(tensor: Tensor, index: Any) -> Tensor:
     """Return what an index with masks selects: nothing."""
     items = index if isinstance(index, tuple) else (index,)
-    return tensor[tuple(one for item in items for one in _indices(item))]
+    return tensor[tuple(one for item in items for one in _index_items(item))]
 
 
-def _indices(item: Any) -> list[Any]:
+def _index_items(item: Any) -> list[Any]:
     """Return an index item, or for a mask an empty index for each of its dimensions."""
     if not isinstance(item, Tensor) or item.dtype not in (torch.bool, torch.uint8):
         return [item]
     return [item.new_empty((0,), dtype=torch.int64)] * item.dim()
 
 
-def _masked(tensor: Tensor, mask: Tensor) -> Tensor:
+def _select_masked(tensor: Tensor, mask: Tensor) -> Tensor:
     """Return what `masked_select` selects: nothing."""
     return tensor.new_empty((0,))
 
@@ -72,41 +72,41 @@ def _zeros(shape: Sequence[int]) -> Any:
     return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
-ASSUMED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+ASSUMPTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         Tensor.__bool__: lambda tensor: hasattr(tensor, FINITE),
         Tensor.item: lambda _: 0,
         Tensor.__int__: lambda _: 0,
         Tensor.__float__: lambda _: 0.0,
         tolist: lambda tensor: _zeros(tensor.shape),
-        Tensor.nonzero: _none,
-        torch.nonzero: _none,
-        Tensor.argwhere: _none,
-        torch.argwhere: _none,
+        Tensor.nonzero: _no_indices,
+        torch.nonzero: _no_indices,
+        Tensor.argwhere: _no_indices,
+        torch.argwhere: _no_indices,
         torch.where: _nowhere,
-        Tensor.__getitem__: _selected,
-        torch.masked_select: _masked,
-        Tensor.masked_select: _masked,
+        Tensor.__getitem__: _select,
+        torch.masked_select: _select_masked,
+        Tensor.masked_select: _select_masked,
     }
 )
 
 
-def computed(function: Any, args: Any, kwargs: Any) -> Any:
+def call_or_raise(function: Any, args: Any, kwargs: Any) -> Any:
     """Call a torch function; raise the same error for all that read values, conversion to numpy included."""
     if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
         raise DataDependentOutputException(function)
-    return marked(function, args, function(*args, **kwargs))
+    return mark_finite(function, args, function(*args, **kwargs))
 
 
-def marked(function: Any, args: Any, out: Any) -> Any:
+def mark_finite(function: Any, args: Any, out: Any) -> Any:
     """Return the result of a torch call, marked if it tells whether values, or all of them, are finite."""
-    finite = function in ASKING_FINITE or (function in (Tensor.all, torch.all) and hasattr(args[0], FINITE))
+    finite = function in FINITE_TESTS or (function in (Tensor.all, torch.all) and hasattr(args[0], FINITE))
     if finite and isinstance(out, FakeTensor):
         setattr(out, FINITE, True)
     return out
 
 
-READING = frozenset(
+VALUE_READS = frozenset(
     {reading, tolist}
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
@@ -114,23 +114,23 @@ READING = frozenset(
 """Calls after which execution may depend on tensor values, even if a fake tensor knows its value."""
 
 
-check: Any = torch._check_tensor_all_with
+torch_check_all: Any = torch._check_tensor_all_with
 
 
-def checked(error_type: Any, cond: Tensor, message: Any = None) -> None:
+def check_all(error_type: Any, cond: Tensor, message: Any = None) -> None:
     """Run torch's check that all elements are true; let a fake tensor pass."""
     if not isinstance(cond, FakeTensor):
-        check(error_type, cond, message)
+        torch_check_all(error_type, cond, message)
 
 
-is_all_true: Any = torch._is_all_true
+torch_is_all_true: Any = torch._is_all_true
 
 
-def all_true(valid: Tensor) -> bool:
+def check_valid(valid: Tensor) -> bool:
     """Run torch's check of a distribution's arguments; let a fake tensor pass, and check values in every step."""
     if isinstance(valid, FakeTensor):
         reading(valid)
-    elif not is_all_true(valid):
+    elif not torch_is_all_true(valid):
         raise ValueError(
             "got arguments or samples that a distribution does not allow, expected such as its constraints say. Run "
             "the module eagerly to see which, or pass validate_args=False."
@@ -139,22 +139,22 @@ def all_true(valid: Tensor) -> bool:
 
 
 @contextmanager
-def assuming(mode: FakeTensorMode) -> Iterator[Answers]:
+def assume_values(mode: FakeTensorMode) -> Iterator[AssumedValues]:
     """Answer reads of values from fake tensors of `mode` inside; yield a record of whether there were any."""
-    answers = Answers()
+    answers = AssumedValues()
     with (
-        patch.object(torch, "_check_tensor_all_with", checked),
-        patch.object(torch, "_is_all_true", all_true),
-        disguised(),
-        as_in_eager(answers.note_nested),
-        _finding_nothing(mode, answers),
+        patch.object(torch, "_check_tensor_all_with", check_all),
+        patch.object(torch, "_is_all_true", check_valid),
+        hide_fakes(),
+        allow_fast_paths(answers.note_nested),
+        _answer_nonzero(mode, answers),
         answers,
     ):
         yield answers
 
 
-class Answers(TorchFunctionMode):
-    """Answers from `ASSUMED`.
+class AssumedValues(TorchFunctionMode):
+    """Answers from `ASSUMPTIONS`.
 
     - `given`: whether it has answered: another value may lead elsewhere.
     - `nested`: whether torch nests real tensors here, which fake ones do not support.
@@ -170,27 +170,27 @@ class Answers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return marked(func, args, func(*args, **(kwargs or {})))
+            return mark_finite(func, args, func(*args, **(kwargs or {})))
         except UNKNOWN:
-            if func not in ASSUMED:
+            if func not in ASSUMPTIONS:
                 raise
             self.given = True
-            return ASSUMED[func](*args, **(kwargs or {}))
+            return ASSUMPTIONS[func](*args, **(kwargs or {}))
 
-    def nothing(self, tensor: Tensor) -> Tensor:
+    def answer_nonzero(self, tensor: Tensor) -> Tensor:
         """Answer `nonzero` with no indices; a backward calls it where no torch function mode sees it."""
         self.given = True
-        return _none(tensor)
+        return _no_indices(tensor)
 
 
 @contextmanager
-def _finding_nothing(mode: FakeTensorMode, answers: Answers) -> Iterator[None]:
+def _answer_nonzero(mode: FakeTensorMode, answers: AssumedValues) -> Iterator[None]:
     """Let the mode itself answer `nonzero`, if it supports that."""
     if not isinstance(mode, Fakes):
         yield
         return
-    before, mode.nothing = mode.nothing, answers.nothing
+    before, mode.answer_nonzero = mode.answer_nonzero, answers.answer_nonzero
     try:
         yield
     finally:
-        mode.nothing = before
+        mode.answer_nonzero = before

@@ -20,7 +20,7 @@ FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
 )
 
 
-def front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
+def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
     """Return the front end of that name, or the user's own; raise `InputError` for anything else.
 
     The one named "trace" is told which modules are to stay `whole`.
