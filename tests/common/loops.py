@@ -47,18 +47,19 @@ def loop(model, loss, inputs, targets, microbatches, order=None, dims=(0, 0), we
 
 
 def loop_as_stated(pipe, model, loss, inputs, targets) -> Result:
-    """One device, for a model without state: gradients are added as the schedule of `pipe` states it.
+    """One device, for a model without state: gradients are added in the order that the schedule of `pipe` states.
 
-    Each replica of a parameter's first stage adds those of its microbatches in its order, and then the sums are added.
+    Each replica of a parameter's first stage adds those of its microbatches in its order; then the sums are added. A
+    parameter has no gradient if no microbatch uses it.
     """
     how = pipe.schedule
     alone = [gradients_of(i, model, loss, inputs, targets, how.microbatches) for i in range(how.microbatches)]
-    grads = {}
-    for stage in pipe.stages:
-        ranks = how.placement.replicas(stage.index)
-        for name in stage.grads:
-            terms = [one[name] for one in alone]
-            grads[name] = functools.reduce(operator.add, [added(how, rank, stage.index, terms) for rank in ranks])
+    totals = {
+        name: add_replicas(how, stage.index, [one.get(name) for one in alone])
+        for stage in pipe.stages
+        for name in stage.grads
+    }
+    grads = {name: total for name, total in totals.items() if total is not None}
     return loop(model, loss, inputs, targets, how.microbatches)._replace(grads=grads)
 
 
@@ -74,25 +75,32 @@ def loop_untied(pipe, model, loss, inputs, targets, uses: dict[int, tuple[str, .
         for path, _, attribute in (name.rpartition(".") for name in names):
             setattr(model.get_submodule(path), attribute, new)
     alone = [gradients_of(i, model, loss, inputs, targets, how.microbatches) for i in range(how.microbatches)]
-    totals: dict[str, list[Tensor]] = {}
+    totals: dict[str, list[Tensor | None]] = {}
     for stage in pipe.stages:
         for name in stage.grads:
             terms = [one[uses[stage.index][0] if name == own else name] for one in alone]
-            ranks = how.placement.replicas(stage.index)
-            total = functools.reduce(operator.add, [added(how, rank, stage.index, terms) for rank in ranks])
-            totals.setdefault(name, []).append(total)
-    grads = {name: functools.reduce(operator.add, by_stage) for name, by_stage in totals.items()}
+            totals.setdefault(name, []).append(add_replicas(how, stage.index, terms))
+    grads = {name: add(by_stage) for name, by_stage in totals.items()}
     return loop(model, loss, inputs, targets, how.microbatches)._replace(grads=grads)
 
 
-def added(how: Schedule, rank: int, s: int, terms: list[Tensor]) -> Tensor:
-    """The terms of a rank's microbatches, in the order of its weight gradients on stage `s`."""
-    order = [action.microbatch for action in how.actions(rank) if action.stage == s and action.kind in ("B", "W")]
-    return functools.reduce(operator.add, [terms[i] for i in order])
+def add_replicas(how: Schedule, s: int, terms: list[Tensor | None]) -> Tensor | None:
+    """Add the terms of all microbatches as the replicas of stage `s` do: each its own, then their sums."""
+    sums = []
+    for rank in how.placement.replicas(s):
+        order = [action.microbatch for action in how.actions(rank) if action.stage == s and action.kind in ("B", "W")]
+        sums.append(add([terms[i] for i in order]))
+    return add(sums)
+
+
+def add(terms: list[Tensor | None]) -> Tensor | None:
+    """Add terms in order; those that are `None` add nothing."""
+    present = [term for term in terms if term is not None]
+    return functools.reduce(operator.add, present) if present else None
 
 
 def gradients_of(i: int, model, loss, inputs, targets, microbatches: int) -> dict[str, Tensor]:
-    """Those of one microbatch, by `.backward()`."""
+    """The gradients of one microbatch, by `.backward()`."""
     model, inputs, targets = copy.deepcopy((model, inputs, targets))
     part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
     out = model(**part) if isinstance(part, dict) else model(*part)
@@ -111,6 +119,7 @@ def eval_loop(model, loss, inputs, targets, microbatches, **changes) -> Result:
 
 
 def piece(tree: Any, i: int, microbatches: int, dims: Any = 0) -> Any:
+    """Microbatch `i` of a tree that is cut along `dims`; tensors whose dimension is `None` are copied."""
     if isinstance(dims, tuple | list):
         return type(tree)(piece(part, i, microbatches, dim) for part, dim in zip(tree, dims, strict=True))
     if isinstance(dims, dict):
@@ -127,6 +136,8 @@ def piece(tree: Any, i: int, microbatches: int, dims: Any = 0) -> Any:
 
 
 def join(trees: list[Any], dim: int = 0) -> Any:
+    """The outputs of all microbatches as one tree; scalars are stacked."""
+
     def joined(*leaves):
         if not isinstance(leaves[0], Tensor):
             return leaves[0]

@@ -33,8 +33,6 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import fpipe
-import tests.fpipe.autodiff.test_absent_gradients as gates
-import tests.fpipe.tensors.test_collectives as collectives
 from fpipe.runtime import recording
 from fpipe.runtime.fingerprint import described
 from fpipe.runtime.transport import clocks
@@ -57,10 +55,12 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from tests.common.cases import WORDS
+from tests.common import collectives, gates
+from tests.common.cases import WORDS, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.layers import linears
-from tests.common.loops import eval_loop, loop
+from tests.common.lookalikes import LOOKALIKES
+from tests.common.loops import eval_loop, loop, loop_as_stated
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, looped_fill_drain, vee_fill_drain
 from tests.common.zoo import ZOO
@@ -235,12 +235,12 @@ def gradients_that_data_decide_about(rank, size):
     how, replicas = one_f_one_b(ranks=size, microbatches=3), chimera(ranks=size, microbatches=4)
     for kinds, ties in ((["other", "detached", "constant"], [(0, 2)]), (["dead", "other", "negative"], [(0, 1)])):
         model = gates.Gates(kinds, ties, False, counting=False)
-        pipes = [gates.piped(model, one, *gates.batch([[1] * 3] * one.microbatches)) for one in (how, replicas)]
+        pipes = [gates.build(model, one, *gates.batch([[1] * 3] * one.microbatches)) for one in (how, replicas)]
         for answers in ([[0, 1, 1], [0, 0, 1], [0, 1, 0], [0, 1, 1]], [[0, 0, 0]] * 4, [[1, 1, 0], [0, 0, 1]] * 2):
             for pipe in pipes:
                 inputs, targets = gates.batch(answers[: pipe.schedule.microbatches])
                 _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
-                want = gates.as_stated(pipe, model, inputs, targets)
+                want = loop_as_stated(pipe, model, mse, inputs, targets).grads
                 assert grads.keys() == want.keys() & pipe.init(model)[0].keys()
                 assert all(same_bits(grad, want[name]) for name, grad in grads.items())
 
@@ -973,9 +973,7 @@ def a_head_that_is_read_late(rank, size):
 @case
 def functions_are_described_alike(rank, size):
     """In every process, each of which hashes strings in its own way."""
-    from tests.fpipe.runtime import test_fingerprint
-
-    for one, two in test_fingerprint.DIFFERENT.values():
+    for one, two in LOOKALIKES.values():
         found = gathered((described(one), described(two)))
         assert found == [found[0]] * size
 

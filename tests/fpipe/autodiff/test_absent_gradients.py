@@ -6,7 +6,6 @@ microbatch. What no branch has used has no gradient on any rank, and zeros keep 
 """
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -26,96 +25,11 @@ from fpipe.tensors.tree import same_bits
 from schedules import chimera, interleaved_1f1b, mirror, one_f_one_b, recompute, split_backward, zb_h1, zb_v
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
-from tests.common.loops import gradients_of, loop
+from tests.common.gates import BRANCHES, Gate, Gates, batch, build
+from tests.common.loops import loop, loop_as_stated
 from tests.common.sizes import few
 
 MICROBATCHES = 3
-
-BRANCHES = {  # what a gate does if the answer is no, where it uses its first layer if it is yes
-    "other": lambda gate, x: gate.b(x),
-    "nothing": lambda gate, x: x,
-    "residual": lambda gate, x: x + 1,
-    "detached": lambda gate, x: x.detach() * 2,
-    "constant": lambda gate, x: torch.ones_like(x),
-    "frozen": lambda gate, x: x * gate.scale,
-    "negative": lambda gate, x: torch.relu(x - 3) * -0.5,
-    "dead": lambda gate, x: gate.b(x.detach()) * -0.0,
-}
-
-
-class Gate(nn.Module):
-    def __init__(self, kind, counting):
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.full((WIDTH,), -0.5), requires_grad=False)
-        self.kind = kind
-        if counting:
-            self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x, answers):
-        if answers[0] > 0:
-            if hasattr(self, "count"):
-                self.count.add_(1)
-            return -torch.relu(self.a(x))
-        return BRANCHES[self.kind](self, x)
-
-
-class Gates(nn.Module):
-    def __init__(self, kinds, ties, residual, counting=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.gates = nn.ModuleList([Gate(kind, counting) for kind in kinds])
-        self.between = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in kinds])
-        self.residual = residual
-        for one, other in ties:
-            self.gates[other].a.weight = self.gates[one].b.weight
-
-    def forward(self, x, answers):
-        x = self.first(x)
-        for k, (gate, linear) in enumerate(zip(self.gates, self.between, strict=True)):
-            y = linear(gate(x, answers[:, k]))
-            x = x + y if self.residual else y
-        return self.last(x)
-
-
-def batch(answers, seed=0):
-    """Two rows for each microbatch, and what its gates are answered."""
-    torch.manual_seed(seed)
-    x = torch.randn(2 * len(answers), WIDTH)
-    said = torch.tensor(answers, dtype=torch.float32).repeat_interleave(2, 0) - 0.5
-    return (x, said), torch.randn(2 * len(answers), WIDTH)
-
-
-def piped(model, how, inputs, targets, **options):
-    cuts = [name for k in range(len(model.gates)) for name in (f"gates.{k}", f"between.{k}")]
-    step = len(cuts) // (how.stages - 1) if how.stages > 1 else 1
-    chosen = cuts[::step][: how.stages - 1]
-    return fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=chosen, unsplittable=Gate, **options
-    )
-
-
-def as_stated(pipe, model, inputs, targets):
-    """The gradients of the plain loop, added as the schedule states."""
-    how = pipe.schedule
-    alone = [gradients_of(i, model, mse, inputs, targets, how.microbatches) for i in range(how.microbatches)]
-    found = {}
-    for stage in pipe.stages:
-        for name in stage.grads:
-            sums = [added(how, rank, stage.index, name, alone) for rank in how.placement.replicas(stage.index)]
-            found[name] = plus(sums)
-    return {name: total for name, total in found.items() if total is not None}
-
-
-def plus(terms):
-    there = [term for term in terms if term is not None]
-    return functools.reduce(torch.add, there) if there else None
-
-
-def added(how, rank, s, name, alone):
-    order = [action.microbatch for action in how.actions(rank) if action.stage == s and action.kind in ("B", "W")]
-    return plus([alone[i].get(name) for i in order])
 
 
 HOWS = [
@@ -137,7 +51,7 @@ ties = st.sampled_from([[], [(0, 2)], [(0, 1)], [(0, 1), (0, 2)]])
 def test_gradients_are_there_exactly_where_one_device_has_them(kinds, ties, residual, answers, how, backward):
     model = Gates(kinds, ties, residual)
     example, targets = batch(answers[: how.microbatches])
-    pipe = piped(model, how, example, targets, backward=backward)
+    pipe = build(model, how, example, targets, backward=backward)
     params, buffers = pipe.init(model)
     for turn in range(2):
         inputs, targets = batch((answers[turn:] + answers)[: how.microbatches], turn)
@@ -153,9 +67,9 @@ def test_replicas_agree_which_gradients_there_are(kinds, answers, how, tie):
     """Each adds those of its microbatches; where one has none the other's is the sum."""
     model = Gates(kinds, [(0, 2)] if tie else [], False, counting=False)
     inputs, targets = batch(answers)
-    pipe = piped(model, how, inputs, targets)
+    pipe = build(model, how, inputs, targets)
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
-    want = as_stated(pipe, model, inputs, targets)
+    want = loop_as_stated(pipe, model, mse, inputs, targets).grads
     assert grads.keys() == want.keys()
     assert all(same_bits(grads[name], want[name]) for name in want)
     fpipe.verify(pipe, model, inputs, targets)
@@ -166,7 +80,7 @@ def test_replicas_agree_which_gradients_there_are(kinds, answers, how, tie):
 def test_summed_over_stages_what_is_absent_adds_nothing(kinds, ties, answers, how):
     model = Gates(kinds, ties, False)
     inputs, targets = batch(answers[: how.microbatches])
-    pipe = piped(model, how, inputs, targets, tied="sum")
+    pipe = build(model, how, inputs, targets, tied="sum")
     _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     assert grads.keys() == loop(model, mse, inputs, targets, how.microbatches).grads.keys()
     fpipe.verify(pipe, model, inputs, targets)
@@ -177,7 +91,7 @@ def test_weight_decay_moves_what_one_device_moves():
     model, how = Gates(["other", "detached", "other"], [], True), one_f_one_b(ranks=3, microbatches=2)
     plain = copy.deepcopy(model)
     inputs, targets = batch([[1, 1, 1], [1, 0, 1]])
-    pipe = piped(model, how, inputs, targets)
+    pipe = build(model, how, inputs, targets)
     params, buffers = pipe.init(model)
     mine, theirs = (torch.optim.SGD(some, 0.1, 0.9, weight_decay=0.1) for some in (params.values(), plain.parameters()))
     step = fpipe.value_and_grad(pipe)
@@ -200,7 +114,7 @@ def test_cotangents_are_optional_only_where_data_decide(residual):
     """A residual connection brings one whatever the gate does, so nothing more is sent."""
     model = Gates(["other", "detached", "other"], [(0, 2)], residual)
     inputs, targets = batch([[1, 1, 1]] * 3)
-    pipe = piped(model, one_f_one_b(ranks=3, microbatches=3), inputs, targets)
+    pipe = build(model, one_f_one_b(ranks=3, microbatches=3), inputs, targets)
     kinds = {type(spec) for stage in pipe.stages for port in stage.pulled_by for spec in port.specs}
     assert OptionalSpec in kinds
     assert (Spec in kinds) == residual

@@ -15,108 +15,19 @@ from fpipe.autodiff.accumulation import alone
 from fpipe.autodiff.split_backward import Graph, Splitter, made_so_far, search
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, split_backward
-from tests.common.cases import mse
+from tests.common.cases import WIDTH, mse
 from tests.common.loops import loop
-
-W = 4
+from tests.common.written_layers import WRITTEN, Written, build
 
 
 def leaf(*shape):
     return torch.randn(*shape).requires_grad_()
 
 
-class Written(nn.Module):
-    """Part of a model, with a weight and a bias, that does what a function says."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(W, W)), nn.Parameter(torch.randn(W))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-def hooked(m, x):
-    turned = m.weight.t()
-    turned.register_hook(lambda grad: grad * 0.5)
-    return x @ turned + m.bias
-
-
-def under_autocast(m, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return functional.linear(x, m.weight, m.bias).float()
-
-
-def with_node(m, x):
-    y = functional.linear(x, m.weight, m.bias)
-    if y.grad_fn is not None:
-        y.grad_fn.register_prehook(lambda grads: tuple(grad * 0.5 for grad in grads))
-    return y
-
-
-def checkpointed(m, x):
-    def body(x):
-        return functional.linear(x, m.weight, m.bias).sin()
-
-    return checkpoint(body, x, use_reentrant=False)
-
-
-PARTS = {
-    "linear": (lambda m, x: functional.linear(x, m.weight, m.bias), {}),
-    "several rows": (lambda m, x: functional.linear(x.view(-1, 1, W), m.weight, m.bias).view(-1, W), {}),
-    "autocast": (under_autocast, {}),
-    "twice": (
-        lambda m, x: functional.linear(functional.linear(x, m.weight, m.bias), m.weight),
-        {"weight": "used 2 times"},
-    ),
-    "also in a norm": (
-        lambda m, x: functional.linear(x, m.weight, m.bias) + m.weight.square().mean(),
-        {"weight": "used 2 times"},
-    ),
-    "scaled": (
-        lambda m, x: functional.linear(x, m.weight * 2, m.bias),
-        {"weight": "computed by MulBackward0"},
-    ),
-    "norm": (
-        lambda m, x: functional.layer_norm(x, (W,), None, m.bias) @ m.weight,
-        {"bias": "computed by NativeLayerNormBackward0"},
-    ),
-    "factor": (
-        lambda m, x: torch.addmm(m.bias, x, m.weight, alpha=2),
-        dict.fromkeys(("weight", "bias"), "computed by AddmmBackward0 with factors or as a sparse tensor"),
-    ),
-    "checkpoint": (checkpointed, dict.fromkeys(("weight", "bias"), "checkpointed")),
-    "hook": (hooked, dict.fromkeys(("weight", "bias"), "tensors have hooks")),
-    "node": (with_node, dict.fromkeys(("weight", "bias"), "tensors have hooks")),
-    "convolution": (
-        lambda m, x: functional.conv1d(x[:, :, None], m.weight[:, :, None], m.bias)[:, :, 0],
-        {},
-    ),
-    "unused": (lambda m, x: functional.linear(x, m.weight), {}),
-    "dropout": (lambda m, x: functional.linear(x.relu_(), m.weight, m.bias), {}),
-}
-
-
-def pipeline(function, batches=3, stages=3):
-    """Stages of one part each, the first without differentiable input, and what they are given."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Written(function) for _ in range(stages)])
-    inputs, targets = (torch.randn(2 * batches, W),), torch.randn(2 * batches, W)
-    how = split_backward(one_f_one_b(ranks=stages, microbatches=batches))
-    cuts = [str(k) for k in range(1, stages)]
-    return (
-        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts),
-        model,
-        inputs,
-        targets,
-    )
-
-
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_the_bits_of_one_device_and_what_is_deferred(name):
-    function, undeferred = PARTS[name]
-    pipe, model, inputs, targets = pipeline(function)
+    function, undeferred = WRITTEN[name]
+    pipe, model, inputs, targets = build(function)
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     want = loop(model, mse, inputs, targets, 3)
     assert same_bits(step.loss, want.loss)
@@ -127,10 +38,10 @@ def test_the_bits_of_one_device_and_what_is_deferred(name):
 
 
 def test_a_weight_that_later_stages_use_too_is_not_deferred():
-    model = nn.Sequential(*[nn.Linear(W, W) for _ in range(3)])
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
     model[2].weight = model[0].weight
     how = split_backward(one_f_one_b(ranks=3, microbatches=2))
-    pipe = fpipe.pipeline(model, example=(torch.ones(4, W),), loss=torch.mean, schedule=how, cuts=["1", "2"])
+    pipe = fpipe.pipeline(model, example=(torch.ones(4, WIDTH),), loss=torch.mean, schedule=how, cuts=["1", "2"])
     assert pipe.stages[0].undeferred == {"0.weight": "also used by other stages"}
     assert pipe.stages[1].undeferred == pipe.stages[2].undeferred == {}
 
@@ -144,17 +55,19 @@ def test_a_checkpointed_body_runs_twice(whole):
         runs.append(1)
         return functional.linear(functional.linear(x, weight, bias).sin(), weight.t(), bias)
 
-    pipe, model, _, targets = pipeline(lambda m, x: checkpoint(body, x, m.weight, m.bias, use_reentrant=False), 1, 2)
+    pipe, model, _, targets = build(
+        lambda m, x: checkpoint(body, x, m.weight, m.bias, use_reentrant=False), batches=1, stages=2
+    )
     params, _ = pipe.init(model)
     for stage in pipe.stages:
-        x = leaf(2, W).detach()
+        x = leaf(2, WIDTH).detach()
         given = (x, targets[:2]) if stage.index else (x,)
         arguments = stage.leaves(params), (), tuple(given), 0
         if stage.index:
             arguments = stage.leaves(params), (), tuple(given[::-1]), 0
         runs.clear()
         _, _, kept = stage.forward(*arguments)
-        incoming = (torch.ones(2, W),) * len(stage.pulled_by)
+        incoming = (torch.ones(2, WIDTH),) * len(stage.pulled_by)
         if whole:
             stage.backward(kept, incoming)
         else:
@@ -166,7 +79,7 @@ def test_a_checkpointed_body_runs_twice(whole):
 def test_only_inputs_and_gradients_of_outputs_are_kept():
     """Between the halves everything else is freed, even if nothing waits for the input's gradient."""
     for inner in (True, False):
-        x, w1, b1, w2 = leaf(8, W) if inner else torch.randn(8, W), leaf(16, W), leaf(16), leaf(W, 16)
+        x, w1, b1, w2 = leaf(8, WIDTH) if inner else torch.randn(8, WIDTH), leaf(16, WIDTH), leaf(16), leaf(WIDTH, 16)
         middle = functional.linear(x, w1, b1)
         active = functional.gelu(middle)
         out = functional.linear(active, w2).sin()
@@ -178,22 +91,22 @@ def test_only_inputs_and_gradients_of_outputs_are_kept():
         gc.collect()
         assert not [name for name, ref in watched.items() if ref() is not None]
         kept = {t.data_ptr(): t for _, part in half.tasks for t in part if isinstance(t, torch.Tensor)}
-        assert sum(t.numel() for t in kept.values()) == 8 * (W + 16)
-        assert sum(t.numel() for t in incoming) == 8 * (16 + W)
+        assert sum(t.numel() for t in kept.values()) == 8 * (WIDTH + 16)
+        assert sum(t.numel() for t in incoming) == 8 * (16 + WIDTH)
         assert not [t for t in (*kept.values(), *incoming) if t.requires_grad or t.grad_fn is not None]
         assert None not in half.grads(incoming, [w1, b1, w2], [None] * 3, alone)
 
 
 def graphs():
     """Graphs that a split may meet one after the other, all of the same leaves."""
-    x, a, b, c = leaf(3, W), leaf(W, W), leaf(W, W), leaf(W, W)
+    x, a, b, c = leaf(3, WIDTH), leaf(WIDTH, WIDTH), leaf(WIDTH, WIDTH), leaf(WIDTH, WIDTH)
     makes = {
         "a b": lambda: (x @ a).sin() @ b,
         "b a": lambda: (x @ b).sin() @ a,
         "a a": lambda: (x @ a).sin() @ a,
         "transposed": lambda: (x @ a.t()).sin() @ b.t(),
         "viewed": lambda: (x @ a.transpose(0, 1)).sin() @ b.mT,
-        "reshaped": lambda: (x @ a.view(W, W)).sin() @ b.view(W, W),
+        "reshaped": lambda: (x @ a.view(WIDTH, WIDTH)).sin() @ b.view(WIDTH, WIDTH),
         "one": lambda: x @ a,
         "three": lambda: ((x @ a).sin() @ b).sin() @ c,
         "sum": lambda: (x @ a).sin() @ b + c.sum().sin(),
@@ -243,15 +156,15 @@ def test_where_no_gradient_comes_in_there_is_none():
         def backward(ctx, grad):
             return None
 
-    x, w = leaf(2, W), leaf(W, W)
-    out = Nothing.apply(x @ w.view(W, W)) + x
+    x, w = leaf(2, WIDTH), leaf(WIDTH, WIDTH)
+    out = Nothing.apply(x @ w.view(WIDTH, WIDTH)) + x
     edges, half = Splitter({}, True).half(Graph([out], 0), [w])
     _, incoming = torch.autograd.grad(out, [x, *edges], torch.ones_like(out), allow_unused=True)
     assert half.grads((incoming,), [w], [None], alone) == (None,)
 
 
 def test_reasons():
-    x, w = leaf(2, W), leaf(W, W)
+    x, w = leaf(2, WIDTH), leaf(WIDTH, WIDTH)
     out = x @ w
     assert search(Graph([out], 0), [w, leaf(3)], {}).reasons == {1: "not reached"}
     assert search(Graph([out], 0), [w], {0: "told so"}).reasons == {0: "told so"}
@@ -276,7 +189,11 @@ def test_where_data_decide_the_graph_is_searched_each_time():
         )
 
     torch.manual_seed(1)
-    model, inputs, targets = nn.Sequential(nn.Linear(W, W), Written(either)), (torch.randn(8, W),), torch.randn(8, W)
+    model, inputs, targets = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), Written(either)),
+        (torch.randn(8, WIDTH),),
+        torch.randn(8, WIDTH),
+    )
     how = split_backward(one_f_one_b(ranks=2, microbatches=8))
     pipe = fpipe.pipeline(
         model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1"], unsplittable=[Written]

@@ -29,7 +29,7 @@ from schedules import (
 )
 from schedules.files.csv import table
 from schedules.testing import graphs, orders, require_same_times, schedules, timed
-from tests.fpipe.runtime.test_executor import Symbolic, batch, key, runnable
+from tests.common.symbolic import Symbolic, batch, key, runnable
 
 FAMILIES = [getattr(families, name) for name in families.__all__]
 TRANSFORMS = [

@@ -15,16 +15,17 @@ from fpipe.autodiff.graph.simplification import SMALL
 from fpipe.autodiff.recorded import Recorded
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, split_backward, zb_v
-from tests.common.cases import Case, mse, rows_of
+from tests.common import written_layers
+from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.random_models import case_of, descriptions, places
+from tests.common.random_pipelines import schedules_of
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_night, few, in_turn
+from tests.common.unusual_models import MODELS
+from tests.common.written_layers import WRITTEN, Written
 from tests.common.zoo import ZOO
-from tests.fpipe.autodiff.test_split_backward import PARTS, W, Written
-from tests.fpipe.capture.trace.test_front_end import MODELS
-from tests.fpipe.verification.test_random_models import schedules
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 
@@ -64,21 +65,10 @@ def test_what_a_graph_would_lose(name):
 EARLY = {"norm": {"bias": "computed by native_layer_norm_backward.default"}}
 
 
-def chain(function, backward="graph", batches=3, stages=3):
-    """Stages of one part each, the first without differentiable input, and what they are given."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[Written(function) for _ in range(stages)])
-    inputs, targets = (torch.randn(2 * batches, W),), torch.randn(2 * batches, W)
-    how = split_backward(one_f_one_b(ranks=stages, microbatches=batches))
-    cuts = [str(k) for k in range(1, stages)]
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts, backward=backward)
-    return pipe, model, inputs, targets
-
-
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_deferred(name):
     """More than by autograd: what is behind a product goes with it, and a weight that is used twice."""
-    pipe, model, inputs, targets = chain(PARTS[name][0])
+    pipe, model, inputs, targets = written_layers.build(WRITTEN[name][0], "graph")
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     want = loop(model, mse, inputs, targets, 3)
     assert same_bits(step.loss, want.loss)
@@ -96,7 +86,7 @@ def gelu(module, x):
 @pytest.mark.parametrize("s", [0, 1])
 def test_what_is_kept_in_between_is_the_least(s):
     """Of a stage of linear layers, their inputs and the gradients of their outputs; of the first stage, too."""
-    pipe, model, inputs, _ = chain(lambda m, x: gelu(m, gelu(m, x)))
+    pipe, model, inputs, _ = written_layers.build(lambda m, x: gelu(m, gelu(m, x)), "graph")
     stage, x = pipe.stages[s], inputs[0][:2]
     params, _ = pipe.init(model)
     outputs, _, residuals = stage.forward(stage.leaves(params), (), (x,), 0)
@@ -109,7 +99,7 @@ def test_what_is_kept_in_between_is_the_least(s):
 
 def test_functions_are_pure():
     """The same twice, of unchanged arguments; the halves make the whole."""
-    pipe, model, inputs, _ = chain(gelu)
+    pipe, model, inputs, _ = written_layers.build(gelu, "graph")
     stage, x = pipe.stages[1], inputs[0][:2]
     leaves = stage.leaves(pipe.init(model)[0])
     before = [tensor.clone() for tensor in (*leaves, x)]
@@ -127,13 +117,13 @@ def test_a_stage_that_reads_values_is_left_to_autograd():
     class Reading(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(W, W)
+            self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x):
             return self.linear(x) if x.sum() > 0 else x
 
-    model = nn.Sequential(nn.Linear(W, W), Reading())
-    how, x = one_f_one_b(ranks=2, microbatches=2), torch.randn(4, W)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reading())
+    how, x = one_f_one_b(ranks=2, microbatches=2), torch.randn(4, WIDTH)
     pipe = fpipe.pipeline(
         model,
         example=(x,),
@@ -156,7 +146,7 @@ def test_what_is_computed_out_of_sight_is_left_to_autograd():
             y = x * 2
         return functional.linear(y, module.weight, module.bias)
 
-    pipe, *_ = chain(hidden)
+    pipe, *_ = written_layers.build(hidden, "graph")
     assert "by autograd" in pipe.stages[1].functions.remark
 
 
@@ -169,7 +159,7 @@ def test_python_is_run_once():
         return functional.linear(x, module.weight, module.bias)
 
     for backward, expected in (("graph", 0), ("autograd", 9)):
-        pipe, model, inputs, targets = chain(counted, backward)
+        pipe, model, inputs, targets = written_layers.build(counted, backward)
         state, step = pipe.init(model), fpipe.value_and_grad(pipe)
         calls.clear()
         step(*state, inputs, targets)
@@ -187,7 +177,7 @@ def test_recomputed_stages_and_checkpoints_inside():
 
     kept = {}
     for name, function in (("checkpoint", body), ("plain", plain)):
-        pipe, model, inputs, targets = chain(function)
+        pipe, model, inputs, targets = written_layers.build(function, "graph")
         again = fpipe.pipeline(
             model,
             example=inputs,
@@ -216,16 +206,16 @@ def by_rows(module, x):
 
 @pytest.mark.parametrize("function", [gelu, by_rows])
 def test_other_sizes_are_recorded_on_their_own(function):
-    pipe, model, _, _ = chain(function)
-    x = torch.randn(8, W)  # of 3, 3 and 2
+    pipe, model, _, _ = written_layers.build(function, "graph")
+    x = torch.randn(8, WIDTH)  # of 3, 3 and 2
     assert recorded(pipe)
     assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 3))
     assert_same(run(pipe, model, (x,), x), run_reference(pipe, model, (x,), x))
 
 
 def test_evaluation_too():
-    pipe, model, inputs, targets = chain(gelu)
-    eager, *_ = chain(gelu, "autograd")
+    pipe, model, inputs, targets = written_layers.build(gelu, "graph")
+    eager, *_ = written_layers.build(gelu)
     for batch in (inputs, targets), (inputs,):
         got, want = (fpipe.evaluate(one)(*one.init(model), *batch) for one in (pipe, eager))
         assert same_bits(got.outputs, want.outputs)
@@ -264,7 +254,7 @@ def test_compiled_stages_are_close():
 
 def test_what_is_no_way_is_refused():
     with pytest.raises(fpipe.InputError, match="backward: got 'graphs', expected one of autograd, graph, "):
-        chain(gelu, "graphs")
+        written_layers.build(gelu, "graphs")
 
 
 @settings(max_examples=few(8))
@@ -274,7 +264,7 @@ def test_any_model(description, data):
     microbatches, names = data.draw(st.integers(1, 3)), places(description)
     chosen = data.draw(st.sets(st.sampled_from(names), max_size=5)) if names else set()
     cuts = tuple(name for name in names if name in chosen)
-    how = data.draw(schedules(len(cuts) + 1, microbatches))
+    how = data.draw(schedules_of(len(cuts) + 1, microbatches))
     case = case_of(description)
     try:
         built = build(case, how, 3 * microbatches, cuts, "trace", backward="graph")
@@ -335,7 +325,7 @@ def cast_once(module, x):
 def summed(module, x):
     """Sums that are viewed as something else than themselves without their first dimension."""
     square = module.bias.view(2, 2)
-    y = functional.linear(x, module.weight) + (square * 2).view(1, W)
+    y = functional.linear(x, module.weight) + (square * 2).view(1, WIDTH)
     return y * module.weight[:1].sum(1, keepdim=True).view(1) * (module.weight[:1] * x[:1]).sum(1, keepdim=True).view(1)
 
 
@@ -358,7 +348,7 @@ SUBTLE = {
 @pytest.mark.parametrize("name", SUBTLE)
 def test_what_is_easily_lost(name):
     function, early = SUBTLE[name]
-    pipe, model, inputs, targets = chain(function)
+    pipe, model, inputs, targets = written_layers.build(function, "graph")
     assert recorded(pipe)
     seed = 7 if name == "noise" else None
     for _ in range(2):  # the same again: nothing was changed that is used again
@@ -368,10 +358,10 @@ def test_what_is_easily_lost(name):
 
 def test_statistics_that_nobody_reads():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(W, W), Written(with_statistics), nn.Linear(W, W))
-    model[1].register_buffer("mean", torch.zeros(W))
-    model[1].register_buffer("square", torch.ones(W))
-    x, how = torch.randn(6, W), one_f_one_b(ranks=3, microbatches=3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Written(with_statistics), nn.Linear(WIDTH, WIDTH))
+    model[1].register_buffer("mean", torch.zeros(WIDTH))
+    model[1].register_buffer("square", torch.ones(WIDTH))
+    x, how = torch.randn(6, WIDTH), one_f_one_b(ranks=3, microbatches=3)
     pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1", "2"], backward="graph")
     assert recorded(pipe)
     got = run(pipe, model, (x,), x)
@@ -383,9 +373,9 @@ def test_statistics_that_nobody_reads():
 def test_only_small_constants_are_kept():
     """The one with which a backward begins, for example, not a tensor of the size of a value."""
     for rows, count in ((2, 1), (2 * SMALL, 0)):
-        x = torch.randn(rows, W)
+        x = torch.randn(rows, WIDTH)
         pipe = fpipe.pipeline(
-            nn.Sequential(nn.Linear(W, W)),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH)),
             example=(x,),
             loss=lambda out: (out * torch.ones_like(out)).sum(),
             schedule=one_f_one_b(ranks=1, microbatches=1),
@@ -400,9 +390,9 @@ def test_only_small_constants_are_kept():
 def test_sparse_gradients(backward, microbatches):
     torch.manual_seed(0)
     model, words, y = (
-        nn.Sequential(nn.Embedding(9, W, sparse=True), nn.Linear(W, W)),
+        nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)),
         torch.arange(6),
-        torch.randn(6, W),
+        torch.randn(6, WIDTH),
     )
     how = split_backward(one_f_one_b(ranks=2, microbatches=microbatches))
     pipe = fpipe.pipeline(model, example=(words,), targets=y, loss=mse, schedule=how, cuts=["1"], backward=backward)

@@ -17,9 +17,9 @@ from schedules import one_f_one_b, recompute, v_min, zb_h1, zb_v
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
+from tests.common.memory import require_as_simulated
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, in_turn
-from tests.fpipe.pipelines.test_memory import require_as_simulated
 
 ROWS, MICROBATCHES, STAGES = 2, 5, 4
 CALLS = STAGES * MICROBATCHES

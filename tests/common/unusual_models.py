@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that a graph of operators would change: they keep objects, share lists, have hooks, run under autocast."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.common.cases import WIDTH
+from tests.common.layers import Tripled
+from tests.common.unusual_layers import (
+    Block,
+    Noted,
+    Stack,
+    checkpointed,
+    differentiated,
+    enclosed,
+    hooked,
+    mixed,
+    packed,
+    replaced,
+    stopped,
+    vmapped,
+)
+
+
+class WithNotes(Stack):
+    """The root adds what its blocks have left in attributes."""
+
+    def __init__(self):
+        super().__init__(Noted())
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + sum(block.note for block in self.blocks)
+
+
+class Autocast(nn.Module):
+    """Autocast around everything: no module boundary is outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.stack(x).float()
+
+
+class Masked(Stack):
+    """A mask computed in the root's forward, by functions that hold tensors."""
+
+    def forward(self, x):
+        allowed = x > -1
+
+        def both(row):
+            return allowed[row] & (x[row] < 1)
+
+        mask = torch.vmap(both)(torch.arange(len(x)))
+        return super().forward(x).masked_fill(~mask, 0.5)
+
+
+@dataclass
+class State:
+    """What travels between blocks."""
+
+    h: Tensor
+    mask: Tensor
+    count: int = 0
+    extra: Tensor | None = None
+
+
+class Keeping(Block):
+    """Fills a cache at its first call."""
+
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = torch.arange(WIDTH) / WIDTH
+        return super().forward(x * self.kept)
+
+
+def caches():
+    model = Stack()
+    model.blocks = nn.ModuleList([Keeping() for _ in range(4)])
+    return model
+
+
+class Travelling(nn.Module):
+    """A dataclass with a mask, an integer and nothing in it; one block's output is used far behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def step(self, block, state):
+        h = block(state.h).masked_fill(state.mask, 0.5)
+        return State(h, state.mask, state.count + 1, h if state.count == 0 else state.extra)
+
+    def forward(self, x):
+        state = State(x, x > 0.3)
+        for block in self.blocks:
+            state = self.step(block, state)
+        return state.h * state.count + state.extra
+
+
+class Remembering:
+    """An object that blocks write into and read from, as caches do."""
+
+    def __init__(self):
+        self.seen = []
+
+
+class Cached(nn.Module):
+    """Blocks that get an object; what is in it is used behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Noting() for _ in range(4)])
+
+    def forward(self, x):
+        memory = Remembering()
+        for block in self.blocks:
+            x = block(x, memory)
+        return x + memory.seen[0] * memory.seen[-1]
+
+
+class Noting(Block):
+    """Writes into the object that it gets."""
+
+    def forward(self, x, memory):
+        h = super().forward(x)
+        memory.seen.append(h.sin())
+        return h
+
+
+class Sinking(Block):
+    """Leaves a tensor in a list that it shares with others, and reads one from there."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        h = super().forward(x) + self.shared[0]
+        self.shared.append(h.sin())
+        return h
+
+
+class Leaving(Block):
+    """Leaves a tensor in a list, and reads none."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        h = super().forward(x)
+        self.shared.append(h.sin())
+        return h
+
+
+def leaving():
+    model = Sharing()
+    model.blocks = nn.ModuleList([Leaving(model.shared) for _ in range(4)])
+    return model
+
+
+class Sharing(nn.Module):
+    """Blocks that speak to each other through a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = []
+        self.blocks = nn.ModuleList([Sinking(self.shared) for _ in range(4)])
+
+    def forward(self, x):
+        self.shared[:] = [x.cos()]
+        for block in self.blocks:
+            x = block(x)
+        return x + self.shared[1] * self.shared[-1]
+
+
+class Numbered(Block):
+    """Gets an object, counts in it, and uses the number."""
+
+    def forward(self, x, counter):
+        counter.append(None)
+        return super().forward(x) * len(counter)
+
+
+class Counted(nn.Module):
+    """An object without tensors that every call changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Numbered() for _ in range(4)])
+
+    def forward(self, x):
+        class Counter(list):
+            """No tree."""
+
+        counter = Counter()
+        for block in self.blocks:
+            x = block(x, counter)
+        return x
+
+
+class Indirect(nn.Module):
+    """Methods other than forward, and a module called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.blocks = Block(), nn.ModuleList([Block(), Block(), Block()])
+
+    def encode(self, x):
+        return self.encoder.forward(x) * 2
+
+    def forward(self, x):
+        h = self.encode(x)
+        for block in (*self.blocks, self.blocks[0]):
+            h = block(x=h)
+        return h
+
+
+def hooks():
+    """Forward hooks that change what comes out, and one on the way back."""
+    model = Stack()
+    model.blocks[1].register_forward_hook(lambda module, args, out: out * 1.25)
+    model.blocks[2].a.register_forward_pre_hook(lambda module, args: (args[0] - 0.5,))
+    model.blocks[3].b.register_full_backward_hook(halved)
+    return model
+
+
+def halved(module, incoming, outgoing):
+    return (incoming[0] * 0.5,)
+
+
+def backward_hook():
+    model = Stack()
+    model.blocks[1].register_full_backward_hook(halved)
+    return model
+
+
+AT_BLOCKS = ("blocks.1", "blocks.2", "blocks.3")
+
+
+INSIDE = ("blocks.0.b", "blocks.1.b", "blocks.2.b")
+
+
+MODELS = {
+    "custom function in a block": (lambda: Stack(lambda m, x: Tripled.apply(x)), AT_BLOCKS, INSIDE),
+    "custom function around": (lambda: Stack(around=lambda m, b, x: Tripled.apply(b(x))), AT_BLOCKS, INSIDE),
+    "checkpoint": (lambda: Stack(around=checkpointed), AT_BLOCKS),
+    "checkpointed closure": (lambda: Stack(around=enclosed), AT_BLOCKS),
+    "vmap over a closure": (Masked, AT_BLOCKS, INSIDE),
+    "checkpoint inside": (lambda: Stack(lambda m, x: checkpoint(torch.sin, x, use_reentrant=False)), AT_BLOCKS, INSIDE),
+    "saved-tensor hooks": (lambda: Stack(packed), AT_BLOCKS),
+    "tensor hook": (lambda: Stack(hooked), AT_BLOCKS, INSIDE),
+    "module hooks": (hooks, AT_BLOCKS, INSIDE),
+    "autocast in a block": (lambda: Stack(mixed), AT_BLOCKS, INSIDE),
+    "autocast around all": (Autocast, tuple(f"stack.{c}" for c in AT_BLOCKS), tuple(f"stack.{c}" for c in INSIDE)),
+    "no_grad": (lambda: Stack(stopped), AT_BLOCKS, INSIDE),
+    "vmap": (lambda: Stack(vmapped), AT_BLOCKS, INSIDE),
+    "assignments to .data": (lambda: Stack(replaced), AT_BLOCKS),
+    "gradients in the forward": (lambda: Stack(differentiated), AT_BLOCKS),
+    "attributes": (WithNotes, AT_BLOCKS, INSIDE),
+    "caches": (caches, AT_BLOCKS, INSIDE),
+    "vmap with a weight": (lambda: Stack(lambda m, x: torch.vmap(m.a)(x)), AT_BLOCKS),
+    "dataclass": (Travelling, AT_BLOCKS, INSIDE),
+    "object": (Cached, AT_BLOCKS, INSIDE),
+    "a list": (Sharing, AT_BLOCKS, INSIDE),
+    "left in a list": (leaving, AT_BLOCKS, INSIDE),
+    "counter": (Counted, AT_BLOCKS, INSIDE),
+    "methods": (Indirect, ("blocks.0", "blocks.1", "blocks.2"), ("blocks.0.b", "blocks.1.b", "blocks.2.b")),
+}
