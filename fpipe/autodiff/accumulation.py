@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fpipe.torch_private import count_storages, foreach_add_
+
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 Put: TypeAlias = Callable[[Tensor | None, Tensor | None], Tensor | None]
 """Returns the new total, given the old total and a gradient: `added`, or `alone`."""
@@ -30,7 +32,7 @@ def summed(total: Gradients, grads: Gradients, count: int) -> Gradients:
     if len(a) < len(total) or len(b) < len(grads):
         return tuple([added(one, other) for one, other in zip(total, grads, strict=True)])
     if a:
-        torch._foreach_add_(a, b)
+        foreach_add_(a, b)
     return total
 
 
@@ -58,7 +60,7 @@ def _holders(tensor: Tensor | None) -> tuple[int, ...]:
         return ()
     storage, base = tensor.untyped_storage(), tensor._base
     unused = storage.nbytes() - tensor.numel() * tensor.element_size()
-    return (*_references(tensor), *_references(base), torch._C._storage_Use_Count(storage._cdata), unused)
+    return (*_references(tensor), *_references(base), count_storages(storage._cdata), unused)
 
 
 def _references(tensor: Any) -> tuple[int, int]:

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import graph
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from fpipe.autodiff.accumulation import Gradients, added, alone, copied, summed
 from fpipe.autodiff.interface import Wiring
-from fpipe.autodiff.split_backward import Graph, Half, Splitter, made_so_far
+from fpipe.autodiff.split_backward import Graph, Half, Splitter
 from fpipe.errors import InputError
 from fpipe.ir.captured import Function, Hook, Tensors
 from fpipe.tensors.spec import OptionalSpec, Spec
+from fpipe.torch_private import FakeTensor, count_nodes, run_backward
 
 
 class Residuals(NamedTuple):
@@ -94,7 +93,7 @@ class Autograd:
         """Run the stage on one microbatch."""
         wiring = self.wiring
         arguments = [*params, *buffers, *self.constants, *inputs]
-        start, foreign = made_so_far(), any(one.requires_grad for one in arguments[len(params) :])
+        start, foreign = count_nodes(), any(one.requires_grad for one in arguments[len(params) :])
         for k in wiring.differentiated:
             arguments[k] = arguments[k].detach().requires_grad_()
         given = tuple(arguments)
@@ -233,7 +232,7 @@ class Autograd:
         """
         roots: tuple[Any, ...] = residuals.roots
         with self._placed(residuals.arguments):
-            return graph._engine_run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
+            return run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
 
     def _placed(self, given: Tensors) -> AbstractContextManager[None]:
         """Return the context for a backward that may rerun parts of the forward; what they modify is cloned first.

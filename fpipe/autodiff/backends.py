@@ -18,8 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-import torch
-
 from fpipe.autodiff.autograd import Autograd
 from fpipe.autodiff.graph.codegen import Run, adding, function
 from fpipe.autodiff.graph.compiler import Compiler, added, compiled
@@ -28,6 +26,7 @@ from fpipe.autodiff.graph.phases import Phase, divide
 from fpipe.autodiff.interface import Functions
 from fpipe.autodiff.recorded import Recorded
 from fpipe.errors import InputError
+from fpipe.torch_private import find_compiler, list_compilers
 
 Backward: TypeAlias = str | Compiler
 Way: TypeAlias = Callable[[Autograd, Examples], Functions]
@@ -48,13 +47,13 @@ def way(backward: Backward) -> Way | None:
 def _compiler(backward: Backward) -> Compiler:
     if callable(backward):
         return backward
-    known = ["autograd", "graph", *torch._dynamo.list_backends(exclude_tags=())]
+    known = ["autograd", "graph", *list_compilers()]
     if backward not in known:
         raise InputError(
             f"backward: got {backward!r}, expected one of {', '.join(known)}, or a backend of torch.compile itself. "
             "Choose one of them."
         )
-    return cast("Compiler", torch._dynamo.lookup_backend(backward))
+    return cast("Compiler", find_compiler(backward))
 
 
 def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examples) -> Functions:

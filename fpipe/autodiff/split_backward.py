@@ -20,7 +20,7 @@ always searched if the stage reads the values of tensors, since its graph may de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,14 +30,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fpipe.autodiff.accumulation import Gradients, Put
 from fpipe.autodiff.formulas import Formula, Kept, Node, Operand, formula_of
+from fpipe.torch_private import AccumulateGrad
 
 Root: TypeAlias = Tensor | GradientEdge
 Edges: TypeAlias = tuple[GradientEdge, ...]
-AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
-
-made_so_far: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
-"""Returns how many nodes autograd has made in this thread."""
-
 VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand", "Alias")
 BETWEEN = frozenset(f"{name}Backward0" for name in (*VIEWS, "ToCopy"))
 """The nodes allowed between a weight and its user: each takes one tensor and saves nothing of it."""

@@ -18,18 +18,20 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.eager_types import hide_fakes, tolist
 from fpipe.capture.fast_paths import allow_fast_paths
 from fpipe.runtime.segments.branching import reading
 from fpipe.tensors.fake import Fakes
+from fpipe.torch_private import (
+    ARGUMENT_CHECK,
+    TENSOR_CHECK,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -114,7 +116,7 @@ VALUE_READS = frozenset(
 """Calls after which execution may depend on tensor values, even if a fake tensor knows its value."""
 
 
-torch_check_all: Any = torch._check_tensor_all_with
+torch_check_all: Any = TENSOR_CHECK.value
 
 
 def check_all(error_type: Any, cond: Tensor, message: Any = None) -> None:
@@ -123,7 +125,7 @@ def check_all(error_type: Any, cond: Tensor, message: Any = None) -> None:
         torch_check_all(error_type, cond, message)
 
 
-torch_is_all_true: Any = torch._is_all_true
+torch_is_all_true: Any = ARGUMENT_CHECK.value
 
 
 def check_valid(valid: Tensor) -> bool:
@@ -143,8 +145,8 @@ def assume_values(mode: FakeTensorMode) -> Iterator[AssumedValues]:
     """Answer reads of values from fake tensors of `mode` inside; yield a record of whether there were any."""
     answers = AssumedValues()
     with (
-        patch.object(torch, "_check_tensor_all_with", check_all),
-        patch.object(torch, "_is_all_true", check_valid),
+        patch.object(*TENSOR_CHECK, check_all),
+        patch.object(*ARGUMENT_CHECK, check_valid),
         hide_fakes(),
         allow_fast_paths(answers.note_nested),
         _answer_nonzero(mode, answers),

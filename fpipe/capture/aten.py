@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
@@ -39,6 +38,7 @@ from fpipe.ir.captured import (
 from fpipe.tensors import random
 from fpipe.tensors.fake import fake
 from fpipe.tensors.tree import Structure, first_names
+from fpipe.torch_private import FUNCTORCH, FakeTensor, FakeTensorMode
 
 
 def read_program(
@@ -135,7 +135,7 @@ class _Graph:
         return tuple(self._unit(node) for node in self.nodes if node.op == "call_function" and not _is_pick(node))
 
     def _unit(self, node: fx.Node) -> Unit:
-        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+        if getattr(node.target, "__module__", "").startswith(FUNCTORCH):
             raise CaptureError(
                 f"module {_path(node) or '(root)'}: got a torch.func transform such as vmap, expected plain operators: "
                 'it cannot be read back from the graph. Choose capture="trace", where modules run as they are.'

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as torch_pytree
 
 from fpipe.capture.aten import read_program
 from fpipe.capture.eager_types import show_fakes
@@ -29,6 +28,7 @@ from fpipe.ir.objective import Objective
 from fpipe.model.stateless import skeleton
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import Structure
+from fpipe.torch_private import torch_pytree
 
 DYNAMO_REPAIR = 'Rewrite that part, or choose capture="trace", which runs the model instead of reading it.'
 

@@ -20,11 +20,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fpipe.capture.guards import current_line
 from fpipe.errors import CaptureError
+from fpipe.torch_private import FAKE_TENSOR, DataDependentOutputException, FakeTensor
 
 OURS = ("torch", "fpipe")
 """Packages that must be able to recognize fake tensors."""
@@ -81,7 +81,7 @@ def hide_fakes() -> Iterator[None]:
 
     Entering takes about 10 ms; nested entry is free. Enter it once around all work on fake tensors.
     """
-    if torch._subclasses.FakeTensor is StandIn:
+    if FAKE_TENSOR.value is StandIn:
         yield
         return
     spaces = [vars(module) for name, module in list(sys.modules.items()) if _is_foreign(name, module)]
@@ -89,7 +89,7 @@ def hide_fakes() -> Iterator[None]:
         stack.callback(_remove_type, spaces)
         for space in spaces:
             space["type"] = Type
-        stack.enter_context(patch.object(torch._subclasses, "FakeTensor", StandIn))
+        stack.enter_context(patch.object(*FAKE_TENSOR, StandIn))
         stack.enter_context(patch.object(FakeTensor, "tolist", tolist))
         for module in _importers():
             stack.enter_context(patch.object(module, "FakeTensor", StandIn))
@@ -99,7 +99,7 @@ def hide_fakes() -> Iterator[None]:
 @contextmanager
 def show_fakes() -> Iterator[None]:
     """Let dynamo, inside, find the class of fake tensors where it looks it up: it compares types."""
-    with patch.object(torch._subclasses, "FakeTensor", FakeTensor):
+    with patch.object(*FAKE_TENSOR, FakeTensor):
         yield
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from fpipe.capture.aten import read_program
@@ -19,6 +18,7 @@ from fpipe.ir.objective import Objective
 from fpipe.model.stateless import skeleton
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import Structure, flatten, require_transparent
+from fpipe.torch_private import FakeTensorMode
 
 
 def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:

@@ -20,11 +20,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import activation
+
+from fpipe.torch_private import FUSED_ATTENTION, IS_TRACING, FakeTensor, fused_encoder_layer
 
 TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor)
-FUSED: tuple[Any, ...] = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
+FUSED: tuple[Any, ...] = (fused_encoder_layer, FUSED_ATTENTION.value)
 """The operators of the fast paths."""
 has_torch_function: Any = torch.overrides.has_torch_function
 
@@ -45,7 +45,7 @@ def allow_fast_paths(nested: Callable[[], None] = lambda: None) -> Iterator[None
 
     with (
         patch.object(torch.overrides, "has_torch_function", answered),
-        patch.object(activation, "_is_make_fx_tracing", lambda: False),
+        patch.object(*IS_TRACING, lambda: False),
     ):
         yield
 

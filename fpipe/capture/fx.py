@@ -21,7 +21,6 @@ from unittest.mock import patch
 import optree
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.capture.guards import (
     blame,
@@ -40,6 +39,7 @@ from fpipe.ir.captured import Captured
 from fpipe.ir.objective import Objective, call_model
 from fpipe.model.stateless import on_meta, skeleton
 from fpipe.tensors.tree import Structure, flatten, flatten_all
+from fpipe.torch_private import TorchDispatchMode
 
 FX_REPAIR = 'Take it out of the model, or choose capture="trace", which runs the model with its shapes.'
 

@@ -20,9 +20,9 @@ from types import FunctionType, ModuleType
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.model.snapshot import CACHED, LIBRARIES, AssignedGlobals, ClassAttributes, Walk, contents
+from fpipe.torch_private import FakeTensor
 
 LIBRARY_PACKAGES: Final = LIBRARIES.union(
     sys.stdlib_module_names, ("fpipe", "schedules", "sympy", "pytest", "hypothesis")

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.ir.objective import Objective
 from fpipe.tensors import random
 from fpipe.tensors.tree import Structure
+from fpipe.torch_private import FakeTensorMode
 
 Value: TypeAlias = int
 Tensors: TypeAlias = tuple[Tensor, ...]

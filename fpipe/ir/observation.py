@@ -7,13 +7,13 @@ All units run once on fake tensors, under a dispatch mode that sees every operat
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Labels, Observed, Unit
 from fpipe.ir.validity import require_results
 from fpipe.tensors.effects import EffectsMode, memory
 from fpipe.tensors.random import label
+from fpipe.torch_private import DataDependentOutputException, DynamicOutputShapeException
 
 
 def observe(captured: Captured) -> Observed:

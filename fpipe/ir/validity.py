@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, FrontEnd, Parameter, Source, Unit, Value
 from fpipe.ir.objective import Objective
+from fpipe.torch_private import FakeTensor
 
 
 def require_valid(

@@ -27,9 +27,9 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodT
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.tensors.tree import PLAIN
+from fpipe.torch_private import FakeTensor
 
 MISSING = object()
 LEAVES = (Tensor, *PLAIN, type(None), type, ModuleType, BuiltinFunctionType, CodeType)

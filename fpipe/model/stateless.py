@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from fpipe.errors import CaptureError
 from fpipe.model.copying import FunctionCopies
 from fpipe.tensors.attributes import as_parameter
+from fpipe.torch_private import disabled_torch_function, mark_as_parameter
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -62,7 +63,7 @@ class Absent(Tensor):
     """A meta tensor that reports the device `home`."""
 
     home: torch.device
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def like(cls, tensor: Tensor) -> Absent:
@@ -80,7 +81,7 @@ class Absent(Tensor):
 def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
     if not isinstance(tensor, Absent):
         return as_parameter(tensor, requires_grad)
-    tensor._is_param = True  # as nn.Parameter marks those of other classes
+    mark_as_parameter(tensor)
     return tensor.requires_grad_(requires_grad)
 
 

@@ -22,6 +22,7 @@ from fpipe.runtime.recording import timed
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
+from fpipe.torch_private import bypass_autograd
 from fpipe.watching.watch import Watch
 from schedules import Placement, Program
 
@@ -84,7 +85,7 @@ class Plan:
         If autograd has nothing to do, operators bypass it, which saves a tenth of their time. Tensors made in the
         context are like any others, except that views do not know their base.
         """
-        return torch._C._AutoDispatchBelowAutograd() if self.below_autograd else nullcontext()
+        return bypass_autograd() if self.below_autograd else nullcontext()
 
     @property
     def placement(self) -> Placement:

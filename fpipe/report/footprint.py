@@ -27,7 +27,6 @@ import optree
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.capture.assumed_values import assume_values
 from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Tensors
@@ -36,6 +35,7 @@ from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec
+from fpipe.torch_private import TorchDispatchMode
 from schedules import Placement, Sizes
 
 

@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.overrides import TorchFunctionMode
 
 from fpipe.autodiff.split_backward import Graph, search
@@ -32,6 +27,12 @@ from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.settings import settings
 from fpipe.tensors.spec import OptionalSpec, Spec
+from fpipe.torch_private import (
+    TENSOR_METHODS,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _forward(
     return _Run(function, leaves, made, watch)
 
 
-GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
 """The function that torch calls to get a tensor's `grad_fn`."""
 
 

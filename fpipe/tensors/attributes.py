@@ -12,9 +12,9 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import CaptureError
+from fpipe.torch_private import FakeTensor
 
 MARKS: Final = "_original_attributes"
 """The attribute in which a fake tensor keeps the names of those of its original."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.torch_private import FakeTensor, OpOverload, TorchDispatchMode
 
 UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
@@ -87,7 +87,7 @@ class EffectsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the arguments that a call of an operator writes to."""
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return
     if is_collective(func) and func._schema.name.endswith("_"):  # its first argument receives, undeclared
         yield from args[0] if isinstance(args[0], list | tuple) else args[:1]
@@ -102,12 +102,12 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def is_collective(func: Any) -> bool:
     """Return whether an operator is one of torch.distributed's that write to their arguments and return a handle."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace == "c10d"
+    return isinstance(func, OpOverload) and func.namespace == "c10d"
 
 
 def random_devices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
     """Return the devices whose generators a call of an operator that returned `out` draws from."""
-    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return []
     if _argument(func, "dropout_p", args, kwargs) == 0:
         return []

@@ -11,19 +11,21 @@ from typing import Any, cast
 import optree
 import torch
 from torch import Tensor
-from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
 
 from fpipe.tensors.attributes import MARKS, marks
 from fpipe.tensors.collectives import preserve_python_generator
 from fpipe.tensors.effects import Effects, is_collective, memory
 from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout
+from fpipe.torch_private import (
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    grouped_mm_output,
+    in_kernel_invocation_manager,
+    set_warn_deprecated_on_mutable_data_ptr,
+)
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -120,7 +122,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return torchs(func, types, args, kwargs)
 
         def run() -> Any:
-            with torch._C.DisableTorchFunction():  # what torch calls to make fakes is not the model's
+            with DisableTorchFunction():  # what torch calls to make fakes is not the model's
                 return torchs(func, types, args, kwargs)
 
         return self.results.result(func, args, kwargs, run)
@@ -182,7 +184,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if device not in self.states:
             self.states[device] = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
         new: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device)
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(new)  # as torch does
+        set_warn_deprecated_on_mutable_data_ptr(new)  # as torch does
         vars(new).update(self.states[device])
         return cast("FakeTensor", new)
 
@@ -205,7 +207,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _grouped_mm(self, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
         with self:
-            return _create_grouped_mm_output_tensor(a, b, offs, out_dtype)  # type: ignore[no-untyped-call]
+            return grouped_mm_output(a, b, offs, out_dtype)
 
 
 @contextmanager

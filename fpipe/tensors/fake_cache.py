@@ -18,8 +18,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fpipe.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    default_device,
+    dispatch_keys,
+)
 
 CacheKey: TypeAlias = tuple[object, ...]
 Operator: TypeAlias = Callable[[], Any]
@@ -74,9 +81,9 @@ class ResultCache:
             table = self.known[func] = {} if _is_cacheable(func) else None
         if table is None or torch.is_inference_mode_enabled():
             return run()
-        key, tensors = [torch.get_default_dtype(), torch._C._get_default_device()], list[Tensor]()
+        key, tensors = [torch.get_default_dtype(), default_device()], list[Tensor]()
         try:
-            with torch._C.DisableTorchFunction():  # not a call of the model
+            with DisableTorchFunction():  # not a call of the model
                 self._add_to_key(args, key, tensors)
                 for name, value in kwargs.items():
                     self._add_to_key((name, value), key, tensors)
@@ -86,7 +93,7 @@ class ResultCache:
         except _UnlikeError:
             return run()
         out = run()
-        with suppress(_UnlikeError), torch._C.DisableTorchFunction():
+        with suppress(_UnlikeError), DisableTorchFunction():
             table[tuple(key)] = self._describe_result(out, tensors)
         return out
 
@@ -177,9 +184,9 @@ def _metadata(tensor: Any) -> CacheKey:
         tensor.stride(),
         tensor.storage_offset(),
         tensor.untyped_storage().nbytes(),
-        tensor._fake_device,
+        tensor.fake_device,
         tensor.requires_grad,
-        torch._C._dispatch_keys(tensor).raw_repr(),  # conjugate, negative, inference mode, ...
+        dispatch_keys(tensor).raw_repr(),  # conjugate, negative, inference mode, ...
     )
 
 

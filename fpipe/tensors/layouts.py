@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+
+from fpipe.torch_private import compute_elementwise_output_strides, suggest_memory_format
 
 LayoutRule: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor]
 """Returns a result for these arguments, laid out as the operator does."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from fpipe.errors import InputError
+from fpipe.torch_private import has_dual_level, is_transformed, transform_level
 
 
 def require_primal(what: str, tensors: Mapping[str, Tensor] | Mapping[int, Tensor]) -> None:
@@ -21,13 +21,13 @@ def require_primal(what: str, tensors: Mapping[str, Tensor] | Mapping[int, Tenso
 
     If neither is active, no tensor is inspected.
     """
-    dual, transformed = forward_ad._current_level >= 0, _functorch.maybe_current_level() is not None
+    dual, transformed = has_dual_level(), transform_level() is not None
     if not (dual or transformed):
         return
     unpack: Any = forward_ad.unpack_dual
     for name, tensor in tensors.items():
         where = f"{what}[{name!r}]"
-        if _functorch.is_functorch_wrapped_tensor(tensor):
+        if is_transformed(tensor):
             raise InputError(
                 f"{where}: got a tensor inside a transform of torch.func, expected a plain one: a step would lose it. "
                 "Call the step outside of torch.func; it returns the gradients itself."

@@ -17,11 +17,10 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as torch_pytree
 
 from fpipe.errors import InputError
 from fpipe.tensors.spec import as_bytes
+from fpipe.torch_private import FakeTensor, torch_pytree
 
 Tree: TypeAlias = Any
 NAMESPACE = "fpipe"

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.errors import InputError
 from fpipe.model.stateless import skeleton
@@ -29,6 +28,7 @@ from fpipe.tensors import random
 from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import first_names
+from fpipe.torch_private import TorchDispatchMode
 from fpipe.weights.state import require_leaf
 
 Initialiser: TypeAlias = Callable[[nn.Module], object]

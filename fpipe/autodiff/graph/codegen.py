@@ -22,6 +22,7 @@ from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.autodiff.graph.simplification import is_item, value_of, written_by
 from fpipe.tensors.spec import Spec
+from fpipe.torch_private import OpOverload, gelu
 
 Run: TypeAlias = Callable[..., Any]
 """Takes the groups of `Phase.takes` and returns those of `Phase.gives`; a single group is returned by itself."""
@@ -51,7 +52,7 @@ DIRECT: Mapping[Any, Any] = MappingProxyType(
         aten.div.Scalar: Tensor.div,
         aten.relu.default: Tensor.relu,
         aten.tanh.default: Tensor.tanh,
-        aten.gelu.default: torch._C._nn.gelu,
+        aten.gelu.default: gelu,
         aten.native_layer_norm.default: torch.native_layer_norm,
     }
 )
@@ -207,7 +208,7 @@ def _callable(node: Node) -> Any:
     target: Any = node.target
     if target in DIRECT and isinstance(node.args[0], Node):
         return DIRECT[target]
-    return target._op if isinstance(target, torch._ops.OpOverload) else target
+    return target._op if isinstance(target, OpOverload) else target
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
 from fpipe.autodiff.graph.codegen import Run, function
 from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.tensors import random
+from fpipe.torch_private import FakeTensor, foreach_add_
 
 Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[Any]]]
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
@@ -55,7 +55,7 @@ def added(phase: Phase, compiler: Compiler) -> Run:
     def call(*groups: Any) -> Any:
         found, onto = run(*groups[:count]), groups[count] if groups[count:] else ()
         if onto:
-            torch._foreach_add_(onto, found[-1] if len(phase.gives) > 1 else found)
+            foreach_add_(onto, found[-1] if len(phase.gives) > 1 else found)
         return (*found[:-1], onto) if onto and len(phase.gives) > 1 else onto or found
 
     return call

@@ -21,12 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.autodiff.accumulation import Gradients
 from fpipe.autodiff.autograd import Autograd
@@ -37,8 +34,9 @@ from fpipe.ir.captured import Tensors
 from fpipe.tensors import random
 from fpipe.tensors.effects import is_collective, random_devices
 from fpipe.tensors.spec import Spec
+from fpipe.torch_private import TENSOR_METHODS, FakeTensor, FakeTensorMode, TorchDispatchMode, no_dispatch
 
-SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+SET_DATA: Any = TENSOR_METHODS["data"].__set__
 """The function that torch calls to assign to a tensor's `.data`."""
 CONSTANT = "constant"
 """The key in a node's `meta` for the tensor that it represents, if that is one of the model's own."""

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from fpipe.autodiff.graph.joint_graph import CONSTANT, Joint
 from fpipe.tensors import random
 from fpipe.tensors.effects import memory, written_arguments
+from fpipe.torch_private import OpOverload
 
 aten = torch.ops.aten
 SAME = frozenset({aten.detach.default, aten.alias.default})
@@ -115,7 +116,7 @@ def _is_constant(node: Node, kept: Collection[int]) -> bool:
     value = value_of(node)
     if value is None or value.numel() > SMALL or memory(value) in kept or is_item(node) or node.op != "call_function":
         return False
-    if _acts(node) or not isinstance(node.target, torch._ops.OpOverload):
+    if _acts(node) or not isinstance(node.target, OpOverload):
         return False
     known = all(one.op == "get_attr" for one in node.all_input_nodes)
     return node.target in LIKE or (known and bool(node.all_input_nodes))
@@ -144,6 +145,6 @@ def _used(joint: Joint) -> Joint:
 
 def _acts(node: Node) -> bool:
     """Return whether a node has side effects."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return node.is_impure() or bool(written_by(node))
     return node.target is random.reseed

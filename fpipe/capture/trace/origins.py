@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fpipe.capture.advice import advise_on_values
 from fpipe.errors import CaptureError
@@ -27,6 +26,7 @@ from fpipe.ir.captured import BatchLeaf, Constant, Source, Unit, Value, compose,
 from fpipe.ir.modes import Modes, apply_modes
 from fpipe.ir.questions import GUESSES, Answer, Question
 from fpipe.ir.tape import Invocation
+from fpipe.torch_private import without_modes
 
 
 @dataclass
@@ -122,7 +122,7 @@ def for_real() -> Iterator[None]:
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             yield
     finally:
         for kind in kinds:

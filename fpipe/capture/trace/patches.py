@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._functorch import apis, eager_transforms
 from torch.utils import checkpoint
 
 from fpipe.capture.assumed_values import check_all, check_valid
@@ -28,12 +27,19 @@ from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError
 from fpipe.runtime.segments.reentrant import Node, Reentrant, require_arguments
 from fpipe.tensors.attributes import refuse_marks
+from fpipe.torch_private import (
+    ARGUMENT_CHECK,
+    CHECKPOINT,
+    FUSED_ATTENTION,
+    INNER_TRANSFORMS,
+    TENSOR_CHECK,
+    CheckpointHook,
+    Place,
+)
 
 TRANSFORMS = (
-    (apis, "vmap_impl"),
-    (eager_transforms, "grad_impl"),
-    (eager_transforms, "grad_and_value_impl"),
-    *((torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
+    *INNER_TRANSFORMS,
+    *(Place(torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
 )
 SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -79,7 +85,7 @@ class _Patched(NamedTuple):
             torch.autograd.graph.saved_tensors_hooks.__enter__,
             torch.autocast.__enter__,
             torch.autocast.__exit__,
-            checkpoint._checkpoint_without_reentrant_generator,
+            CHECKPOINT.value,
             torch.jit.ScriptFunction.__call__,
         )
 
@@ -119,10 +125,10 @@ class _Watching:
         yield torch.autocast, "__exit__", _function(self._left)
         yield torch.jit.ScriptFunction, "__call__", _function(self._scripted)
         yield torch, "manual_seed", self._seeded
-        yield torch, "_check_tensor_all_with", self._transform(check_all)
-        yield torch, "_is_all_true", self._transform(check_valid)
-        yield torch, "_native_multi_head_attention", self._transform(attention)
-        yield checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed
+        yield *TENSOR_CHECK, self._transform(check_all)
+        yield *ARGUMENT_CHECK, self._transform(check_valid)
+        yield *FUSED_ATTENTION, self._transform(attention)
+        yield *CHECKPOINT, self._checkpointed
         for owner, name in TRANSFORMS:
             yield owner, name, self._transform(getattr(owner, name))
 
@@ -208,7 +214,7 @@ class _Watching:
 
     def _saved(self, hooks: Any) -> None:
         self.recorder.hooked.append(len(self.recorder.units))
-        if not isinstance(hooks, checkpoint._checkpoint_hook):
+        if not isinstance(hooks, CheckpointHook):
             self.stack.seal("saved-tensor hooks around what it calls")
         self.torch.saved(hooks)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fpipe.capture.trace.origins import Origin
@@ -26,6 +25,7 @@ from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Constant, Parameter, Source, Unit, Value
 from fpipe.ir.tape import Frame, outermost_checkpoints
 from fpipe.tensors.spec import Spec
+from fpipe.torch_private import DisableTorchFunction
 
 Table = dict[str, Tensor | None]
 
@@ -75,7 +75,7 @@ class Reassignments:
         return new
 
     def _require_plain(self, name: str, value: object) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if isinstance(value, Tensor) and is_tensor and not value.requires_grad:
                 return

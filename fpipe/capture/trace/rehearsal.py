@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from optree import treespec_paths
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.capture.assumed_values import ASSUMPTIONS
 from fpipe.capture.trace.origins import for_real
@@ -47,6 +46,7 @@ from fpipe.runtime.segments.segments import Rehearse, Rehearsed
 from fpipe.runtime.segments.selection import given
 from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.tree import PLAIN
+from fpipe.torch_private import DisableTorchFunction, FakeTensor
 
 CALLABLE = (BuiltinFunctionType, MethodDescriptorType, MethodType, MethodWrapperType, WrapperDescriptorType)
 DATA = (*PLAIN, slice, range, type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -137,7 +137,7 @@ class Rehearsal:
         return {} if frame is None else {frame: "is not known to do the same"}
 
     def _differing(self, take: _Take, frames: Sequence[Frame]) -> dict[Frame, str]:
-        with torch._C.DisableTorchFunction(), for_real():
+        with DisableTorchFunction(), for_real():
             tensors = self.fresh()
         take.recorder.values.know(tensors)
         self.empty()
@@ -294,5 +294,5 @@ def _same_constant(new: Tensor, old: Tensor) -> bool:
     """Compare the values of real tensors, unseen by the recorder."""
     if isinstance(old, FakeTensor):
         return False
-    with torch._C.DisableTorchFunction(), for_real():
+    with DisableTorchFunction(), for_real():
         return new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old)

@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.capture.assumed_values import UNKNOWN
 from fpipe.capture.guards import current_line
 from fpipe.errors import CaptureError, PipelineError
+from fpipe.torch_private import FAKE_ERRORS, TENSOR_METHODS, FakeTensor
 
-GRAD: Any = vars(torch._C.TensorBase)["grad"]
+GRAD: Any = TENSOR_METHODS["grad"]
 UNANSWERABLE: Mapping[Any, str] = MappingProxyType({GRAD.__get__: "is asked for", GRAD.__set__: "is assigned to"})
 """What torch calls when a tensor's `.grad` is used."""
-ASKING: tuple[Any, ...] = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "is_leaf"))
+ASKING: tuple[Any, ...] = tuple(TENSOR_METHODS[name].__get__ for name in ("grad_fn", "is_leaf"))
 """What torch calls when a tensor is asked whether it was computed."""
 ELSEWHERE = (Tensor.numpy, Tensor.__array__)
 """Calls that fake tensors refuse with various errors."""
@@ -80,7 +79,7 @@ def refusal(function: Any, error: Exception, here: Callable[[], str]) -> Pipelin
     """Return the error to raise if the forward catches one that a torch call raised because tensors are fake."""
     if isinstance(error, PipelineError):
         return error
-    if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == fake_tensor.__name__):
+    if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == FAKE_ERRORS):
         return None
     return CaptureError(
         f"{here()}: got {type(error).__name__}: {error}, which the forward caught, expected one that needs no values: "

@@ -29,7 +29,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumed_values import FINITE
@@ -44,11 +43,21 @@ from fpipe.tensors.attributes import MARKS
 from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import Fakes
 from fpipe.tensors.tree import flatten_all
+from fpipe.torch_private import (
+    ARGUMENT_CHECK,
+    CHECKPOINT,
+    FUSED_ATTENTION,
+    PARAMETER_MARK,
+    TENSOR_CHECK,
+    FakeTensor,
+    count_dispatch_modes,
+    set_grad_enabled,
+)
 
 BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 EXECUTED = frozenset({*SEALING, Tensor.__deepcopy__})
 """torch functions that run user code, or change their arguments."""
-SETTING: Any = torch._C._set_grad_enabled
+SETTING: Any = set_grad_enabled
 """Sets a mode. Others that take no tensors and return `None` may set something, too."""
 TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
 NUMBERS = frozenset({bool, int, float, NoneType})
@@ -56,10 +65,10 @@ CLASSES = (complex, str, EllipsisType, torch.Size, torch.dtype, torch.device, to
 DATA = NUMBERS.union(CLASSES)
 """Classes of arguments in which neither code nor state can hide. Subclasses do not count."""
 ENDING = (
-    *((torch, "manual_seed"), (torch, "_check_tensor_all_with"), (torch, "_is_all_true")),
-    *((torch, "_native_multi_head_attention"), (torch.jit.ScriptFunction, "__call__")),
+    *((torch, "manual_seed"), TENSOR_CHECK, ARGUMENT_CHECK),
+    *(FUSED_ATTENTION, (torch.jit.ScriptFunction, "__call__")),
     (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
-    (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"),
+    CHECKPOINT,
     *TRANSFORMS,
 )
 """Where else recorders patch torch, except autocast contexts, which are part of each call's comparison."""
@@ -83,7 +92,7 @@ class Replay(TorchFunctionMode):
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
         super().__init__()
         self.tape, self.mode = tape, mode
-        self.attributes = {"_is_param", FINITE, MARKS}.union(*mode.states.values())
+        self.attributes = {PARAMETER_MARK, FINITE, MARKS}.union(*mode.states.values())
         self._unmark()
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
@@ -104,7 +113,7 @@ class Replay(TorchFunctionMode):
             stack.enter_context(hide_fakes())
             stack.enter_context(allow_fast_paths(self.end))
             stack.enter_context(self)
-            self.depth = torch._C._len_torch_dispatch_stack()
+            self.depth = count_dispatch_modes()
             try:
                 yield
             finally:
@@ -190,7 +199,7 @@ class Replay(TorchFunctionMode):
 
     def _returned(self, function: Any, args: Any, kwargs: Any) -> Any:
         one = self.tape.returned.get(self.tick)
-        foreign = torch._C._len_torch_dispatch_stack() != self.depth  # another mode, which would see operators
+        foreign = count_dispatch_modes() != self.depth  # another mode, which would see operators
         if self.ended or foreign or one is None or not self._is_same(one, function, args, kwargs):
             self.end()
         self.tick = one.last

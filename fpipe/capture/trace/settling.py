@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.ir.captured import Value
 from fpipe.model.snapshot import MISSING, ContainerState, Snapshot, contents, fill
+from fpipe.torch_private import FakeTensor, FakeTensorMode
 
 
 def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeTensorMode) -> None:

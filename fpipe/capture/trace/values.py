@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Constant, Parameter, Source, Value
 from fpipe.ir.tape import tensors_at
 from fpipe.tensors.effects import memory
+from fpipe.torch_private import DisableTorchFunction, FakeTensor
 
 
 class KeptError(CaptureError):
@@ -42,7 +42,7 @@ class Values:
     def made(self, tensor: Tensor) -> Value:
         """Return the value for a new tensor."""
         value = len(self.tensors)
-        with torch._C.DisableTorchFunction():  # not a call of the model
+        with DisableTorchFunction():  # not a call of the model
             self.tensors[value], self.storage[value] = tensor, memory(tensor)
         self.known[id(tensor)] = value
         self.memories.add(self.storage[value])
@@ -51,7 +51,7 @@ class Values:
     def know(self, tensors: Mapping[Value, Tensor]) -> None:
         """Make these the tensors of these values from now on; the previous ones stay known."""
         self.earlier += [self.tensors[value] for value in tensors if value in self.tensors]
-        with torch._C.DisableTorchFunction():  # not a call of the model
+        with DisableTorchFunction():  # not a call of the model
             self.storage.update({value: memory(tensor) for value, tensor in tensors.items()})
         self.tensors.update(tensors)
         self.known.update({id(tensor): value for value, tensor in tensors.items()})

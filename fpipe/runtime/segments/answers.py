@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe.ir.captured import Operation, Tensors
 from fpipe.ir.questions import Answer
 from fpipe.runtime.segments.branching import reading
 from fpipe.runtime.segments.selection import deciding, given
+from fpipe.torch_private import FakeTensor
 
 Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
 """Answers by function and call number."""

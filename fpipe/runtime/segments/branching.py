@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from fpipe.torch_private import active_fake_mode
 
 
 def reading(tensor: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
 from fpipe.runtime.transport.interface import Message, Payload, Route
+from fpipe.torch_private import timeout_of
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
@@ -107,7 +108,7 @@ class DistributedTransport:
         self.device, self.replicas = device, replicas
         self.rank, self.world = dist.get_rank(group), dist.get_process_group_ranks(group)
         self.backend = dist.get_backend(group)
-        self.timeout = group._get_backend(device).options._timeout
+        self.timeout = timeout_of(group, device)
         self.channels: dict[Route, DistributedChannel] = {}
         self.unread: Unread = []
 

@@ -15,7 +15,8 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
+
+from fpipe.torch_private import process_groups
 
 
 class Control(NamedTuple):
@@ -34,7 +35,7 @@ class Control(NamedTuple):
         """
         names = [f"control group of {ranks} in {replicas}" for ranks in replicas]
         mine, rank = replicas.index(world), world.index(dist.get_rank())
-        for known in distributed_c10d._world.pg_map:
+        for known in process_groups():
             if known.group_desc == names[mine]:
                 return cls(known, rank, len(world))
         pairs = zip(replicas, names, strict=True)
@@ -44,7 +45,7 @@ class Control(NamedTuple):
     @property
     def alive(self) -> bool:
         """True if the group has not been destroyed."""
-        return self.group in distributed_c10d._world.pg_map
+        return self.group in process_groups()
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Return the tensor that each rank passes, in rank order; all must have the same shape and dtype."""

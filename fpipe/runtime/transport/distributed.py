@@ -25,6 +25,7 @@ from fpipe.runtime.transport.control import Control
 from fpipe.runtime.transport.interface import Route, Transport
 from fpipe.runtime.turns import only_turn
 from fpipe.tensors.spec import Spec
+from fpipe.torch_private import timeout_of
 
 
 class DistributedRanks:
@@ -46,7 +47,7 @@ class DistributedRanks:
         self.failure: str | None = None
         self.calls, self.call, self.deciding = 0, "", False
         replicas = _replicas(dist.get_process_group_ranks(group), device)
-        timeout = group._get_backend(device).options._timeout
+        timeout = timeout_of(group, device)
         self.control = Control.of(dist.get_process_group_ranks(group), replicas, timeout)
         self.transport = DistributedTransport(group, device, replicas)
 

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.autodiff.accumulation import alone
-from fpipe.autodiff.split_backward import Graph, Splitter, made_so_far, search
+from fpipe.autodiff.split_backward import Graph, Splitter, search
 from fpipe.tensors.tree import same_bits
+from fpipe.torch_private import count_nodes
 from schedules import one_f_one_b, split_backward
 from tests.common.cases import WIDTH, mse
 from tests.common.loops import loop
@@ -124,7 +125,7 @@ def test_another_graph_is_noticed(first, second):
     for name in (first, second, first):
         out = makes[name]()
         want = torch.autograd.grad(out, [x, *weights], torch.ones_like(out), allow_unused=True)
-        start, out = made_so_far(), makes[name]()
+        start, out = count_nodes(), makes[name]()
         edges, half = splitter.half(Graph([out], start), weights)
         ends = (x, *[weights[k] for k in half.split.now], *edges)
         found = torch.autograd.grad(out, ends, torch.ones_like(out), allow_unused=True)
@@ -138,7 +139,7 @@ def test_the_same_graph_is_searched_once():
     splitter, again = Splitter({}, True), Splitter({}, False)
     splits = []
     for _ in range(3):
-        start, out = made_so_far(), makes["a b"]()
+        start, out = count_nodes(), makes["a b"]()
         splitter.half(Graph([out], start), weights)
         again.half(Graph([out], start), weights)
         splits.append((splitter.split, again.split))

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of torch that fpipe uses.
+
+Problem. fpipe reaches into torch where no public name exists, and torch may drop such a name in any release. The error
+would be an `AttributeError` in the middle of a step.
+
+Idea. Each name has one row here: what fpipe needs it for, and the versions of torch it was tested with. Importing fpipe
+looks every name up and raises one `ImportError` that lists those that are missing. The rest of fpipe imports private
+names from this module. Two kinds stay where they are used, because a function around them would only obscure: private
+attributes of torch's objects (`ATTRIBUTES`), and operators whose names begin with an underscore (`OPERATORS`).
+
+Whatever differs between versions of torch is settled here, too.
+"""
+
+# ruff: noqa: E402 (the names are looked up before anything is imported by them)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "active_fake_mode",
+    "compute_elementwise_output_strides",
+    "in_kernel_invocation_manager",
+    "no_dispatch",
+    "suggest_memory_format",
+    "torch_pytree",
+]
+
+TESTED: Final = ("2.13",)
+"""The versions of torch that the tests were run with."""
+
+
+class Name(NamedTuple):
+    """A private name: where it is in torch, what fails without it, and the versions of torch it was seen in."""
+
+    path: str
+    purpose: str
+    versions: tuple[str, ...] = TESTED
+
+
+class Place(NamedTuple):
+    """A name that a capture replaces for its thread: the class or module that holds it, and the name there."""
+
+    owner: Any
+    name: str
+
+    @property
+    def value(self) -> Any:
+        """What the name refers to now."""
+        return getattr(self.owner, self.name)
+
+
+NAMES: Final = (
+    # tensors without values
+    Name("torch._subclasses.FakeTensor", "hiding from a model that its tensors are fake"),
+    Name("torch._subclasses.fake_tensor.FakeTensor", "running a model without computing"),
+    Name("torch._subclasses.fake_tensor.FakeTensorMode", "running a model without computing"),
+    Name("torch._subclasses.fake_tensor.DataDependentOutputException", "noticing that a model reads values"),
+    Name("torch._subclasses.fake_tensor.DynamicOutputShapeException", "noticing shapes that depend on values"),
+    Name("torch._subclasses.fake_tensor.in_kernel_invocation_manager", "calling the kernels that compute shapes"),
+    Name("torch._guards.active_fake_mode", "noticing that a branch is taken on fake tensors"),
+    Name("torch._meta_registrations._create_grouped_mm_output_tensor", "shapes of grouped matrix products"),
+    Name("torch._prims_common.compute_elementwise_output_strides", "strides that fake tensors get wrong"),
+    Name("torch._prims_common.suggest_memory_format", "strides that fake tensors get wrong"),
+    Name("torch._C._set_warn_deprecated_on_mutable_data_ptr", "making fake tensors fast"),
+    Name("torch._C._dispatch_keys", "caching the results of operators on fake tensors"),
+    Name("torch._C._get_default_device", "caching the results of operators on fake tensors"),
+    Name("torch._C._disabled_torch_function_impl", "models whose parameters exist on other ranks only"),
+    # modes that see calls and operators
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "seeing operators"),
+    Name("torch.utils._python_dispatch._disable_current_modes", "computing for real during a capture"),
+    Name("torch.utils._mode_utils.no_dispatch", "recording a backward as a graph"),
+    Name("torch._C._len_torch_dispatch_stack", "noticing modes that the model enters"),
+    Name("torch._C.DisableTorchFunction", "calling torch without recording the call"),
+    Name("torch._C._set_grad_enabled", "noticing where gradients are switched off"),
+    Name("torch._ops.OpOverload", "telling operators from functions"),
+    Name("torch._C._nn.gelu", "calling recorded operators the fast way"),
+    # what a capture replaces
+    Name("torch._check_tensor_all_with", "models that check their tensors"),
+    Name("torch._is_all_true", "distributions that check their arguments"),
+    Name("torch._transformer_encoder_layer_fwd", "the fast path of torch's attention modules"),
+    Name("torch._native_multi_head_attention", "the fast path of torch's attention modules"),
+    Name("torch.nn.modules.activation._is_make_fx_tracing", "the fast path of torch's attention modules"),
+    Name("torch.utils.checkpoint._checkpoint_without_reentrant_generator", "activation checkpointing"),
+    Name("torch.utils.checkpoint._checkpoint_hook", "activation checkpointing"),
+    Name("torch._functorch.apis.vmap_impl", "models that call torch.func"),
+    Name("torch._functorch.eager_transforms.grad_impl", "models that call torch.func"),
+    Name("torch._functorch.eager_transforms.grad_and_value_impl", "models that call torch.func"),
+    Name("torch.utils._pytree", "the trees that torch.export returns"),
+    # autograd
+    Name("torch._C.TensorBase", "noticing that a model asks for .grad, .grad_fn or .is_leaf"),
+    Name("torch._C._functions.AccumulateGrad", "splitting a backward into halves"),
+    Name("torch.autograd._get_sequence_nr", "splitting a backward into halves"),
+    Name("torch.autograd.graph._engine_run_backward", "calling the autograd engine"),
+    Name("torch._C._AutoDispatchBelowAutograd", "running recorded stages without autograd"),
+    Name("torch.autograd.forward_ad._current_level", "refusing tensors with tangents"),
+    Name("torch._C._functorch.maybe_current_level", "refusing tensors inside transforms of torch.func"),
+    Name("torch._C._functorch.is_functorch_wrapped_tensor", "refusing tensors inside transforms of torch.func"),
+    Name("torch._foreach_add_", "adding gradients in one call"),
+    Name("torch._C._storage_Use_Count", "adding gradients in place"),
+    # process groups
+    Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
+    Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
+    # settings that choose kernels
+    *(
+        Name(f"torch._C._get_{setting}", "comparing torch's settings")
+        for setting in (
+            *("cudnn_benchmark", "cudnn_deterministic", "cudnn_enabled", "cudnn_sdp_enabled"),
+            *("deterministic_algorithms", "flash_sdp_enabled", "fp32_precision_getter", "math_sdp_enabled"),
+            *("mem_efficient_sdp_enabled", "mkldnn_deterministic", "mkldnn_enabled", "nnpack_enabled"),
+        )
+    ),
+)
+
+ATTRIBUTES: Final = (
+    Name("torch._subclasses.fake_tensor.FakeTensor._has_symbolic_sizes_strides", "caching results on fake tensors"),
+    Name("torch.Tensor._base", "adding gradients in place"),
+    Name("torch.Tensor._version", "noticing tensors that were modified"),
+    Name("torch.Tensor._is_view", "noticing views"),
+    Name("torch.Tensor._use_count", "adding gradients in place"),
+    Name("torch.Tensor._make_subclass", "making fake and absent tensors"),
+    Name("torch.Tensor._backward_hooks", "hooks on the gradients of parameters"),
+    Name("torch.Tensor._post_accumulate_grad_hooks", "hooks on the gradients of parameters"),
+    Name("torch.Tensor._indices", "counting the bytes of sparse tensors"),
+    Name("torch.Tensor._values", "counting the bytes of sparse tensors"),
+    Name("torch.UntypedStorage._cdata", "telling whether two tensors share memory"),
+    Name("torch.nn.Module()._parameters", "reading what a module holds"),
+    Name("torch.nn.Module()._buffers", "reading what a module holds"),
+    Name("torch.nn.Module()._modules", "reading what a module holds"),
+    Name("torch.nn.Module()._non_persistent_buffers_set", "loading state dicts"),
+    Name("torch.nn.Module()._forward_hooks", "hooks on modules"),
+    Name("torch.nn.Module()._forward_pre_hooks", "hooks on modules"),
+    Name("torch.nn.Module()._backward_hooks", "hooks on modules"),
+    Name("torch.nn.Module()._backward_pre_hooks", "hooks on modules"),
+    Name("torch.nn.Module()._compiled_call_impl", "models that were compiled in place"),
+    Name("torch.nn.MultiheadAttention._reset_parameters", "initializing modules one by one"),
+    Name("torch.ops.aten.add.Tensor._schema", "telling what an operator writes"),
+    Name("torch.ops.aten.add.Tensor._op", "calling recorded operators the fast way"),
+    Name("torch.autograd.graph.Node._input_metadata", "splitting a backward into halves"),
+    Name("torch.autograd.graph.Node._sequence_nr", "splitting a backward into halves"),
+)
+"""Private attributes of torch's objects. `Module()` stands for an instance."""
+
+SAVED: Final = {
+    "addmm": ("alpha", "beta", "mat1", "mat1_sym_strides", "mat2", "mat2_sym_strides"),
+    "mm": ("mat2", "mat2_sym_strides", "self", "self_sym_strides"),
+    "baddbmm": ("alpha", "beta", "batch1", "batch2"),
+    "bmm": ("mat2", "self"),
+    "convolution": (
+        *("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
+        *("input", "weight", "bias_sym_sizes_opt"),
+    ),
+    "embedding": ("indices", "padding_idx", "scale_grad_by_freq", "sparse"),
+}
+"""What the autograd nodes of these functions save, for backwards in halves: `_saved_` and this name."""
+
+OPERATORS: Final = (
+    *("_ctc_loss", "_ctc_loss_backward", "_grouped_mm", "_index_put_impl_", "_local_scalar_dense", "_log_softmax"),
+    *("_log_softmax_backward_data", "_prelu_kernel_backward", "_softmax", "_softmax_backward_data", "_to_copy"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    "_unsafe_view",
+)
+"""Operators of `torch.ops.aten` whose shapes, strides or gradients fpipe knows."""
+
+
+def missing_names(names: Iterable[Name]) -> Iterator[Name]:
+    """Yield the names that this version of torch lacks."""
+    for name in names:
+        try:
+            look_up(name.path)
+        except (AttributeError, ImportError):
+            yield name
+
+
+def look_up(path: str) -> Any:
+    """Return what a dotted path in torch refers to; `Module()` stands for a new instance.
+
+    Modules that nothing has imported are imported: `torch._prims_common`, say.
+    """
+    holder, _, name = path.removeprefix("torch.").rpartition(".")
+    if holder.endswith("()"):
+        return getattr(attrgetter(holder.removesuffix("()"))(torch)(), name)
+    try:
+        return attrgetter(path.removeprefix("torch."))(torch)
+    except AttributeError:
+        return getattr(import_module(f"torch.{holder}"), name)
+
+
+def require_names(names: Iterable[Name]) -> None:
+    """Raise `ImportError`, naming what stops working, if this version of torch lacks one of `names`."""
+    missing = [*missing_names(names)]
+    if missing:
+        lines = "".join(f"\n  {one.path}: {one.purpose} (seen in {', '.join(one.versions)})" for one in missing)
+        raise ImportError(
+            f"torch {torch.__version__} lacks private names that fpipe needs, each for what follows it:{lines}\n"
+            f"Install a version of torch that fpipe was tested with: {', '.join(TESTED)}."
+        )
+
+
+require_names((*NAMES, *ATTRIBUTES, *(Name(f"torch.ops.aten.{one}", "shapes of operators") for one in OPERATORS)))
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+from torch._functorch import apis, eager_transforms
+from torch._guards import active_fake_mode
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+from torch.autograd import forward_ad, graph
+from torch.nn.modules import activation
+from torch.utils import _pytree as torch_pytree
+from torch.utils import checkpoint
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+# tensors without values
+FAKE_ERRORS: Final = fake_tensor.__name__
+"""The module of the errors that fake tensors raise."""
+grouped_mm_output: Any = _create_grouped_mm_output_tensor
+set_warn_deprecated_on_mutable_data_ptr: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr
+dispatch_keys: Any = torch._C._dispatch_keys
+default_device: Callable[[], str] = torch._C._get_default_device
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+PARAMETER_MARK: Final = "_is_param"
+"""The attribute that makes a tensor of another class an instance of `nn.Parameter`."""
+
+# modes
+without_modes: Any = _disable_current_modes
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+set_grad_enabled: Any = torch._C._set_grad_enabled
+gelu: Any = torch._C._nn.gelu
+
+# what a capture replaces
+FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
+TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
+ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
+FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
+IS_TRACING: Final = Place(activation, "_is_make_fx_tracing")
+CHECKPOINT: Final = Place(checkpoint, "_checkpoint_without_reentrant_generator")
+INNER_TRANSFORMS: Final = (
+    Place(apis, "vmap_impl"),
+    Place(eager_transforms, "grad_impl"),
+    Place(eager_transforms, "grad_and_value_impl"),
+)
+"""What the transforms of torch.func call that have no public name at their one place."""
+fused_encoder_layer: Any = torch._transformer_encoder_layer_fwd
+CheckpointHook: Any = checkpoint._checkpoint_hook
+FUNCTORCH: Final = "torch._functorch"
+"""The package of the operators that torch.func leaves in graphs."""
+
+# autograd
+TENSOR_METHODS: Final = vars(torch._C.TensorBase)
+AccumulateGrad: Any = vars(torch._C._functions)["AccumulateGrad"]
+count_nodes: Callable[[], int] = vars(torch.autograd)["_get_sequence_nr"]
+"""Returns how many nodes autograd has made in this thread."""
+run_backward: Callable[..., tuple[Any, ...]] = graph._engine_run_backward
+bypass_autograd: Any = torch._C._AutoDispatchBelowAutograd
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+foreach_add_: Any = torch._foreach_add_
+count_storages: Callable[[int], int] = torch._C._storage_Use_Count
+
+# settings
+get_deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms
+get_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+get_mkldnn_deterministic: Callable[[], bool] = torch._C._get_mkldnn_deterministic
+get_nnpack_enabled: Callable[[], bool] = torch._C._get_nnpack_enabled
+get_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
+get_cudnn_deterministic: Callable[[], bool] = torch._C._get_cudnn_deterministic
+get_cudnn_benchmark: Callable[[], bool] = torch._C._get_cudnn_benchmark
+get_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+get_flash_sdp_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+get_mem_efficient_sdp_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+get_math_sdp_enabled: Callable[[], bool] = torch._C._get_math_sdp_enabled
+get_cudnn_sdp_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Make a tensor an instance of `nn.Parameter`, as torch marks those of other classes."""
+    setattr(tensor, PARAMETER_MARK, True)
+
+
+def has_dual_level() -> bool:
+    """Return whether forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
+def process_groups() -> Iterable[Any]:
+    """Return every process group of this process that has not been destroyed."""
+    groups: Iterable[Any] = torch.distributed.distributed_c10d._world.pg_map
+    return groups
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """Return the timeout of a process group's backend for `device`."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def list_compilers() -> list[str]:
+    """Return the names of the backends of torch.compile; the first call imports `torch._dynamo`."""
+    names: list[str] = torch._dynamo.list_backends(exclude_tags=())
+    return names
+
+
+def find_compiler(name: str) -> Any:
+    """Return a backend of torch.compile by its name."""
+    return torch._dynamo.lookup_backend(name)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private names of torch have one home, and every one of them is looked up when fpipe is imported."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from fpipe import torch_private
+from fpipe.torch_private import ATTRIBUTES, NAMES, OPERATORS, PARAMETER_MARK, SAVED, Name, look_up, require_names
+
+HOME = Path(__file__).parents[2]
+OURS = Path(torch_private.__file__)
+PYTHON = {"_replace", "_fields", "_getframe", "_thread"}
+"""Private names of Python's own, and of its library."""
+NODES = ("_saved_", "_raw_saved_")
+"""What autograd's nodes save: see `SAVED`."""
+
+OPERATOR = {one.split(".")[0] for one in OPERATORS}
+ATTRIBUTE = {one.path.rpartition(".")[2] for one in ATTRIBUTES}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for file in (HOME / "fpipe").rglob("*.py"):
+        if file != OURS:
+            yield str(file.relative_to(HOME)), ast.parse(file.read_text())
+
+
+def own_names() -> set[str]:
+    """The private names that fpipe defines itself."""
+    found = set()
+    for _, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    return {name for name in found if is_private(name)} - ATTRIBUTE
+
+
+def accesses() -> Iterator[tuple[str, int, str, str]]:
+    """Yield the file, the line, what is accessed and the private name, of every access by attribute."""
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                yield file, node.lineno, ast.unparse(node.value), node.attr
+
+
+def test_nothing_private_is_imported_from_torch_elsewhere():
+    found = []
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                found += [(file, node.lineno, name) for name in names if is_private(name)]
+            if isinstance(node, ast.Import):
+                names = [part for alias in node.names for part in alias.name.split(".") if alias.name[:5] == "torch"]
+                found += [(file, node.lineno, name) for name in names if is_private(name)]
+    assert not found
+
+
+def test_private_attributes_of_torch_are_in_the_tables():
+    known = own_names() | PYTHON | ATTRIBUTE
+    for file, line, holder, name in accesses():
+        if holder.endswith("aten"):
+            assert name in OPERATOR, f"{file}:{line}"
+        elif not name.startswith(NODES):
+            assert name in known, f"{file}:{line}: {holder}.{name}"
+            assert f"{holder}._".partition("._")[0] != "torch", f"{file}:{line}"
+
+
+def test_private_names_of_torch_are_not_spelled_as_strings_elsewhere():
+    inside = {one.path.rpartition(".")[2] for one in NAMES}
+    for file, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
+                assert node.value not in inside, f"{file}:{node.lineno}"
+
+
+def test_no_row_is_left_over():
+    used = {name for *_, name in accesses()}
+    for _, tree in trees():
+        used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
+    assert used >= OPERATOR | ATTRIBUTE
+    text = OURS.read_text().partition("# ----")[2]
+    assert not [one.path for one in NAMES if one.path.rpartition(".")[2] not in text]
+
+
+def test_every_private_name_that_the_module_uses_has_a_row():
+    rows = {part for one in (*NAMES, *ATTRIBUTES) for part in one.path.split(".")}
+    for node in ast.walk(ast.parse(OURS.read_text())):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            assert node.attr in rows | {"_dynamo", "_timeout"}, node.lineno
+
+
+def test_a_missing_name_is_reported_with_what_stops_working():
+    gone = Name("torch._C._gone", "adding gradients in place", ("2.11", "2.13"))
+    with pytest.raises(ImportError) as error:
+        require_names([gone, Name("torch._C._nn.gelu", "nothing")])
+    said = str(error.value)
+    assert torch.__version__ in said
+    assert "torch._C._gone: adding gradients in place (seen in 2.11, 2.13)" in said
+    assert "gelu" not in said
+
+
+def test_names_are_found_wherever_torch_has_them():
+    assert look_up("torch.nn.Module()._buffers") == {}
+    assert look_up("torch._prims_common.suggest_memory_format") is torch_private.suggest_memory_format
+
+
+def nodes():
+    """One autograd node for each row of `SAVED`."""
+    a, batch = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, 2, requires_grad=True)
+    yield "addmm", torch.addmm(a, a, a)
+    yield "mm", a.mm(a)
+    yield "baddbmm", torch.baddbmm(batch, batch, batch)
+    yield "bmm", batch.bmm(batch)
+    yield "convolution", functional.conv1d(batch, batch)
+    yield "embedding", functional.embedding(torch.tensor([0]), a)
+
+
+def test_autograd_nodes_save_what_the_formulas_read():
+    found = dict(nodes())
+    assert found.keys() == SAVED.keys()
+    for name, saved in SAVED.items():
+        for one in saved:
+            getattr(found[name].grad_fn, f"_saved_{one}")
+    read = {name for *_, name in accesses() if name.startswith("_saved_")}
+    assert read == {f"_saved_{one}" for saved in SAVED.values() for one in saved}
+
+
+def test_a_mark_makes_a_parameter():
+    class Other(torch.Tensor):
+        pass
+
+    tensor = torch.ones(1).as_subclass(Other)
+    assert not isinstance(tensor, torch.nn.Parameter)
+    setattr(tensor, PARAMETER_MARK, True)
+    assert isinstance(tensor, torch.nn.Parameter)
+
+
+def test_the_declared_range_is_the_one_that_was_tested():
+    project = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]
+    (declared,) = [one for one in project["dependencies"] if one.startswith("torch")]
+    first, last = torch_private.TESTED[0], torch_private.TESTED[-1]
+    major, minor = last.split(".")
+    assert declared == f"torch>={first},<{major}.{int(minor) + 1}"
