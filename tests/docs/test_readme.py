@@ -14,15 +14,19 @@ import fpipe
 from schedules import families
 
 HOME = Path(__file__).parents[2]
+DOCS = HOME / "docs"
 README = (HOME / "README.md").read_text()
+SHELL = (DOCS / "command_line.md").read_text()
+WRITING = (DOCS / "writing_schedules.md").read_text()
 
 
-def blocks(page):
-    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+def blocks(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 BLOCKS = blocks(README)
-PAGES = {path.name: blocks(path.read_text()) for path in [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]}
+FILES = [*sorted(HOME.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((DOCS / "api").glob("*.md"))]
+PAGES = {path.name: blocks(path.read_text()) for path in FILES}
 
 
 @pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
@@ -39,7 +43,8 @@ def test_python_block_runs(page, number, capsys):
 
 def test_the_first_screen_is_a_runnable_example():
     assert "```python" in README[:500]
-    assert len(BLOCKS) >= 4
+    assert len(BLOCKS) == 1
+    assert len(README.splitlines()) < 120
 
 
 def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkeypatch):
@@ -66,25 +71,22 @@ def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkey
     assert all(passed)
 
 
-TEXTS = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
-
-
 def test_the_picture_is_what_the_command_draws():
-    command = re.search(r"^    python (-m schedules show .*)$", README, re.MULTILINE)[1].split()
+    command = re.search(r"^    python (-m schedules show .*)$", SHELL, re.MULTILINE)[1].split()
     drawn = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=600, check=True).stdout
-    (picture,) = [text for text in TEXTS if text.startswith("rank 0 |")]
+    (picture,) = [text for text in blocks(SHELL, "text") if text.startswith("rank 0 |")]
     assert picture.strip() in drawn
 
 
 def test_the_failure_of_the_broken_schedule_is_what_it_prints(capsys):
-    (broken,) = [block for block in BLOCKS if "forgot" not in block and "def mine(" in block]
-    exec(compile(broken, "README", "exec"), {"__name__": "readme_broken"})
-    (shown,) = [text for text in TEXTS if "[rule: " in text]
+    (broken,) = [block for block in blocks(WRITING) if "def mine(" in block]
+    exec(compile(broken, "writing_schedules", "exec"), {"__name__": "broken"})
+    (shown,) = [text for text in blocks(WRITING, "text") if "[rule: " in text]
     assert shown.strip() in capsys.readouterr().out
 
 
 def test_every_schedule_stands_in_the_table():
-    table = re.search(r"\| family \| schedules \|\n(.*?)\n\n", README, re.DOTALL)[1]
+    table = re.search(r"\| family \| schedules \|\n(.*?)\n\n", WRITING, re.DOTALL)[1]
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families.__all__)
 
 
@@ -92,3 +94,24 @@ def test_the_two_commands_are_in_the_makefile():
     makefile = (HOME / "Makefile").read_text()
     for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_links_lead_somewhere():
+    broken = [
+        f"{path.name}: {target}"
+        for path in FILES
+        for target in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_modules_and_files_that_pages_name_exist():
+    names = r"`((?:fpipe|schedules|benchmarks|tests|docs|examples)/[\w/.]+)`"
+    missing = [
+        f"{path.name}: {name}"
+        for path in FILES
+        for name in re.findall(names, path.read_text())
+        if not (HOME / name).exists()
+    ]
+    assert not missing

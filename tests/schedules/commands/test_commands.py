@@ -363,10 +363,10 @@ def test_what_is_no_question_is_code_2(capsys, arguments):
     assert "usage: python -m schedules" in capsys.readouterr().err
 
 
-def test_the_table_in_the_readme_is_what_compare_prints(capsys):
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
+def test_the_table_in_the_docs_is_what_compare_prints(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "command_line.md").read_text()
     shown = r"^    python -m schedules (compare [^\n]*)\n\n```text\n(.*?)```"
-    found = re.search(shown, readme, re.MULTILINE | re.DOTALL)
+    found = re.search(shown, page, re.MULTILINE | re.DOTALL)
     assert answer(capsys, *found[1].split())[1] == found[2]
 
 
