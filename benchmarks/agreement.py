@@ -27,15 +27,16 @@ from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import Reach, most, row
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.consensus import connect
+from fpipe.pipelines.fields import call_fields
+from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.runtime.transport.envelope import Envelope
-from fpipe.runtime.transport.interface import Message
+from fpipe.runtime.transport.interface import MessageKey
 from fpipe.tensors.spec import Spec
 from schedules import one_f_one_b
 
 BLOCKS, WIDTH, HEADS, WORDS, LENGTH, ROWS, MICROBATCHES = 8, 64, 4, 256, 32, 16, 4
 STEPS, CALLS, STEP = 41, 400, 0.05
-MESSAGE: Final[Message] = ("F", 0, 3, 1)
+MESSAGE: Final[MessageKey] = ("F", 0, 3, 1)
 
 
 def measured() -> dict[str, float]:
@@ -51,8 +52,8 @@ def measured() -> dict[str, float]:
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     step(*state, (tokens,), targets)
     times = _in_turns(pipe.ranks, lambda: step(*state, (tokens,), targets))
-    with pipe.ranks.guarded("a benchmark"):
-        plan = connect(pipe, TRAINING)
+    with pipe.ranks.enter_call("a benchmark"):
+        plan = agree_on_plan(pipe, TRAINING)
         assert plan is pipe.training
         alone = _repeated(lambda: _agreed(pipe))
     return {**times, **alone, **_message()}
@@ -60,10 +61,8 @@ def measured() -> dict[str, float]:
 
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
-    from fpipe.pipelines import consensus
-
-    what = TRAINING, pipe.captures.batchings[True].example
-    pipe.ranks.agree(lambda: [*pipe.agreed[what], *consensus._of_moment(None)])
+    fields = pipe.caches.agreements[pipe.planner.kind(TRAINING)].fields
+    pipe.ranks.agree(lambda: [*fields, *call_fields(None)])
 
 
 def _in_turns(reached: Any, step: Callable[[], object]) -> dict[str, float]:

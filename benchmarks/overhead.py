@@ -31,7 +31,7 @@ from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import Function, device, medians
 from fpipe.autodiff.backends import Backward
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.step import scatter
+from fpipe.pipelines.inputs import scatter
 from fpipe.runtime.executor import Execution, Inputs, Port, StageLike
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.interface import Transport

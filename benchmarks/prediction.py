@@ -31,7 +31,7 @@ import schedules
 from benchmarks.common import ranks
 from benchmarks.common.rows import most, row
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.step import scatter
+from fpipe.pipelines.inputs import scatter
 from fpipe.runtime.executor import Execution
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.interface import Transport

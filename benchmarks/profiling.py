@@ -27,9 +27,9 @@ from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import most, row
 from benchmarks.common.turns import timed, without_collection
 from fpipe.ir.variant import TRAINING
+from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
-from fpipe.pipelines.step import scatter
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.recording import Record
 from fpipe.runtime.transport.interface import Transport
@@ -49,7 +49,7 @@ class Unable(Pipeline):
         """Run the plan's program on this process's ranks."""
 
         def execution(rank: int, transport: Transport) -> Execution:
-            return Execution(plan.linked[rank], transport, inputs)
+            return Execution(plan.programs[rank], transport, inputs)
 
         with random.preserve_generators(plan.generators), plan.context():
             return self.ranks.run(execution)

@@ -17,7 +17,7 @@ from fpipe.errors import (
 )
 from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.step import Step
+from fpipe.pipelines.results import Step
 from fpipe.timelines import costs, timeline
 from fpipe.verification.comparison import Verification
 from fpipe.weights.safetensors import safetensors

@@ -1,64 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions: `pipeline`, `value_and_grad`, `evaluate`, `reference`, `verify`.
 
+Each checks its arguments and hands them on: `fpipe.pipelines.builder` builds, `fpipe.pipelines.step` runs,
+`fpipe.verification` compares. None of this module's code runs in a step.
+
 Invariant: this module may import any other; no other imports it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fpipe.autodiff.backends import Backward, Way, way
-from fpipe.batching.batch import Batch, Batching
-from fpipe.batching.memory import require_apart
-from fpipe.batching.weights import Weight
+from fpipe.autodiff.backends import Backward, way
+from fpipe.batching.batch import Batching
+from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
-from fpipe.capture.registry import find_front_end
 from fpipe.cutting.calls import Selector
-from fpipe.cutting.partition import Asked, Cuts, asked
+from fpipe.cutting.partition import Asked, asked
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
-from fpipe.ir.variant import EVALUATION, TRAINING, Variant
-from fpipe.model.copying import require_own_buffers
-from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
-from fpipe.model.snapshot import restore_model
-from fpipe.model.stateless import skeleton
-from fpipe.pipelines.ambient import lifted, require_gradients
-from fpipe.pipelines.answers import Answering
-from fpipe.pipelines.arguments import require_arguments, require_backward, require_trained
-from fpipe.pipelines.captures import Captures
-from fpipe.pipelines.consensus import connect, enter, meet
+from fpipe.ir.variant import Variant
+from fpipe.pipelines.argument_checks import require_arguments, require_backward
+from fpipe.pipelines.builder import Builder
+from fpipe.pipelines.caches import Caches
+from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.step import State, Step, gather, gradients, joined, keys
-from fpipe.runtime.launch import launched
+from fpipe.pipelines.results import Step
+from fpipe.pipelines.step import ValueAndGrad, make_evaluation_step, make_training_step
+from fpipe.runtime.launch import join_ranks
 from fpipe.runtime.recording import Record
-from fpipe.runtime.turns import turn
-from fpipe.stages.ties import Tied, summed
-from fpipe.tensors import random
-from fpipe.tensors.fake import fake, fake_mode
-from fpipe.verification.comparison import Computed, Verification, eagerly, require_equal, require_numbers
-from fpipe.verification.one_device import one_device, orders
-from fpipe.verification.trial import descended, gathered, held, placed
-from fpipe.watching.origin import Origin
-from fpipe.watching.watch import Watching
-from fpipe.weights.state import require_flags, require_state
+from fpipe.stages.ties import Tied
+from fpipe.verification.comparison import Verification
+from fpipe.verification.reference import make_reference_step
+from fpipe.verification.verify import Trial, verify_steps
 from schedules import Schedule
 
-
-class ValueAndGrad(Protocol):
-    """The type of the functions that `value_and_grad` and `reference` return."""
-
-    def __call__(
-        self, params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
-    ) -> tuple[Step, State]:
-        """Run one step; return its loss, outputs and new buffers, and the gradients by parameter name."""
+__all__ = ["ValueAndGrad", "evaluate", "pipeline", "reference", "value_and_grad", "verify"]
 
 
 def pipeline(
@@ -147,33 +128,10 @@ def pipeline(
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
-    whole, how = batchings[True].cut(example, targets), way(backward)
-    ranks = launched(schedule.ranks, group, batchings[True].home)
-
-    made = WeakValueDictionary[int, Tensor]()
-
-    def built(module: nn.Module, example: Batch) -> Pipeline:
-        seen_by = find_front_end(capture, where.whole(module, loss))
-        captures = _captures(module, loss, batchings, seen_by, where, schedule, how)
-        captures = captures.exemplified(Answering(captures, TRAINING, example, ranks.tell, example=True).answered())
-        kept = example if captures.batchings[True].example.answers else example.without_values()
-
-        def rebuild(model: nn.Module | Sequence[Callable[..., Any]]) -> Pipeline:
-            with torch.inference_mode(False), lifted(TRAINING), ranks.guarded("pipe.rebuilt"):
-                module = as_module(model)
-                require_arguments(module, (), loss, schedule)
-                return built(module, kept)
-
-        pipe = Pipeline(schedule, captures, output_dims, ranks, rebuild, summed(tied, module), how, made)
-        require_exact_hooks(captures.hooks, pipe.summed)
-        connect(pipe, TRAINING)
-        require_own_buffers(module, pipe.training.assembly.captured)
-        require_trained(pipe.training.assembly, schedule)
-        return pipe
-
-    with torch.inference_mode(False), lifted(TRAINING), ranks.guarded("pipeline"):
-        meet(ranks, schedule, batchings[True])
-        return built(module, whole)
+    batch, how = batchings[True].split_batch(example, targets), way(backward)
+    ranks = join_ranks(schedule.ranks, group, batchings[True].home)
+    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, Caches())
+    return builder.first(module, batch)
 
 
 def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None = None) -> ValueAndGrad:
@@ -198,25 +156,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     timeline.
     """
     require_backward(pipe.schedule)
-    variant = Variant(training=True, loss=True, outputs=outputs)
-    with lifted(variant), pipe.ranks.guarded("value_and_grad"):
-        connect(pipe, variant)
-
-    def step(
-        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
-    ) -> tuple[Step, State]:
-        with lifted(variant) as what, pipe.ranks.guarded("a step"):
-            require_gradients()
-            require_state("params", params, pipe.training.params)
-            require_state("buffers", buffers, pipe.training.buffers)
-            require_flags(params, pipe.training.assembly.captured.trainable, pipe.made)
-            batch = pipe.batch(what, inputs, targets, pipe.ranks.tell)
-            plan, given = enter(pipe, what, params, buffers, batch, seed)
-            outcomes = pipe.run(plan, given, record)
-            grads = gradients(plan, outcomes)
-            return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
-
-    return step
+    return make_training_step(pipe, Variant(training=True, loss=True, outputs=outputs), record)
 
 
 def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
@@ -228,18 +168,7 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     targets if there are any. `record` is as in `value_and_grad`.
     """
 
-    def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
-        with lifted(EVALUATION) as what, pipe.ranks.guarded("an evaluation"):
-            require_state("params", params, pipe.training.params)
-            require_state("buffers", buffers, pipe.training.buffers)
-            loss = pipe.computes_loss or pipe.ranks.any(targets is not None)
-            variant = replace(what, loss=loss)
-            batch = pipe.batch(variant, inputs, targets, pipe.ranks.tell)
-            plan, given = enter(pipe, variant, params, buffers, batch, seed)
-            outcomes = pipe.run(plan, given, record)
-            return gather(plan, pipe.ranks, outcomes, buffers)
-
-    return step
+    return make_evaluation_step(pipe, record)
 
 
 def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
@@ -251,27 +180,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     `dict(model.named_parameters())` and `dict(model.named_buffers())`.
     """
     require_backward(pipe.schedule)
-    variant = Variant(training=True, loss=True, outputs=outputs)
-    known = pipe.plan(variant).assembly
-
-    def step(
-        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
-    ) -> tuple[Step, State]:
-        require_state("params", params, known.parameters)
-        require_state("buffers", buffers, known.buffers)
-        require_gradients()
-        with lifted(variant) as what:
-            batch = pipe.batch(what, inputs, targets)
-            plan = pipe.plan(what, batch.signature)
-            plan.watch.require_unchanged()
-            require_apart(batch.memories, plan.written)
-            parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
-            with turn(), random.preserve_generators(plan.generators):
-                results, state, grads = one_device(plan, params, buffers, parts, keys(plan, seed))
-        new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
-        return Step(*joined(plan, results), new), {name: grads[name] for name in params if name in grads}
-
-    return step
+    return make_reference_step(pipe, Variant(training=True, loss=True, outputs=outputs))
 
 
 def verify(
@@ -300,77 +209,9 @@ def verify(
     `MismatchError` naming the first leaf that differs, or that is nan on both sides and so proves nothing. Each step
     costs two more on one device.
     """
-    module = as_module(model)
-    share = _share(pipe, module, params, buffers)
-    whole = gathered(pipe, module, *share) if (params, buffers) != (None, None) else held(module)
-    found = Verification(0, 0)
-    with restore_model(module):
-        for i in range(steps):
-            with placed(module, *whole):
-                now = None if seed is None else seed + i
-                compared, share, whole = _verified(pipe, module, share, whole, (inputs, targets), now, tolerance)
-            found = Verification(found.reference + compared.reference, found.eager + compared.eager)
-    return found
-
-
-def _share(pipe: Pipeline, module: nn.Module, params: State | None, buffers: State | None) -> tuple[State, State]:
-    """Return the parameters and buffers that this process starts from."""
-    if params is None or buffers is None:
-        own = pipe.init(module)
-        return own[0] if params is None else params, own[1] if buffers is None else buffers
-    return params, buffers
-
-
-def _verified(
-    pipe: Pipeline,
-    module: nn.Module,
-    share: tuple[State, State],
-    whole: tuple[State, State],
-    given: tuple[Any, Any],
-    seed: int | None,
-    tolerance: float,
-) -> tuple[Verification, tuple[State, State], tuple[State, State]]:
-    """Verify one step; return what was equal, and the state after it: this process's share, and the whole."""
-    params, outputs = share[0], not pipe.training.assembly.captured.structure.opaque
-    step, grads = value_and_grad(pipe, outputs)(*share, *given, seed=seed)
-    got = Computed(step.loss, step.outputs, grads, step.buffers)
-    step, every = reference(pipe, outputs)(*whole, *given, seed=seed)
-    wanted = Computed(step.loss, step.outputs, every, step.buffers).held(params)
-    compared = require_equal(got, wanted, "the reference", tolerance)
-    after = (descended(params, grads), dict(got.buffers)), (descended(whole[0], every), step.buffers)
-    with lifted(Variant(training=True, loss=True, outputs=outputs)) as variant:
-        batch = pipe.batch(variant, *given)
-        plan = pipe.plan(variant, batch.signature)
-    if plan.devices:
-        require_numbers(got)
-        return Verification(compared, 0), *after
-    stated = orders(plan)
-    kept = [name for name in params if len(stated.get(name, ())) < 2]
-    alone = {name: by_stage[0] for name, by_stage in stated.items() if name in kept}
-    objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
-    with lifted(variant), random.preserve_generators(plan.generators):
-        before = random.states(plan.generators)
-        eager = eagerly(module, objective, batch.take(), alone, plan.joining).held(kept)
-        drawn = not all(map(torch.equal, before, random.states(plan.generators)))
-    count = 0 if drawn else require_equal(got.held(kept), eager, "the model run eagerly", tolerance)
-    require_numbers(got)
-    return Verification(compared, count), *after
-
-
-def _captures(
-    module: nn.Module,
-    loss: Loss,
-    batchings: Mapping[bool, Batching],
-    seen_by: FrontEnd,
-    cuts: Cuts,
-    schedule: Schedule,
-    how: Way | None,
-) -> Captures:
-    """Return the captures of a model, none of them made yet. They hold none of the user's tensors."""
-    mode = fake_mode()
-    model = skeleton(module, lambda tensor: fake(mode, tensor, batchings[True].home))
-    watching = Watching(Origin.of(module), loss, how is not None)
-    return Captures(model, loss, batchings, seen_by, cuts, schedule.backward, collect_gradient_hooks(module), watching)
+    require_backward(pipe.schedule)
+    trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
+    return verify_steps(trial, params, buffers, seed, steps)
 
 
 def _of_inputs(batch_dims: Any) -> Any:

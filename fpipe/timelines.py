@@ -21,7 +21,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from schedules import KINDS, Action, Costs, Span, estimate
 
 WORDS: Final = tuple(KINDS)
-NONE: Final = -1  # the entry for an absent peer or slice
+ABSENT: Final = -1  # the entry for an absent peer or slice
 
 
 def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -49,13 +49,13 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
     >>> picture = drawing.svg({"measured": measured, "simulated": simulated})
     """
     mine = list(spans)
-    with pipe.ranks.guarded("timeline"):
+    with pipe.ranks.enter_call("timeline"):
         _require_own(mine, pipe.ranks.ranks)
         pipe.ranks.agree()
-        rows = _rows(mine, pipe.ranks.ahead())
-        every = [_span(row) for found in pipe.ranks.collect(rows) for row in found.tolist()]
+        rows = _rows(mine, pipe.ranks.measure_clock_offset())
+        every = [_span(row) for found in pipe.ranks.gather_rows(rows) for row in found.tolist()]
     begin = min((span.start for span in every if not span.waits), default=0.0)
-    moved = (_moved(span, begin) for span in sorted(every, key=lambda span: span.rank))
+    moved = (_shift(span, begin) for span in sorted(every, key=lambda span: span.rank))
     return tuple(span for span in moved if not (span.waits and span.end <= 0))
 
 
@@ -65,8 +65,10 @@ def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
     They are computed by `schedules.estimate`. If all ranks are in this process, transfers cost nothing: a rank that
     waits is waiting for its turn. Raises `TimelineError` for a stage without spans.
     """
-    alone = len(pipe.ranks.ranks) == pipe.schedule.ranks
-    return estimate(pipe.schedule, *([span for span in one if not (alone and span.waits)] for one in timelines))
+    in_one_process = len(pipe.ranks.ranks) == pipe.schedule.ranks
+    return estimate(
+        pipe.schedule, *([span for span in one if not (in_one_process and span.waits)] for one in timelines)
+    )
 
 
 def _require_own(spans: Sequence[Span], ranks: tuple[int, ...]) -> None:
@@ -79,10 +81,18 @@ def _require_own(spans: Sequence[Span], ranks: tuple[int, ...]) -> None:
             )
 
 
-def _rows(spans: Sequence[Span], ahead: float) -> Tensor:
+def _rows(spans: Sequence[Span], offset: float) -> Tensor:
     """Return a row of numbers for each span, with times by the first process's clock."""
     rows = [
-        (rank, WORDS.index(kind), stage, i, *(NONE if one is None else one for one in more), start - ahead, end - ahead)
+        (
+            rank,
+            WORDS.index(kind),
+            stage,
+            i,
+            *(ABSENT if one is None else one for one in more),
+            start - offset,
+            end - offset,
+        )
         for rank, (kind, stage, i, *more), start, end in spans
     ]
     return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(Action._fields) + 3)
@@ -92,10 +102,10 @@ def _span(row: Sequence[float]) -> Span:
     """Return the span of a row."""
     *numbers, start, end = row
     rank, word, stage, i, peer, part = map(int, numbers)
-    action = Action(WORDS[word], stage, i, None if peer == NONE else peer, None if part == NONE else part)
+    action = Action(WORDS[word], stage, i, None if peer == ABSENT else peer, None if part == ABSENT else part)
     return Span(rank, action, start, end)
 
 
-def _moved(span: Span, begin: float) -> Span:
+def _shift(span: Span, begin: float) -> Span:
     """Return the span with times counted from `begin`; any part before it is cut off."""
     return span._replace(start=max(0.0, span.start - begin), end=span.end - begin)

@@ -103,7 +103,7 @@ class Autograd:
             arguments[k] = arguments[k].clone()
         before = [tensor._version for tensor in arguments] if self.varying else []
         with torch.set_grad_enabled(bool(wiring.leaves)):
-            made = self.function(key, *arguments)
+            made = self.function.run(key, *arguments)
         if before:
             self._require_unwritten(arguments, before)
         values = (*made, *[arguments[k] for k in wiring.passed])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: split into microbatches, weighted, and joined again."""
+"""Batches: split into microbatches, weighted, and merged."""

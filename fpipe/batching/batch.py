@@ -6,7 +6,7 @@ batches may have other sizes. A program, though, is captured for shapes that are
 
 Idea. A batch is (inputs, targets). Its `Signature` is everything about it except the values of its tensors. A new
 signature makes a new plan, on every rank independently, so shapes are never sent. A `Batching` says how batches are
-split; a `Batch` is one that was.
+split; a `SplitBatch` is one that was.
 
 Invariants. Batches differ from the example only in sizes and in non-tensor leaves. A leaf that a rank is not given is
 as in the example; one on the meta device gives its shape. Memory is laid out as in the example.
@@ -21,17 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.batching.leaf import Leaf
+from fpipe.batching.leaf import META, Leaf
+from fpipe.batching.loss_weights import Weight, compute_scales
 from fpipe.batching.memory import Memory
-from fpipe.batching.weights import Weight, scales
 from fpipe.errors import InputError
 from fpipe.ir.questions import Answer
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tangents import require_primal
 from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
-
-Tensors = tuple[Tensor, ...]
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Signature:
         said = f", answering {[[one.text for one in row] for row in self.answers]}" if self.answers else ""
         return f"{', '.join(' '.join(map(str, specs)) for specs in self.leaves)} and {self.program}{said}"
 
-    def answered(self, rows: Sequence[tuple[Answer, ...]]) -> Signature:
+    def with_answers(self, rows: Sequence[tuple[Answer, ...]]) -> Signature:
         """Return the signature with the answers of each microbatch."""
         return replace(self, answers=tuple(rows) if any(rows) else ())
 
@@ -75,7 +72,7 @@ class Microbatch:
         said = f", answering {[one.text for one in self.answers]}" if self.answers else ""
         return f"{', '.join(map(str, self.leaves))} and {self.program}{said}"
 
-    def told(self, answer: Answer) -> Microbatch:
+    def with_answer(self, answer: Answer) -> Microbatch:
         """Return the microbatch with one more answer."""
         return replace(self, answers=(*self.answers, answer))
 
@@ -103,7 +100,7 @@ class Batching:
         tensors, structure = flatten((inputs, targets))
         home = next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
         leaves = [
-            Leaf.of(_named(path), tensor, cut, home)
+            Leaf.of(_name_leaf(path), tensor, cut, home)
             for path, tensor, cut in zip(
                 structure.names, tensors, broadcast("batch_dims", dims, structure), strict=True
             )
@@ -130,9 +127,9 @@ class Batching:
         return None if self.weight is None else Spec((), (), torch.float64, self.home)
 
     @property
-    def without_targets(self) -> bool:
-        """True if there are no targets, not even an empty tree of them."""
-        return self.example.halves[1].spec == flatten(None)[1].spec
+    def has_targets(self) -> bool:
+        """True if there are targets, even if only an empty tree of them."""
+        return self.example.halves[1].spec != flatten(None)[1].spec
 
     def split(self, signature: Signature) -> list[Microbatch]:
         """Return the microbatches of batches with this signature."""
@@ -149,7 +146,7 @@ class Batching:
         trees = [half.unflatten([torch.empty(0, device=META)] * len(half.names)) for half in signature.halves]
         return flatten((*trees, None if self.weight is None else torch.empty(0, device=META)))[1]
 
-    def cut(self, inputs: Any, targets: Any) -> Batch:
+    def split_batch(self, inputs: Any, targets: Any) -> SplitBatch:
         """Return the batch, split.
 
         Pass `None` for inputs or targets that are as in the example and that this rank doesn't need; tensors on meta
@@ -179,7 +176,7 @@ class Batching:
             Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, self.microbatches))
             for leaf, tensor, parts in zip(self.leaves, given, cut, strict=True)
         ]
-        return Batch(self, signature, tuple(cut), tuple(memories))
+        return SplitBatch(self, signature, tuple(cut), tuple(memories))
 
     def difference(self, signature: Signature) -> str:
         """Return what differs from the example."""
@@ -222,7 +219,7 @@ class Batching:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class SplitBatch:
     """A batch that was split: its signature, and what this process was given of each leaf, with its memory."""
 
     batching: Batching
@@ -230,7 +227,7 @@ class Batch:
     known: tuple[tuple[Tensor, ...] | None, ...]
     memories: tuple[Memory, ...]
 
-    def without_values(self) -> Batch:
+    def without_values(self) -> SplitBatch:
         """Return the batch as seen by a process that was given none of it."""
         return replace(self, known=(None,) * len(self.known))
 
@@ -261,7 +258,7 @@ class Batch:
         weight, spec = self.batching.weight, self.batching.scale
         assert weight is not None
         assert spec is not None
-        return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in scales(weight, self._given())]
+        return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in compute_scales(weight, self._given())]
 
     def _given(self) -> Iterable[tuple[Any, Any]]:
         """Yield the inputs and targets of each microbatch, `None` for those not given."""
@@ -286,6 +283,6 @@ def _program(halves: tuple[Structure, Structure]) -> str:
     return repr([[value for _, value in half.constants] for half in halves])
 
 
-def _named(path: str) -> str:
+def _name_leaf(path: str) -> str:
     """Return a leaf's name: `[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
     return ("inputs" if path.startswith("[0]") else "targets") + path[3:]

@@ -18,7 +18,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.tensors.spec import Spec
 
-Dim: TypeAlias = int | Callable[[Tensor, int], Sequence[Tensor]] | None
+SplitDim: TypeAlias = int | Callable[[Tensor, int], Sequence[Tensor]] | None
 """A dimension, `None` for the whole leaf, or a function of the leaf and the number of microbatches."""
 
 META = torch.device("meta")
@@ -33,7 +33,7 @@ class Leaf:
 
     name: str
     spec: Spec
-    dim: Dim
+    dim: SplitDim
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dim: object, home: torch.device) -> Leaf:
@@ -61,9 +61,9 @@ class Leaf:
             )
         spec = spec.resize(tuple(tensor.shape))
         whole = replace(spec, device=META).allocate() if tensor.device == META else spec.like(tensor.detach())
-        return self._called(self.dim(whole, microbatches), microbatches) if callable(self.dim) else (whole,)
+        return self._split_by_function(self.dim(whole, microbatches), microbatches) if callable(self.dim) else (whole,)
 
-    def _called(self, parts: Sequence[Tensor], microbatches: int) -> tuple[Tensor, ...]:
+    def _split_by_function(self, parts: Sequence[Tensor], microbatches: int) -> tuple[Tensor, ...]:
         found = tuple(parts)
         if len(found) != microbatches or not all(isinstance(part, Tensor) for part in found):
             kinds = [str(Spec.of(part)) if isinstance(part, Tensor) else repr(part) for part in found]
@@ -104,7 +104,7 @@ class Leaf:
         if self.dim is None:
             return (whole,) * microbatches
         before, after = whole.shape[: self.dim], whole.shape[self.dim + 1 :]
-        sizes = pieces(whole.shape[self.dim], microbatches)
+        sizes = chunk_sizes(whole.shape[self.dim], microbatches)
         return tuple([replace(whole, shape=(*before, size, *after)) for size in sizes])
 
     def piece_sizes(self, known: Sequence[Spec], microbatches: int) -> list[int]:
@@ -118,9 +118,9 @@ class Leaf:
         if not isinstance(self.dim, int):
             return
         size = shape[self.dim]
-        found = pieces(size, microbatches)
+        found = chunk_sizes(size, microbatches)
         if len(found) < microbatches:
-            more = next(n for n in count(size + 1) if len(pieces(n, microbatches)) == microbatches)
+            more = next(n for n in count(size + 1) if len(chunk_sizes(n, microbatches)) == microbatches)
             raise InputError(
                 f"{self.name}: got shape {list(shape)}, {size} in dimension {self.dim}, which makes pieces of {found}, "
                 f"expected {microbatches}, one for each microbatch, of one size but for a smaller last one. Pass "
@@ -129,10 +129,10 @@ class Leaf:
             )
 
 
-def pieces(size: int, microbatches: int) -> list[int]:
+def chunk_sizes(size: int, microbatches: int) -> list[int]:
     """Return the sizes of the pieces: all equal except the last, none empty, so there may be too few.
 
-    >>> pieces(7, 3), pieces(6, 4)
+    >>> chunk_sizes(7, 3), chunk_sizes(6, 4)
     ([3, 3, 1], [2, 2, 2])
     """
     most = -(-size // microbatches)

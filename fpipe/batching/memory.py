@@ -33,25 +33,25 @@ def require_apart(memories: Sequence[Memory], written: Collection[int]) -> None:
     `written` has the numbers of these leaves.
     """
     for name, tensors in (memories[k] for k in sorted(written) if k < len(memories)):
-        if any(map(_overlaps_itself, tensors)) or any(overlap(*pair) for pair in combinations(tensors, 2)):
+        if any(map(_has_inner_overlap, tensors)) or any(has_overlap(*pair) for pair in combinations(tensors, 2)):
             raise InputError(
                 f"{name}: got microbatches that share memory, which the model changes in place, expected memory of its "
                 "own for each: on one device, one would see the changes of another. Clone the leaf, or cut it by a "
                 "function in batch_dims that clones: lambda x, m: [x.clone() for _ in range(m)]."
             )
         for other, theirs in memories:
-            if other != name and any(overlap(a, b) for a in tensors for b in theirs):
+            if other != name and any(has_overlap(a, b) for a in tensors for b in theirs):
                 raise InputError(
                     f"{name}: got memory that it shares with {other} and that the model changes in place, expected "
                     f"memory of its own: on one device, {other} would change with it. Pass a clone of one of them."
                 )
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
+def has_overlap(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have a byte in common.
 
     >>> rows = torch.zeros(4, 6)
-    >>> overlap(rows[:, :3], rows[:, 3:]), overlap(rows[:, :4], rows[:, 3:])
+    >>> has_overlap(rows[:, :3], rows[:, 3:]), has_overlap(rows[:, :4], rows[:, 3:])
     (False, True)
     """
     (first, stop), (start, end) = _range(a), _range(b)
@@ -61,7 +61,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return bool((_bytes(a, low, high) & _bytes(b, low, high)).any())
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
+def _has_inner_overlap(tensor: Tensor) -> bool:
     """Return whether two elements share memory."""
     if tensor.is_contiguous():
         return False

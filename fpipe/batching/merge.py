@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of microbatches, joined again: the inverse of splitting, in `fpipe.batching.batch`."""
+"""Merge the outputs of microbatches: the inverse of splitting, in `fpipe.batching.batch`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from fpipe.errors import InputError
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import Structure, broadcast
 
-Dim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
+MergeDim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
 """A dimension, `None` if every microbatch has the same, or a function of all of them."""
 
 
 @dataclass(frozen=True)
-class Joining:
-    """How the tensors of a tree of outputs are joined; `dims` has one entry for each."""
+class Merge:
+    """How the tensors of a tree of outputs are merged; `dims` has one entry for each."""
 
     structure: Structure
-    dims: tuple[Dim, ...]
+    dims: tuple[MergeDim, ...]
 
     @classmethod
-    def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]]) -> Joining:
-        """Return how to join outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
+    def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]]) -> Merge:
+        """Return how to merge outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
 
-        Raises `InputError` for a dimension along which they can't be joined.
+        Raises `InputError` for a dimension along which they can't be merged.
         """
         found = broadcast("output_dims", dims, structure)
         for path, dim, specs in zip(structure.names, found, parts, strict=True):
             _require_joinable(f"outputs{path}", dim, specs)
         return cls(structure, tuple(found))
 
-    def join(self, columns: Sequence[Sequence[Tensor]]) -> Any:
+    def apply(self, columns: Sequence[Sequence[Tensor]]) -> Any:
         """Return the tree, given the microbatches of each tensor."""
-        return self.structure.unflatten([join(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
+        return self.structure.unflatten([merge(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
 
 
-def join(parts: Sequence[Tensor], dim: Dim = 0) -> Any:
-    """Return a leaf of all microbatches: joined along a dimension (stacked if it has none), the first, or `dim(parts)`.
+def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
+    """Return a leaf of all microbatches: concatenated on a dimension (stacked if it has none), the first, or `dim(parts)`.
 
-    >>> join([torch.zeros(2, 1), torch.ones(1, 1)]).tolist(), join([torch.tensor(1), torch.tensor(2)]).tolist()
+    >>> merge([torch.zeros(2, 1), torch.ones(1, 1)]).tolist(), merge([torch.tensor(1), torch.tensor(2)]).tolist()
     ([[0.0], [0.0], [1.0]], [1, 2])
     """
     if dim is None:

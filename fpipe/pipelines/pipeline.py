@@ -1,82 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline: a model, a loss, a schedule and a partition, bound together and checked; nothing runs yet.
+"""The pipeline: a model, a loss, a schedule and a partition, bound together and checked.
 
-A `Pipeline` holds no parameters. From its model's skeleton it makes *plans*. A plan is the model captured in train or
-eval mode, with or without loss and outputs, for batches of one signature, and cut into stages; and the program that
-drives them.
-
-A microbatch of another shape is captured separately: the last one of a batch that does not divide evenly, say.
-Captures and plans are made once and cached.
+A `Pipeline` holds no parameters. Its planner makes a plan for every kind of batch, and `run` runs one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from fpipe.autodiff.backends import Way
-from fpipe.batching.batch import Batch, Microbatch, Signature
-from fpipe.batching.merge import Joining
+from fpipe.batching.batch import Signature, SplitBatch
 from fpipe.capture.eager_types import hide_fakes
-from fpipe.errors import CaptureError, CutError, InputError, PipelineError
+from fpipe.errors import CaptureError
 from fpipe.ir.variant import TRAINING, Variant
-from fpipe.pipelines.ambient import lifted
-from fpipe.pipelines.answers import Answering, Tell, alone
-from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.caches import Caches
+from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.planner import Planner
+from fpipe.pipelines.resolver import ExchangeText, Resolver, own_text
 from fpipe.report.description import describe
-from fpipe.report.footprint import sizes
+from fpipe.report.footprint import measure_sizes
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.recording import Record, recorded
-from fpipe.runtime.transport.agreement import Field
+from fpipe.runtime.recording import Record, run_recorded
 from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.turns import turn
-from fpipe.stages.assembly import Assembly, assemble, differentiated
-from fpipe.stages.kinds import require_alike, widened
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
-from fpipe.weights.initialization import Initialiser, initialised, reset_parameters
-from fpipe.weights.loading import Source, loaded
-from schedules import Program, Schedule, Sizes, check, forwards, lower
+from fpipe.weights.initialization import Initializer, initialize, reset_parameters
+from fpipe.weights.loading import ValueSource, load
+from schedules import Program, Schedule, Sizes
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
     """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
 
-    - `captures`: the model, what is computed from it, and how batches are split and the model is cut.
-    - `output_dims`: how outputs are joined.
+    - `planner`: the schedule, the captured model, and what else determines how a batch is run.
     - `ranks`: the pipeline ranks that this process runs: one under torch.distributed, else all.
     - `rebuild`: makes a pipeline of another model from the same arguments.
-    - `summed`: the parameters whose gradients are summed over stages.
-    - `way`: how stages are differentiated, if not by autograd.
-    - `made`: the trainable parameters that `init` and `initialise` returned, by id.
-    - `plans`: the cache of plans; `connections`: those that all ranks have agreed on, by digest, and `agreed`: what
-      they agree on again in every step; `compared`: the first step, before which the ranks compared the tensors that
-      several of them hold.
+    - `caches`: what the pipeline remembers from one call to the next.
     """
 
-    schedule: Schedule
-    captures: Captures
-    output_dims: Any
+    planner: Planner
     ranks: Ranks
     rebuild: Callable[[nn.Module | Sequence[Any]], Pipeline]
-    summed: frozenset[str] = frozenset()
-    way: Way | None = None
-    made: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
-    plans: dict[tuple[Variant, Signature], Plan] = field(default_factory=dict)
-    assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
-    connections: dict[tuple[Variant, Signature], int] = field(default_factory=dict)
-    agreed: dict[tuple[Variant, Signature], tuple[Field, ...]] = field(default_factory=dict)
-    compared: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
-    silent: dict[tuple[Variant, Signature], None] = field(default_factory=dict)
+    caches: Caches
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that the pipeline was built with."""
+        return self.planner.schedule
+
+    @property
+    def captures(self) -> CaptureCache:
+        """The captured model, for every kind of microbatch so far."""
+        return self.planner.captures
 
     @property
     def model(self) -> nn.Module:
@@ -118,90 +102,39 @@ class Pipeline:
         (288.0, 104.0)
         """
         with turn(), hide_fakes():
-            return sizes(self.training.assembly, self.schedule.placement)
+            return measure_sizes(self.training.assembly, self.schedule.placement)
 
     @property
     def computes_loss(self) -> bool:
         """True if the loss is a function of the outputs alone."""
-        return self.captures.batchings[True].without_targets and self.captures.loss is not None
+        return not self.captures.batchings[True].has_targets and self.captures.loss is not None
 
-    def batch(self, variant: Variant, inputs: Any, targets: Any, tell: Tell = alone) -> Batch:
+    def batch(self, variant: Variant, inputs: Any, targets: Any, exchange_text: ExchangeText = own_text) -> SplitBatch:
         """Return the batch, split, with the answers to what the model asks about it in this variant.
 
-        `tell` exchanges answers with the other ranks, which must then all call this. Without it, this process must have
-        every leaf that is asked about.
+        `exchange_text` exchanges answers with the other ranks, which must then all call this. Without it, this process
+        must have every leaf that is asked about.
         """
-        batch = self.captures.batchings[variant.loss].cut(inputs, targets)
-        if (variant, batch.signature) in self.silent:
+        batch = self.captures.batchings[variant.loss].split_batch(inputs, targets)
+        if (variant, batch.signature) in self.caches.unquestioned:
             return batch
         try:
-            answered = Answering(self.captures, variant, batch, tell).answered()
+            resolved = Resolver(self.captures, variant, batch, exchange_text).resolve()
         except CaptureError as error:
-            raise InputError(
-                f"{batch.batching.difference(batch.signature)}, expected a batch that the model can take, cut as the "
-                f"example is. The pipeline for this one fails: {error}"
-            ) from error
-        if answered.signature == batch.signature:
-            self.silent[variant, batch.signature] = None
-        return answered
+            raise self.planner.unfit(variant, batch.signature, error) from error
+        if resolved.signature == batch.signature:
+            self.caches.unquestioned.add((variant, batch.signature))
+        return resolved
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
         """Return the plan for a variant and a batch signature, by default the example's; made at its first use.
 
         Raises `InputError` if the model can't take a batch that differs from the example.
         """
-        batching = self.captures.batchings[variant.loss]
-        what = variant, batching.example if signature is None else signature
-        if what not in self.plans:
-            try:
-                with (
-                    torch.inference_mode(False),
-                    lifted(variant),
-                    turn(),
-                    hide_fakes(),
-                    random.preserve_generators([torch.device("cpu")]),
-                ):
-                    self.plans[what] = self._plan(*what)
-            except PipelineError as error:
-                if what[1] == batching.example:
-                    raise
-                raise InputError(
-                    f"{batching.difference(what[1])}, expected a batch that the model can take, cut as the example is. "
-                    f"The pipeline for this one fails: {error}"
-                ) from error
-        return self.plans[what]
-
-    def _plan(self, variant: Variant, signature: Signature) -> Plan:
-        microbatches = self.captures.batchings[variant.loss].split(signature)
-        made = {one: self._assembled(variant, one) for one in dict.fromkeys(microbatches)}
-        assemblies = widened([made[one] for one in microbatches])
-        require_alike(assemblies)
-        schedule, graph = self.schedule, assemblies[0].graph
-        if variant.training:
-            check(schedule, graph)
-        else:
-            schedule = forwards(schedule)
-        for stage in assemblies[0].stages:
-            _require_one_state(stage, schedule.placement.replicas(stage.index))
-        joining = _joining(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
-        watch = self.captures.watch(variant, microbatches)
-        return Plan(assemblies, lower(schedule, graph), self.ranks.ranks, joining, watch)
-
-    def _assembled(self, variant: Variant, microbatch: Microbatch) -> Assembly:
-        """Return the stages for a microbatch, made at their first use: batches combine microbatches in many ways."""
-        if (variant, microbatch) not in self.assemblies:
-            self.assemblies[variant, microbatch] = self._assembly(variant, microbatch)
-        return self.assemblies[variant, microbatch]
-
-    def _assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
-        placement = self.schedule.placement
-        made = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
-        if self.way is None:
-            return made
-        return differentiated(made, self.way, {s for rank in self.ranks.ranks for s in placement.stages_on(rank)})
+        return self.planner.plan(variant, signature)
 
     def init(
-        self, source: Source, *, fill: Initialiser | None = None, strict: bool = True
+        self, source: ValueSource, *, fill: Initializer | None = None, strict: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this process's parameters and buffers, copied from `source`: dicts keyed by the model's own names.
 
@@ -228,10 +161,10 @@ class Pipeline:
         tensor(32.)
         """
         with turn():
-            return self._state(loaded(self.model, self.training.share, source, fill, strict))
+            return self._split_state(load(self.model, self.training.share, source, fill, strict))
 
     def initialise(
-        self, function: Initialiser = reset_parameters, *, seed: int
+        self, function: Initializer = reset_parameters, *, seed: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this process's parameters and buffers as initialised by `function(module)`; the model may be on meta.
 
@@ -252,12 +185,12 @@ class Pipeline:
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
         with turn():
-            return self._state(initialised(self.model, self.training.share, function, seed))
+            return self._split_state(initialize(self.model, self.training.share, function, seed))
 
-    def _state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _split_state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         plan, trainable = self.training, self.training.assembly.captured.trainable
         params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
-        self.made.update({id(p): p for p in params.values() if p.requires_grad})
+        self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
         return params, {name: values[name] for name in plan.buffers}
 
     def rebuilt(self, model: nn.Module | Sequence[Any]) -> Pipeline:
@@ -317,31 +250,15 @@ class Pipeline:
         """Run the plan's program on this process's ranks; return their outcomes. `record` gets a span per action."""
 
         def execution(rank: int, transport: Transport) -> Execution:
-            return Execution(plan.linked[rank], transport, inputs)
+            return Execution(plan.programs[rank], transport, inputs)
 
         with random.preserve_generators(plan.generators), plan.context():
             if record is None:
                 return self.ranks.run(execution)
-            return recorded(self.ranks, plan.timed, inputs, self.device, record)
+            return run_recorded(self.ranks, plan.timed_programs, inputs, self.device, record)
 
     def __str__(self) -> str:
         how = self.schedule
         split = any(action.kind == "W" for rank in range(how.ranks) for action in how.actions(rank))
-        described = describe(self.training.assembly, self.model, how.placement, self.sizes, split)
-        return f"Pipeline of {type(self.model).__name__} under {how!r}\n{described}"
-
-
-def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
-    """Raise `CutError` if a stage on several ranks modifies a buffer: each replica sees only some microbatches."""
-    modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.changed]
-    if modified and len(ranks) > 1:
-        raise CutError(
-            f"stage {stage.index}: got modified buffers {modified} on ranks {list(ranks)}, expected none: each "
-            "rank sees other microbatches. Choose a schedule with each stage on one rank, or a model without such."
-        )
-
-
-def _joining(assemblies: Sequence[Assembly], dims: Any, first: int) -> Joining:
-    """Return how the outputs are joined; they are the last stage's results from number `first` on."""
-    columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
-    return Joining.of(assemblies[0].captured.structure, dims, list(columns))
+        text = describe(self.training.assembly, self.model, how.placement, self.sizes, split)
+        return f"Pipeline of {type(self.model).__name__} under {how!r}\n{text}"

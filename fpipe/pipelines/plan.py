@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from fpipe.batching.merge import Joining
+from fpipe.batching.merge import Merge
 from fpipe.ir.captured import BatchLeaf
-from fpipe.runtime.executor import Linked
+from fpipe.runtime.executor import LinkedProgram
 from fpipe.runtime.instructions import link
-from fpipe.runtime.recording import timed
+from fpipe.runtime.recording import add_timers
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
@@ -33,14 +33,14 @@ class Plan:
 
     - `assemblies`: per microbatch, the model cut into stages; the same object for the same shapes.
     - `ranks`: the ranks of this process.
-    - `joining`: how the model's outputs are joined; `None` if they are not asked for.
+    - `merge`: how the model's outputs are joined; `None` if they are not asked for.
     - `watch`: what was assumed when the plan was made, and must still hold when it runs.
     """
 
     assemblies: tuple[Assembly, ...]
     program: Program
     ranks: tuple[int, ...]
-    joining: Joining | None
+    merge: Merge | None
     watch: Watch = field(default_factory=Watch)
 
     @property
@@ -64,17 +64,17 @@ class Plan:
         return tuple(dict.fromkeys([*self.devices, *(device for cut in self.cuts for device in cut.undecided)]))
 
     @cached_property
-    def held(self) -> tuple[Stage, ...]:
+    def local_stages(self) -> tuple[Stage, ...]:
         """The stages of this process's ranks."""
         return tuple(s for s in self.assembly.stages if set(self.placement.replicas(s.index)) & set(self.ranks))
 
     @cached_property
     def below_autograd(self) -> bool:
         """True if autograd has nothing to do in the stages of this process."""
-        return all(cut.stages[stage.index].functions.below_autograd for cut in self.cuts for stage in self.held)
+        return all(cut.stages[stage.index].functions.below_autograd for cut in self.cuts for stage in self.local_stages)
 
     @cached_property
-    def written(self) -> frozenset[int]:
+    def modified_leaves(self) -> frozenset[int]:
         """The leaves of the batch that the model modifies in place."""
         pairs = [(cut.captured.sources.get(v), v) for cut in self.cuts for one in cut.layouts for v in one.modified]
         return frozenset(source.leaf for source, _ in pairs if isinstance(source, BatchLeaf))
@@ -95,33 +95,33 @@ class Plan:
     @cached_property
     def params(self) -> Mapping[str, Spec]:
         """The specs of the parameters that this process holds, by name."""
-        return self._named(lambda stage: (*stage.parameters, *stage.unused), self.assembly.parameters)
+        return self._select(lambda stage: (*stage.parameters, *stage.unused), self.assembly.parameters)
 
     @cached_property
     def buffers(self) -> Mapping[str, Spec]:
         """The specs of the buffers that this process holds, by name."""
-        return self._named(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
+        return self._select(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
 
     @property
     def share(self) -> tuple[str, ...]:
         """The names of the parameters and buffers that this process holds."""
         return (*self.params, *self.buffers)
 
-    def _named(self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
-        held = {name for stage in self.held for name in names(stage)}
+    def _select(self, names: Callable[[Stage], tuple[str, ...]], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
+        held = {name for stage in self.local_stages for name in names(stage)}
         return {name: spec for name, spec in specs.items() if name in held}
 
     @cached_property
-    def linked(self) -> Mapping[int, Linked]:
+    def programs(self) -> Mapping[int, LinkedProgram]:
         """Each of this process's ranks' lowered program, linked to its stages."""
-        return {rank: self._linked(rank) for rank in self.ranks}
+        return {rank: self._link(rank) for rank in self.ranks}
 
     @cached_property
-    def timed(self) -> Mapping[int, Linked]:
+    def timed_programs(self) -> Mapping[int, LinkedProgram]:
         """The same programs, for steps that are recorded."""
-        return {rank: timed(program) for rank, program in self.linked.items()}
+        return {rank: add_timers(program) for rank, program in self.programs.items()}
 
-    def _linked(self, rank: int) -> Linked:
+    def _link(self, rank: int) -> LinkedProgram:
         homes = self.placement.stages_on(rank)
         uneven = {
             i: {s: cut.stages[s] for s in homes} for i, cut in enumerate(self.assemblies) if cut is not self.assembly

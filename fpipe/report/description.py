@@ -25,8 +25,8 @@ from schedules import Placement, Sizes
 from schedules.language.costs import of_stage
 
 COLUMNS = 98
-MOST = 12
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+MOST_LINES = 12
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: Sizes, split: bool) -> str:
@@ -34,19 +34,22 @@ def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: 
 
     `sizes` are what a microbatch holds, in bytes.
     """
-    held = _held(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
-    shown = _Shown(assembly, Calls.of(assembly.captured, model))
+    held = _describe_leaves(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
+    shown = _StageText(assembly, Calls.of(assembly.captured, model))
     lines = [f"{_count(len(assembly.stages), 'stage')}, {held}"]
     for stage in assembly.stages:
         ranks = placement.replicas(stage.index)
         lines += ["", f"stage {stage.index} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"]
-        lines += [f"  {line}" for line in (*shown.stage(stage), _kept(stage, sizes, split), *_backward(stage, split))]
-    tied = _shortened(list(_tied(assembly.stages, model)), "... {} more")
+        lines += [
+            f"  {line}"
+            for line in (*shown.stage(stage), _describe_memory(stage, sizes, split), *_describe_backward(stage, split))
+        ]
+    tied = _shorten(list(_tied_lines(assembly.stages, model)), "... {} more")
     lines += ["", "tied parameters"] if tied else []
-    return "\n".join([*lines, *[line for one in tied for line in _lines(one, "  ", "    ")]])
+    return "\n".join([*lines, *[line for one in tied for line in _wrap_lines(one, "  ", "    ")]])
 
 
-class _Shown:
+class _StageText:
     """The stages of an assembly, and the calls of modules that lie entirely within each."""
 
     def __init__(self, assembly: Assembly, calls: Calls) -> None:
@@ -60,8 +63,8 @@ class _Shown:
     def stage(self, stage: Stage) -> Iterator[str]:
         """Yield what one stage holds, runs and gives."""
         assembly, names = self.assembly, (*stage.parameters, *stage.unused)
-        yield from _wrapped("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
-        yield f"parameters  {_held(names, assembly.parameters, assembly.captured.trainable, '')}"
+        yield from _wrap("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
+        yield f"parameters  {_describe_leaves(names, assembly.parameters, assembly.captured.trainable, '')}"
         buffers = [name for name in (*stage.buffers, *stage.unused) if name in assembly.buffers]
         if buffers:
             yield f"buffers     {len(buffers)} ({_size(assembly.buffers[name] for name in buffers)})"
@@ -69,7 +72,7 @@ class _Shown:
             back = [spec for other in stage.pulled_by if other.peer == port.peer for spec in other.specs]
             cotangents = f"{_size(back)} of cotangents back" if back else "no cotangents back"
             yield f"gives       stage {port.peer}: {_size(port.specs)} per microbatch, {cotangents}"
-            yield from _shortened(list(self._values(port, values)), "              ... {} more")
+            yield from _shorten(list(self._values(port, values)), "              ... {} more")
         returned = {port.peer for port in stage.pulled_by} - {port.peer for port in stage.gives}
         for port in stage.pulled_by:
             if port.peer in returned:
@@ -86,7 +89,7 @@ class _Shown:
                 runs.append((path, last, last))
         ends = [(path, first if first == last else f"{first}-{last}") for path, first, last in runs]
         found = [f"{path}.{end}" if path else end or "the whole model" for path, end in ends]
-        return _shortened(found, "... {} more")
+        return _shorten(found, "... {} more")
 
     def _others(self, s: int) -> list[str]:
         """Return how many operations the stage runs outside these modules."""
@@ -106,25 +109,25 @@ class _Shown:
         return path or "the model itself"
 
 
-def _kept(stage: Stage, sizes: Sizes, split: bool) -> str:
+def _describe_memory(stage: Stage, sizes: Sizes, split: bool) -> str:
     """Return what the stage holds from its forward on, and between the halves of its backward."""
     activation, residual = of_stage(sizes.activation, stage.index), of_stage(sizes.residual or 0, stage.index)
-    halved = f", {_bytes(residual)} for the weight half of its backward" if split else ""
-    return f"keeps       {_bytes(activation)} per microbatch{halved}"
+    halved = f", {_format_bytes(residual)} for the weight half of its backward" if split else ""
+    return f"keeps       {_format_bytes(activation)} per microbatch{halved}"
 
 
-def _backward(stage: Stage, split: bool) -> Iterator[str]:
+def _describe_backward(stage: Stage, split: bool) -> Iterator[str]:
     """Yield a remark on how the stage is differentiated, if any; and the gradients that the input half computes."""
     if stage.functions.remark:
-        yield from _lines(stage.functions.remark, "backward    ", " " * 12)
+        yield from _wrap_lines(stage.functions.remark, "backward    ", " " * 12)
     if not split:
         return
     for why in dict.fromkeys(stage.undeferred.values()):
         names = [name for name, reason in stage.undeferred.items() if reason == why]
-        yield from _lines(f"{', '.join(_shortened(names, '{} more', 3))}: {why}", "undeferred  ", " " * 12)
+        yield from _wrap_lines(f"{', '.join(_shorten(names, '{} more', 3))}: {why}", "undeferred  ", " " * 12)
 
 
-def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[str], noun: str) -> str:
+def _describe_leaves(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[str], noun: str) -> str:
     """Return the number of elements of the leaves in `specs`, their size, and whether they are trained."""
     held = {name: specs[name] for name in names if name in specs}
     total = sum(prod(spec.shape) for spec in held.values())
@@ -134,7 +137,7 @@ def _held(names: Iterable[str], specs: Mapping[str, Spec], trainable: frozenset[
     return f"{number} ({_size(held.values())}), {which}" if total else f"no {noun}s" if noun else "none"
 
 
-def _tied(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
+def _tied_lines(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
     """Yield the parameters with several names or in several stages, their stages, and the owner of their gradient."""
     known: dict[str, list[str]] = {}
     for name, first in first_names(model, "parameters").items():
@@ -143,10 +146,10 @@ def _tied(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
         users = [stage.index for stage in stages if first in stage.parameters]
         owners = [stage.index for stage in stages if first in stage.grads]
         if len(all_names) > 1 or len(users) > 1:
-            yield f"{' = '.join(_shortened(all_names, '{} more names', 3))}: {_where(users, owners)}"
+            yield f"{' = '.join(_shorten(all_names, '{} more names', 3))}: {_describe_users(users, owners)}"
 
 
-def _where(users: Sequence[int], owners: Sequence[int]) -> str:
+def _describe_users(users: Sequence[int], owners: Sequence[int]) -> str:
     if len(users) < 2:
         return f"stage {users[0]}" if users else "read by no stage"
     stages = f"stages {', '.join(map(str, users))}"
@@ -161,30 +164,30 @@ def _count(number: int, noun: str) -> str:
 
 def _size(specs: Iterable[Spec]) -> str:
     """Return the size of what is stored or sent: an expanded dimension counts once."""
-    return _bytes(sum(spec.dtype.itemsize * prod(_once(spec)) for spec in specs))
+    return _format_bytes(sum(spec.dtype.itemsize * prod(_stored_sizes(spec)) for spec in specs))
 
 
-def _bytes(size: float) -> str:
+def _format_bytes(size: float) -> str:
     power = next(k for k in range(5) if size < 1024 ** (k + 1) or k == 4)
-    return f"{size / 1024**power:,.1f} {UNITS[power]}" if power else f"{size} B"
+    return f"{size / 1024**power:,.1f} {BYTE_UNITS[power]}" if power else f"{size} B"
 
 
-def _once(spec: Spec) -> Iterator[int]:
+def _stored_sizes(spec: Spec) -> Iterator[int]:
     return (size if stride else min(1, size) for size, stride in zip(spec.shape, spec.stride, strict=True))
 
 
-def _shortened(lines: Sequence[str], rest: str, most: int = MOST) -> list[str]:
+def _shorten(lines: Sequence[str], rest: str, most: int = MOST_LINES) -> list[str]:
     """Return the first `most` lines, and a last one that counts the rest."""
     return list(lines) if len(lines) <= most + 1 else [*lines[:most], rest.format(len(lines) - most)]
 
 
-def _wrapped(title: str, entries: Sequence[str]) -> list[str]:
+def _wrap(title: str, entries: Sequence[str]) -> list[str]:
     """Return the entries, separated by commas, in as many lines as they need."""
     words = ", ".join(entry.replace(" ", "\0") for entry in entries)
-    return [line.replace("\0", " ") for line in _lines(words, title, " " * len(title))]
+    return [line.replace("\0", " ") for line in _wrap_lines(words, title, " " * len(title))]
 
 
-def _lines(text: str, first: str, rest: str) -> list[str]:
+def _wrap_lines(text: str, first: str, rest: str) -> list[str]:
     """Return `text` in lines that begin with `first`, then `rest`, broken at spaces only."""
     return wrap(
         text, COLUMNS, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False

@@ -50,13 +50,13 @@ class Footprint(NamedTuple):
     residual: int
 
 
-def sizes(assembly: Assembly, placement: Placement) -> Sizes:
+def measure_sizes(assembly: Assembly, placement: Placement) -> Sizes:
     """Return the sizes of an assembly's stages in bytes, for `schedules.simulate`.
 
     `weight` is the size of the stage's parameters, one version, without gradients. A parameter that several stages of a
     rank use counts once.
     """
-    found = footprints(assembly)
+    found = measure_footprints(assembly)
     return Sizes(
         activation=tuple(one.activation for one in found),
         inputs=tuple(one.inputs for one in found),
@@ -65,7 +65,7 @@ def sizes(assembly: Assembly, placement: Placement) -> Sizes:
     )
 
 
-def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
+def measure_footprints(assembly: Assembly) -> tuple[Footprint, ...]:
     """Return what a microbatch holds on each stage of an assembly, by running their functions once on fake tensors."""
     captured = assembly.captured
     fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
@@ -76,20 +76,20 @@ def footprints(assembly: Assembly) -> tuple[Footprint, ...]:
         assume_values(captured.mode),
         torch.enable_grad(),
     ):
-        return tuple(_footprint(stage, fakes) for stage in assembly.stages)
+        return tuple(_measure_footprint(stage, fakes) for stage in assembly.stages)
 
 
-def _footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
+def _measure_footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
     """Return one stage's footprint. Memory still alive when everything is dropped was never the microbatch's."""
     params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
     batch = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
-    with _Made() as made:
-        given = _versions(stage, fakes), _arriving(stage.gets)
+    with _MemoryWatch() as made:
+        given = _versions(stage, fakes), _make_arrivals(stage.gets)
         inputs = made.alive()
         _, _, residuals = stage.forward(params, given[0], (*batch, *given[1]), 0)
         del given, _
         activation = made.alive()
-        _, deferred = stage.backward_input(residuals, _arriving(stage.pulled_by))
+        _, deferred = stage.backward_input(residuals, _make_arrivals(stage.pulled_by))
         del residuals, _
         residual = made.alive()
         del deferred
@@ -108,7 +108,7 @@ def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
     return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
 
 
-def _arriving(ports: Sequence[Port]) -> Tensors:
+def _make_arrivals(ports: Sequence[Port]) -> Tensors:
     """Return tensors like those from other stages, made as a transport makes them."""
     specs = [spec.whole if isinstance(spec, OptionalSpec) else spec for port in ports for spec in port.specs]
     return tuple([spec.unpack(spec.buffer()) for spec in specs])
@@ -127,7 +127,7 @@ def _weights(assembly: Assembly, placement: Placement) -> tuple[int, ...]:
     )
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks the memory of everything that operations return, without keeping it alive.
 
     Invariant: a weak reference keeps the identifier of its storage from being reused.

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from fpipe.runtime.transport.interface import Handle, Message, Payload, Route, Transport
+from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, Route, Transport
 from schedules import Action
 
 
@@ -123,7 +123,7 @@ class Transfer(NamedTuple):
 
     number: int
     channel: int
-    message: Message
+    message: MessageKey
     specs: tuple[Any, ...]
 
 
@@ -141,7 +141,7 @@ class Instruction(NamedTuple):
     position: int
     action: Action
     stage: StageLike
-    handler: Handler
+    handler: ActionHandler
     receives: tuple[Transfer, ...]
     waits: tuple[int, ...]
     awaited: tuple[int, ...]
@@ -149,7 +149,7 @@ class Instruction(NamedTuple):
     sends: tuple[Transfer, ...]
 
 
-class Linked(NamedTuple):
+class LinkedProgram(NamedTuple):
     """One rank's program, linked to its stages."""
 
     stages: tuple[int, ...]
@@ -157,7 +157,7 @@ class Linked(NamedTuple):
     instructions: tuple[Instruction, ...]
 
 
-Handler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload]
+ActionHandler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], Payload]
 
 
 class Execution:
@@ -171,7 +171,7 @@ class Execution:
 
     at: Instruction | None = None
 
-    def __init__(self, program: Linked, transport: Transport, inputs: Inputs) -> None:
+    def __init__(self, program: LinkedProgram, transport: Transport, inputs: Inputs) -> None:
         self.program, self.transport, self.inputs = program, transport, inputs
         self.buffers = {s: inputs.buffers[s] for s in program.stages}
         self.grads: dict[int, Any] = dict.fromkeys(self.buffers, ())

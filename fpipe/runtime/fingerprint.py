@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fpipe.tensors.spec import Spec, as_bytes
 
-PLAIN: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format, type(None))
+ATOMS: Final = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format, type(None))
 ENTRIES: Final = 1000
 LINES: Final = 20_000
 BY_NAME: Final = frozenset({*sys.stdlib_module_names, "torch"}) - {"__main__"}
@@ -47,124 +47,127 @@ def digest(lines: Iterable[str]) -> int:
     return int.from_bytes(found.digest()) >> 1
 
 
-def bits(tensor: Tensor) -> str:
+def digest_tensor(tensor: Tensor) -> str:
     """Return a digest of a tensor's values; `none` if it has no values.
 
-    >>> bits(torch.ones(2)) == bits(torch.ones(4)[:2]), bits(torch.ones(2)) == bits(torch.zeros(2))
+    >>> ones = digest_tensor(torch.ones(2))
+    >>> ones == digest_tensor(torch.ones(4)[:2]), ones == digest_tensor(torch.zeros(2))
     (True, False)
     """
     if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
         return "none"
     if tensor.layout is not torch.strided:
-        return bits(tensor.detach().to_dense())
+        return digest_tensor(tensor.detach().to_dense())
     data = as_bytes(tensor.detach().cpu())
     memory = (ctypes.c_char * data.numel()).from_address(data.data_ptr()) if data.numel() else b""
     return blake2b(memory, digest_size=8).hexdigest()
 
 
-def described(value: object) -> list[str]:
+def describe_value(value: object) -> list[str]:
     """Return the lines that describe a value.
 
     >>> def scaled(factor): return lambda x, y: x * factor
-    >>> described(scaled(2)) == described(scaled(2)), described(scaled(2)) == described(scaled(3))
+    >>> describe_value(scaled(2)) == describe_value(scaled(2)), describe_value(scaled(2)) == describe_value(scaled(3))
     (True, False)
-    >>> [line for line in described(scaled(2)) if "factor" in line]
+    >>> [line for line in describe_value(scaled(2)) if "factor" in line]
     ['cell factor: 2']
     """
-    return list(islice(_Described().lines("", value), LINES))
+    return list(islice(_Description().lines("", value), LINES))
 
 
-class _Described:
-    """One description; nothing is described twice."""
+class _Description:
+    """One description; nothing is describe_value twice."""
 
     def __init__(self) -> None:
         self.seen: dict[int, object] = {}
 
     def lines(self, path: str, value: Any) -> Iterator[str]:
         """Yield the lines of the value at `path`."""
-        if isinstance(value, PLAIN):
-            yield _said(path, repr(value))
+        if isinstance(value, ATOMS):
+            yield _format(path, repr(value))
         elif isinstance(value, torch.device):
-            yield _said(path, f"a device of type {value.type}")
+            yield _format(path, f"a device of type {value.type}")
         elif isinstance(value, Tensor):
-            yield _said(path, f"{Spec.of(value)} of values {bits(value)}")
+            yield _format(path, f"{Spec.of(value)} of values {digest_tensor(value)}")
         elif id(value) in self.seen:
-            yield _said(path, "as before")
+            yield _format(path, "as before")
         else:
             self.seen[id(value)] = value  # kept alive, so that no other gets its id
             yield from self._composed(path, value)
 
     def _composed(self, path: str, value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):
-            yield _said(path, f"{type(value).__qualname__} of {len(value)}")
+            yield _format(path, f"{type(value).__qualname__} of {len(value)}")
             for key, held in islice(value.items(), ENTRIES):
                 yield from self.lines(f"{path}[{_key(key)}]", held)
         elif isinstance(value, set | frozenset):
-            yield _said(path, f"{{{', '.join(sorted(_key(one) for one in value))}}}")
+            yield _format(path, f"{{{', '.join(sorted(_key(one) for one in value))}}}")
         elif isinstance(value, list | tuple):
-            yield _said(path, f"{type(value).__qualname__} of {len(value)}")
+            yield _format(path, f"{type(value).__qualname__} of {len(value)}")
             for k, held in enumerate(value[:ENTRIES]):
                 yield from self.lines(f"{path}[{k}]", held)
         elif isinstance(value, FunctionType):
             yield from self._function(path, value)
         elif isinstance(value, MethodType):
-            yield from self.lines(_joined(path, "function"), value.__func__)
-            yield from self.lines(_joined(path, "self"), value.__self__)
+            yield from self.lines(_extend(path, "function"), value.__func__)
+            yield from self.lines(_extend(path, "self"), value.__self__)
         elif isinstance(value, partial):
-            yield from self.lines(_joined(path, "partial"), (value.func, value.args, value.keywords))
+            yield from self.lines(_extend(path, "partial"), (value.func, value.args, value.keywords))
         elif isinstance(value, type | ModuleType | BuiltinFunctionType):
-            yield _said(path, _name(value))
+            yield _format(path, _qualified_name(value))
         else:
             yield from self._object(path, value)
 
     def _function(self, path: str, function: FunctionType) -> Iterator[str]:
-        yield _said(path, f"function {_name(function)}")
+        yield _format(path, f"function {_qualified_name(function)}")
         if function.__module__ and function.__module__.split(".")[0] in BY_NAME:
             return
         for code in _codes(function.__code__):
-            yield _said(_joined(path, f"code of {code.co_name}"), digest_of(code))
-        yield from self.lines(_joined(path, "defaults"), (function.__defaults__, function.__kwdefaults__))
+            yield _format(_extend(path, f"code of {code.co_name}"), digest_code(code))
+        yield from self.lines(_extend(path, "defaults"), (function.__defaults__, function.__kwdefaults__))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
             except ValueError:
                 held = None
-            yield from self.lines(_joined(path, f"cell {name}"), held)
+            yield from self.lines(_extend(path, f"cell {name}"), held)
         named = dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names)
         for name in named:
             if name in function.__globals__:
-                yield from self._named(_joined(path, f"global {name}"), function.__globals__[name], function)
+                yield from self._describe_global(_extend(path, f"global {name}"), function.__globals__[name], function)
 
-    def _named(self, path: str, value: Any, function: FunctionType) -> Iterator[str]:
+    def _describe_global(self, path: str, value: Any, function: FunctionType) -> Iterator[str]:
         """Yield the lines of a global; a function of another file is identified by name."""
         foreign = isinstance(value, FunctionType) and value.__globals__ is not function.__globals__
-        yield from [_said(path, _name(value))] if foreign else self.lines(path, value)
+        yield from [_format(path, _qualified_name(value))] if foreign else self.lines(path, value)
 
     def _object(self, path: str, value: Any) -> Iterator[str]:
-        yield _said(path, f"a {_name(type(value))}")
+        yield _format(path, f"a {_qualified_name(type(value))}")
         if isinstance(value, nn.Module):
             yield from self._module(path, value)
         elif callable(value) or is_dataclass(value):
             held = dict(getattr(value, "__dict__", {}))
-            yield from self.lines(_joined(path, "call"), vars(type(value)).get("__call__"))
+            yield from self.lines(_extend(path, "call"), vars(type(value)).get("__call__"))
             for name, one in held.items():
                 yield from self.lines(f"{path}.{name}", one)
 
     def _module(self, path: str, module: nn.Module) -> Iterator[str]:
         for name, one in module.named_modules():
-            where = _joined(path, name or "itself")
-            yield _said(where, f"{_name(type(one))}, {one.extra_repr()}, {'training' if one.training else 'eval'}")
-            yield from self.lines(_joined(where, "forward"), type(one).forward)
-            own = {k: v for k, v in vars(one).items() if isinstance(v, (*PLAIN, Tensor)) and k != "training"}
+            where = _extend(path, name or "itself")
+            yield _format(
+                where, f"{_qualified_name(type(one))}, {one.extra_repr()}, {'training' if one.training else 'eval'}"
+            )
+            yield from self.lines(_extend(where, "forward"), type(one).forward)
+            own = {k: v for k, v in vars(one).items() if isinstance(v, (*ATOMS, Tensor)) and k != "training"}
             for attribute, held in (*own.items(), *one._buffers.items()):
                 yield from self.lines(f"{where}.{attribute}", held)
             for attribute, parameter in one._parameters.items():
-                yield _said(f"{where}.{attribute}", "none" if parameter is None else str(Spec.of(parameter)))
+                yield _format(f"{where}.{attribute}", "none" if parameter is None else str(Spec.of(parameter)))
 
 
-def digest_of(code: CodeType) -> str:
+def digest_code(code: CodeType) -> str:
     """Return a digest of what a code object does, independent of its location and its variables' names."""
-    constants = [_constant(one) for one in code.co_consts if not isinstance(one, CodeType)]
+    constants = [_format_constant(one) for one in code.co_consts if not isinstance(one, CodeType)]
     what = (code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount, code.co_flags)
     return blake2b(repr(what).encode(), digest_size=8).hexdigest()
 
@@ -177,27 +180,27 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(one)
 
 
-def _constant(value: Any) -> str:
+def _format_constant(value: Any) -> str:
     """Return a constant as text; sets of strings are sorted, since each process orders them differently."""
     if isinstance(value, frozenset):
-        return f"frozenset({sorted(_constant(one) for one in value)})"
+        return f"frozenset({sorted(_format_constant(one) for one in value)})"
     if isinstance(value, tuple):
-        return f"({', '.join(_constant(one) for one in value)})"
+        return f"({', '.join(_format_constant(one) for one in value)})"
     return repr(value)
 
 
 def _key(value: object) -> str:
-    return repr(value) if isinstance(value, PLAIN) else _name(type(value))
+    return repr(value) if isinstance(value, ATOMS) else _qualified_name(type(value))
 
 
-def _name(value: Any) -> str:
+def _qualified_name(value: Any) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     return f"{module}.{name}" if module and name else str(name or getattr(value, "__name__", type(value).__name__))
 
 
-def _joined(path: str, part: str) -> str:
+def _extend(path: str, part: str) -> str:
     return f"{path}, {part}" if path else part
 
 
-def _said(path: str, text: str) -> str:
+def _format(path: str, text: str) -> str:
     return f"{path}: {text}" if path else text

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fpipe.runtime.executor import Execution, Handler, StageLike
+from fpipe.runtime.executor import ActionHandler, Execution, StageLike
 from fpipe.runtime.transport.interface import Payload
 from schedules import Action
 
@@ -71,7 +71,7 @@ def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: 
     return ()
 
 
-def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Sum over both replicas, in route order: even microbatches take the first route, odd ones the second."""
     _, s, i, _, _ = action
     own = stage.finished(run.grads[s])
@@ -80,7 +80,7 @@ def _sum_replicas(run: Execution, action: Action, stage: StageLike, arrived: Pay
     return ()
 
 
-def _share(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+def _send_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Return the gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
     _, s, _, peer, _ = action
     assert peer is not None, "a transfer has a peer stage"
@@ -94,17 +94,17 @@ def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payl
     return ()
 
 
-def hold(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+def keep_arrivals(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Return what has arrived, to be kept until the second action of a fused pair uses it."""
     return arrived
 
 
-def nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+def do_nothing(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Compute nothing: the instruction has transfers only."""
     return ()
 
 
-HANDLERS: Mapping[str, Handler] = MappingProxyType(
+HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
     {
         "F": _forward,
         "B": _backward,
@@ -113,8 +113,8 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "C": _checkpointed_forward,
         "R": _recompute,
         "OVERLAP_F": _forward,
-        "G": _sum_replicas,
-        "SEND_G": _share,
+        "G": _add_replicas,
+        "SEND_G": _send_shared,
         "RECV_G": _take_shared,
     }
 )

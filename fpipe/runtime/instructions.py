@@ -19,23 +19,23 @@ from itertools import count, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from fpipe.runtime.executor import Instruction, Linked, StageLike, Transfer
-from fpipe.runtime.handlers import HANDLERS, hold, nothing
-from fpipe.runtime.transport.interface import Message, Route, message
+from fpipe.runtime.executor import Instruction, LinkedProgram, StageLike, Transfer
+from fpipe.runtime.handlers import HANDLERS, do_nothing, keep_arrivals
+from fpipe.runtime.transport.interface import MessageKey, Route, message_of
 from schedules import KINDS, Action, Placement
 
 BEFORE, COMPUTE, AFTER = range(3)
-NONE: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})
+NO_STAGES: Mapping[int, Mapping[int, StageLike]] = MappingProxyType({})
 
-Group: TypeAlias = list[tuple[int, Action]]
+ActionGroup: TypeAlias = list[tuple[int, Action]]
 
 
 def link(
     actions: Iterable[Action],
     stages: Mapping[int, StageLike],
     placement: Placement,
-    uneven: Mapping[int, Mapping[int, StageLike]] = NONE,
-) -> Linked:
+    uneven: Mapping[int, Mapping[int, StageLike]] = NO_STAGES,
+) -> LinkedProgram:
     """Return one rank's program, linked to its stages; it depends on neither parameters nor data.
 
     `uneven` has the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken at
@@ -44,12 +44,12 @@ def link(
     linker = _Linker(stages, placement, uneven)
     groups = [*_groups(actions)]
     program = [one for pair in zip_longest(groups, groups[1:]) for one in linker.instructions(*pair)]
-    return Linked(tuple(stages), tuple(linker.channels), (*program, *linker.final))
+    return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *linker.final))
 
 
-def _groups(actions: Iterable[Action]) -> Iterator[Group]:
+def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
     """Yield the actions of each instruction, with their positions."""
-    group: Group = []
+    group: ActionGroup = []
     latest = BEFORE
     for position, action in enumerate(actions):
         phase = _phase(action)
@@ -69,8 +69,8 @@ def _phase(action: Action) -> int:
     return AFTER if action.kind in ("SEND_F", "SEND_B") else COMPUTE
 
 
-def channel(placement: Placement, carried: Message) -> Route:
-    """Return the ranks between which a message travels; a gradient for its own stage goes to the other replica.
+def channel(placement: Placement, carried: MessageKey) -> Route:
+    """Return the ranks between which a message_of travels; a gradient for its own stage goes to the other replica.
 
     >>> from schedules import bidirectional
     >>> [channel(bidirectional(ranks=4), carried) for carried in (("F", 0, 1, 1), ("G", 0, 1, 0))]
@@ -97,12 +97,12 @@ class _Linker:
     ) -> None:
         self.usual, self.placement = (stages, _specs(stages)), placement
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
-        self.numbers = defaultdict[Message, int](count().__next__)
+        self.numbers = defaultdict[MessageKey, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)
         self.final: list[Instruction] = []
 
-    def instructions(self, group: Group, following: Group | None) -> list[Instruction]:
+    def instructions(self, group: ActionGroup, following: ActionGroup | None) -> list[Instruction]:
         """Return a group's instruction; before the first of a fused pair, also one that waits for the second's data."""
         instruction = self.instruction(group)
         if instruction.action.kind != "OVERLAP_F" or following is None:
@@ -118,21 +118,21 @@ class _Linker:
             return [instruction]
         at, receives, waits = instruction.position, instruction.receives, instruction.waits
         action = Action("RECV_B", s, i, stage.pulled_by[0].peer)
-        held = Instruction(at, action, stage, hold, receives, waits, tuple(awaited), tuple(kept), ())
+        held = Instruction(at, action, stage, keep_arrivals, receives, waits, tuple(awaited), tuple(kept), ())
         return [held, instruction._replace(receives=(), waits=())]
 
-    def instruction(self, group: Group) -> Instruction:
+    def instruction(self, group: ActionGroup) -> Instruction:
         """Return the instruction of one group of actions."""
         actions = [action for _, action in group]
         at, action = next((pair for pair in group if _phase(pair[1]) == COMPUTE), group[-1])
         receives = [self._posted(other) for other in actions if other.kind.startswith("RECV")]
-        waits = [self.numbers[message(other)] for other in actions if other.kind.startswith("WAIT")]
+        waits = [self.numbers[message_of(other)] for other in actions if other.kind.startswith("WAIT")]
         sends = [self._posted(other) for other in actions if other.kind.startswith("SEND")]
         for position, other in group:
             if other.kind == "RECV_G":
                 self._received(position, other)
         taken, made = self._carried(action)
-        stage, handler = self._stage(action), HANDLERS[action.kind] if _phase(action) == COMPUTE else nothing
+        stage, handler = self._stage(action), HANDLERS[action.kind] if _phase(action) == COMPUTE else do_nothing
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
     def _stage(self, action: Action) -> StageLike:
@@ -140,13 +140,13 @@ class _Linker:
         return stages[action.stage]
 
     def _posted(self, action: Action) -> Transfer:
-        name = what, source, i, target = message(action)
+        name = what, source, i, target = message_of(action)
         _, specs = self.uneven.get(i, self.usual)
         route = self.channels[channel(self.placement, name)]
         return Transfer(self.numbers[name], route, name, specs[what, source, target])
 
     def _received(self, position: int, action: Action) -> None:
-        number = self.numbers[message(action)]
+        number = self.numbers[message_of(action)]
         if action.peer == action.stage:
             self.partials[action.stage].append(number)
         else:
@@ -159,7 +159,7 @@ class _Linker:
         if kind == "G":
             return self.partials.pop(s, []), ()
         if kind == "SEND_G":
-            return [], ((self.numbers[message(action)], slice(None)),)
+            return [], ((self.numbers[message_of(action)], slice(None)),)
         what, stage = KINDS[kind].crosses if kind in KINDS else "", self._stage(action)
         if not what:
             return [], ()

@@ -15,17 +15,17 @@ from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.local import LocalRanks
 
 
-def launched(ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+def join_ranks(ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
     """Return this process's part of a schedule's ranks; `group` has the processes, by default all."""
     if not (dist.is_available() and dist.is_initialized()):
-        require_alone(os.environ)
+        require_process_group(os.environ)
         return LocalRanks(ranks)
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialised"
     return DistributedRanks(ranks, group, device)
 
 
-def require_alone(environment: Mapping[str, str]) -> None:
+def require_process_group(environment: Mapping[str, str]) -> None:
     """Raise `TransportError` if a launcher started several processes that don't know of each other."""
     size = environment.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:

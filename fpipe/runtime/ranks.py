@@ -25,7 +25,7 @@ class Ranks(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process."""
 
-    def guarded(self, call: str) -> AbstractContextManager[None]:
+    def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Return the context for a function, named `call`, that all ranks call.
 
         An error on one rank before all have agreed is raised on all of them. After a call that failed midway no other
@@ -44,17 +44,17 @@ class Ranks(Protocol):
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Drive `execution(rank, transport)` of each of this process's ranks to completion; return the outcomes."""
 
-    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+    def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank; the others pass `None`."""
 
-    def any(self, flag: bool) -> bool:
+    def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
 
-    def tell(self, text: str) -> list[str]:
+    def exchange_text(self, text: str) -> list[str]:
         """Send a text to all ranks; return every process's text, in rank order."""
 
-    def ahead(self) -> float:
+    def measure_clock_offset(self) -> float:
         """Return how many seconds the clock of this process is ahead of the first rank's."""
 
-    def collect(self, rows: Tensor) -> list[Tensor]:
+    def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows that each process passes, in rank order: CPU tensors with the same number of columns."""

@@ -25,24 +25,24 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
-from fpipe.runtime.executor import Execution, Handler, Inputs, Linked, Outcome, StageLike
+from fpipe.runtime.executor import ActionHandler, Execution, Inputs, LinkedProgram, Outcome, StageLike
 from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.transport.interface import Handle, Payload, Transport, awaited
+from fpipe.runtime.transport.interface import Handle, Payload, Transport, wait_action
 from schedules import Action, Span
 
 Record: TypeAlias = Callable[[Span], None]
 """The user's function: it is called with each span, in seconds of `time.perf_counter`."""
-Mark: TypeAlias = Any
+TimeMark: TypeAlias = Any
 """A point in time that a `Stopwatch` can read."""
 
 
 class Stopwatch(Protocol):
     """Marks points in time, and makes spans of them."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         """Return a mark of the current time."""
 
-    def lap(self, rank: int, action: Action, start: Mark, end: Mark) -> None:
+    def lap(self, rank: int, action: Action, start: TimeMark, end: TimeMark) -> None:
         """Record, now or in `read`, that `rank` ran or waited for `action` between two marks."""
 
     def read(self) -> None:
@@ -63,7 +63,7 @@ class HostStopwatch:
         """Do nothing: no span is left."""
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """An event on an accelerator's stream, reached after all earlier work: `torch.Event`, with timing."""
 
     def synchronize(self) -> None:
@@ -83,11 +83,13 @@ class DeviceStopwatch:
     - `laps`: rank, action, start event and end event.
     """
 
-    def __init__(self, record: Record, mark: Callable[[], Event], clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self, record: Record, mark: Callable[[], StreamEvent], clock: Callable[[], float] = perf_counter
+    ) -> None:
         self.record, self.mark, self.clock = record, mark, clock
-        self.laps: list[tuple[int, Action, Event, Event]] = []
+        self.laps: list[tuple[int, Action, StreamEvent, StreamEvent]] = []
 
-    def lap(self, rank: int, action: Action, start: Event, end: Event) -> None:
+    def lap(self, rank: int, action: Action, start: StreamEvent, end: StreamEvent) -> None:
         """Keep the events until they can be read."""
         self.laps.append((rank, action, start, end))
 
@@ -106,7 +108,7 @@ def stopwatch(device: torch.device, record: Record) -> Stopwatch:
     if device.type == "cpu":
         return HostStopwatch(record)
 
-    def mark() -> Event:
+    def mark() -> StreamEvent:
         event = torch.Event(device, enable_timing=True)
         event.record(torch.accelerator.current_stream(device))
         return event
@@ -115,9 +117,11 @@ def stopwatch(device: torch.device, record: Record) -> Stopwatch:
 
 
 class RecordedExecution(Execution):
-    """An execution whose waits are timed, and, if its program comes from `timed`, its compute actions too."""
+    """An execution whose waits are timed, and, if its program comes from `add_timers`, its compute actions too."""
 
-    def __init__(self, rank: int, watch: Stopwatch, program: Linked, transport: Transport, inputs: Inputs) -> None:
+    def __init__(
+        self, rank: int, watch: Stopwatch, program: LinkedProgram, transport: Transport, inputs: Inputs
+    ) -> None:
         super().__init__(program, transport, inputs)
         self.rank, self.watch = rank, watch
 
@@ -133,40 +137,40 @@ class RecordedExecution(Execution):
                 return outcome
             start = mark()
             yield handle
-            lap(rank, awaited(handle), start, mark())
+            lap(rank, wait_action(handle), start, mark())
 
 
-def recorded(
-    ranks: Ranks, programs: Mapping[int, Linked], inputs: Inputs, device: torch.device, record: Record
+def run_recorded(
+    ranks: Ranks, programs: Mapping[int, LinkedProgram], inputs: Inputs, device: torch.device, record: Record
 ) -> dict[int, Outcome]:
-    """Run each rank's program, from `timed`, as `Ranks.run` does; `record` gets the spans of actions and waits."""
+    """Run each rank's program, from `add_timers`, as `Ranks.run` does; `record` gets the spans of actions and waits."""
     watch = stopwatch(device, record)
     outcomes = ranks.run(lambda rank, transport: RecordedExecution(rank, watch, programs[rank], transport, inputs))
     watch.read()
     return outcomes
 
 
-def timed(program: Linked) -> Linked:
+def add_timers(program: LinkedProgram) -> LinkedProgram:
     """Return the program for a `RecordedExecution`, with wrapped handlers of compute actions; reuse it in every step.
 
     Transfers aren't wrapped: they only post, which takes negligible time.
     """
-    wrapped = cache(_wrapped)
+    wrapped = cache(_add_timer)
     instructions = (
         one._replace(handler=wrapped(one.handler)) if one.action.peer is None else one for one in program.instructions
     )
     return program._replace(instructions=tuple(instructions))
 
 
-def _wrapped(handler: Handler) -> Handler:
+def _add_timer(handler: ActionHandler) -> ActionHandler:
     """Return the handler, timed by the stopwatch of the execution that calls it."""
 
     def timed(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-        recorded = cast(RecordedExecution, run)
-        watch = recorded.watch
+        execution = cast(RecordedExecution, run)
+        watch = execution.watch
         start = watch.mark()
         values = handler(run, action, stage, arrived)
-        watch.lap(recorded.rank, action, start, watch.mark())
+        watch.lap(execution.rank, action, start, watch.mark())
         return values
 
     return timed

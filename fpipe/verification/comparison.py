@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fpipe.batching.merge import Joining
+from fpipe.batching.merge import Merge
 from fpipe.errors import MismatchError
 from fpipe.ir.objective import Objective
 from fpipe.tensors.spec import Spec
@@ -36,7 +36,7 @@ class Verification(NamedTuple):
     eager: int
 
 
-class Computed(NamedTuple):
+class Results(NamedTuple):
     """The results by which two computations are compared; `None` for what a side doesn't have."""
 
     loss: Tensor | None
@@ -44,18 +44,18 @@ class Computed(NamedTuple):
     grads: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
 
-    def held(self, params: Collection[str]) -> Computed:
+    def restrict(self, params: Collection[str]) -> Results:
         """Return the same with the gradients of these parameters only: this process's."""
         return self._replace(grads={name: grad for name, grad in self.grads.items() if name in params})
 
 
-def eagerly(
+def run_eagerly(
     model: nn.Module,
     objective: Objective,
     batch: Mapping[int, Sequence[Tensor]],
     orders: Mapping[str, Orders],
-    joining: Joining | None,
-) -> Computed:
+    merge: Merge | None,
+) -> Results:
     """Run the user's module in a plain microbatch loop on one device; its gradients and buffers are restored.
 
     `batch` has the microbatches of each leaf. `orders` says, by parameter, in which order gradients are added; those of
@@ -64,7 +64,7 @@ def eagerly(
     losses, columns = [], []
     sums = {name: ReplicaSum(order) for name, order in orders.items()}
     before = dict(model.named_buffers())
-    with _put_back(model):
+    with _restore_tensors(model):
         for i in range(objective.microbatches):
             value, outputs = objective(model, [_copy(parts[i]) for _, parts in sorted(batch.items())])
             assert value is not None, "there is a loss"
@@ -79,9 +79,9 @@ def eagerly(
             columns.append([leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {name: total for name, terms in sums.items() if (total := terms.total()) is not None}
-        buffers = {name: _carried(buffer, before.get(name)) for name, buffer in model.named_buffers()}
-    joined = None if joining is None else joining.join(list(zip(*columns, strict=True)))
-    return Computed(sum(losses[1:], start=losses[0]), joined, grads, buffers)
+        buffers = {name: _state_after(buffer, before.get(name)) for name, buffer in model.named_buffers()}
+    joined = None if merge is None else merge.apply(list(zip(*columns, strict=True)))
+    return Results(sum(losses[1:], start=losses[0]), joined, grads, buffers)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
+def _restore_tensors(model: nn.Module) -> Iterator[None]:
     """Clear the gradients; afterwards, restore gradients and buffers."""
     grads = [(p, p.grad) for p in model.parameters()]
     places = [(one._buffers, name, buffer) for one in model.modules() for name, buffer in one._buffers.items()]
@@ -112,13 +112,13 @@ def _put_back(model: nn.Module) -> Iterator[None]:
             buffer.copy_(old)
 
 
-def _carried(buffer: Tensor, before: Tensor | None) -> Tensor:
+def _state_after(buffer: Tensor, before: Tensor | None) -> Tensor:
     """Return a copy of a buffer after a run; of a cache that has grown, as it was, since steps don't carry it over."""
     has_grown = before is not None and (before.shape, before.dtype) != (buffer.shape, buffer.dtype)
     return before.clone() if has_grown and before is not None else buffer.clone()
 
 
-def require_equal(got: Computed, expected: Computed, against: str, tolerance: float = 0) -> int:
+def require_equal(got: Results, expected: Results, against: str, tolerance: float = 0) -> int:
     """Raise `MismatchError` at the first leaf that differs; return how many were compared.
 
     A leaf differs if any bit does; with a `tolerance`, if it differs by more than that fraction of its largest
@@ -132,7 +132,7 @@ def require_equal(got: Computed, expected: Computed, against: str, tolerance: fl
             raise MismatchError(
                 f"{name}: got {which}, expected {'a tensor' if mine is None else 'nothing'} as {against} has."
             )
-        if not same_bits(mine, theirs) and not (tolerance and _close(mine, theirs, tolerance)):
+        if not same_bits(mine, theirs) and not (tolerance and _is_close(mine, theirs, tolerance)):
             far = _difference(mine, theirs) if mine.shape == theirs.shape else float("nan")
             what = f"closer than {tolerance} of the largest magnitude" if tolerance else "the same"
             raise MismatchError(
@@ -143,18 +143,18 @@ def require_equal(got: Computed, expected: Computed, against: str, tolerance: fl
     return count
 
 
-def require_numbers(computed: Computed) -> None:
+def require_numbers(results: Results) -> None:
     """Raise `MismatchError` if equality means nothing: for a loss or a gradient that is all nan."""
-    grads = {f"gradient {name}": grad for name, grad in computed.grads.items()}
-    for name, tensor in {"loss": computed.loss, **grads}.items():
+    grads = {f"gradient {name}": grad for name, grad in results.grads.items()}
+    for name, tensor in {"loss": results.loss, **grads}.items():
         if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
             raise MismatchError(
-                f"{name}: got nan on both sides, expected numbers: nan is nan however it was computed, so nothing was "
+                f"{name}: got nan on both sides, expected numbers: nan is nan however it was results, so nothing was "
                 "compared. Pass parameters and a batch for which the loss is a number."
             )
 
 
-def _close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
+def _is_close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     return _difference(mine, theirs) <= tolerance * float(theirs.abs().max().double())
@@ -164,7 +164,7 @@ def _difference(mine: Tensor, theirs: Tensor) -> float:
     return float((mine.double() - theirs.double()).abs().max())
 
 
-def _pairs(got: Computed, expected: Computed) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def _pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
     """Yield the leaves by name; of gradients, those of either side."""
     yield "loss", got.loss, expected.loss
     if got.outputs is not None and expected.outputs is not None:

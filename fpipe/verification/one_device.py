@@ -25,7 +25,7 @@ from schedules import KINDS
 Orders: TypeAlias = Sequence[Sequence[int]]
 
 
-def one_device(
+def run_on_one_device(
     plan: Plan,
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
@@ -38,7 +38,7 @@ def one_device(
     """
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
-    stated = {name: iter(by_stage) for name, by_stage in orders(plan).items()}
+    stated = {name: iter(by_stage) for name, by_stage in find_orders(plan).items()}
     sums = [ReplicaSum(next(stated[name])) for name in whole.grads]
     results = {}
     for i, cut in enumerate(plan.assemblies):
@@ -73,7 +73,7 @@ class OrderedSum:
         """Add term number `i`, or `None` for no term, once all terms before it in the order are there."""
         self.early[i] = term
         while self.next < len(self.order) and self.order[self.next] in self.early:
-            self.sum = _plus(self.sum, self.early.pop(self.order[self.next]))
+            self.sum = _add(self.sum, self.early.pop(self.order[self.next]))
             self.next += 1
 
     def total(self) -> Tensor | None:
@@ -84,7 +84,7 @@ class OrderedSum:
         return copied(self.sum)
 
 
-def _plus(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+def _add(total: Tensor | None, term: Tensor | None) -> Tensor | None:
     return total + term if total is not None and term is not None else term if total is None else total
 
 
@@ -108,10 +108,10 @@ class ReplicaSum:
 
     def total(self) -> Tensor | None:
         """Return the sum of all terms, if there are any."""
-        return reduce(_plus, [part.total() for part in self.parts])
+        return reduce(_add, [part.total() for part in self.parts])
 
 
-def orders(plan: Plan) -> dict[str, list[Orders]]:
+def find_orders(plan: Plan) -> dict[str, list[Orders]]:
     """Return the order in which microbatches add to each gradient.
 
     Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches in

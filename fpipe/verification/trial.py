@@ -9,21 +9,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.step import State
 from fpipe.weights.state import require_state
 
 RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
 
 
-def held(module: nn.Module) -> tuple[State, State]:
+def read_state(module: nn.Module) -> tuple[State, State]:
     """Return the parameters and buffers of a module, by its own names."""
     return {name: p.detach() for name, p in module.named_parameters()}, dict(module.named_buffers())
 
 
-def gathered(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
+def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
     """Return the whole state from each process's share; every rank must call this at the same time."""
-    with pipe.ranks.guarded("verify"):
+    with pipe.ranks.enter_call("verify"):
         require_state("params", params, pipe.training.params)
         require_state("buffers", buffers, pipe.training.buffers)
         pipe.ranks.agree(about="the state to verify from")
@@ -35,7 +35,7 @@ def gathered(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -
 
         def all_of(share: State, specs: Mapping[str, object], names: list[str]) -> State:
             return {
-                name: pipe.ranks.share(
+                name: pipe.ranks.broadcast(
                     share[name].detach() if owners[name] in pipe.ranks.ranks else None, every[name], owners[name]
                 )
                 for name in names
@@ -46,7 +46,7 @@ def gathered(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -
         return all_of(params, every, first), all_of(buffers, every, second)
 
 
-def descended(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:
+def descend(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:
     """Return the parameters after a step of plain gradient descent."""
     with torch.no_grad():
         moved = {name: p - RATE * grads[name] if name in grads else p for name, p in params.items()}
@@ -54,7 +54,7 @@ def descended(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Stat
 
 
 @contextmanager
-def placed(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+def lend_state(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
     """Put these values into the module; afterwards, restore its own."""
     values = {**params, **buffers}
     seats = [*module.named_parameters(), *module.named_buffers()]

@@ -31,7 +31,7 @@ from fpipe.tensors.tree import first_names
 from fpipe.torch_private import TorchDispatchMode
 from fpipe.weights.state import require_leaf
 
-Initialiser: TypeAlias = Callable[[nn.Module], object]
+Initializer: TypeAlias = Callable[[nn.Module], object]
 
 
 def reset_parameters(module: nn.Module) -> None:
@@ -43,13 +43,13 @@ def reset_parameters(module: nn.Module) -> None:
             return
 
 
-def initialised(model: nn.Module, held: Collection[str], initialiser: Initialiser, seed: int) -> dict[str, Tensor]:
-    """Return the leaves `held` of a model, which may be fake, as `initialiser` fills them.
+def initialize(model: nn.Module, held: Collection[str], initializer: Initializer, seed: int) -> dict[str, Tensor]:
+    """Return the leaves `held` of a model, which may be fake, as `initializer` fills them.
 
     Raises `InputError` for leaves that it does not fill, and for random numbers from any but the default generator.
     """
-    run = _Run(model, initialiser, seed)
-    groups = [group for group in _groups(run.aliases) if set(held).intersection(group)]
+    run = _Initialization(model, initializer, seed)
+    groups = [group for group in _group_leaves(run.aliases) if set(held).intersection(group)]
     made: dict[str, Tensor] = {}
     with random.preserve_generators(run.devices), torch.no_grad():
         for group in groups:
@@ -58,12 +58,12 @@ def initialised(model: nn.Module, held: Collection[str], initialiser: Initialise
     return {name: made[name] for name in held}
 
 
-def leaves(model: nn.Module) -> dict[str, Tensor]:
+def list_leaves(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers, each by its first name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def aliases(model: nn.Module) -> dict[str, list[str]]:
+def list_aliases(model: nn.Module) -> dict[str, list[str]]:
     """Return all names of every leaf, by its first."""
     found: dict[str, list[str]] = {}
     for alias, first in (first_names(model, "parameters") | first_names(model, "buffers")).items():
@@ -71,24 +71,24 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _groups(known: Mapping[str, Sequence[str]]) -> list[list[str]]:
+def _group_leaves(known: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Return groups of leaves that are made together: those of one module, and of all modules that share a leaf."""
     groups: dict[str, list[str]] = {}
     for name in known:
-        owners = [_split(alias)[0] for alias in known[name]]
+        owners = [_split_name(alias)[0] for alias in known[name]]
         joined = {id(groups[owner]): groups[owner] for owner in owners if owner in groups}
         group = [*(one for other in joined.values() for one in other), name]
-        groups.update({_split(alias)[0]: group for one in group for alias in known[one]})
+        groups.update({_split_name(alias)[0]: group for one in group for alias in known[one]})
     return list({id(group): group for group in groups.values()}.values())
 
 
-class _Run:
+class _Initialization:
     """One function, applied to a copy of a model for each group in turn."""
 
-    def __init__(self, model: nn.Module, initialiser: Initialiser, seed: int) -> None:
-        self.initialiser, self.key = initialiser, random.key(seed, 0)
-        self.specs = {name: Spec.of(leaf) for name, leaf in leaves(model).items()}
-        self.aliases = aliases(model)
+    def __init__(self, model: nn.Module, initializer: Initializer, seed: int) -> None:
+        self.initializer, self.key = initializer, random.key(seed, 0)
+        self.specs = {name: Spec.of(leaf) for name, leaf in list_leaves(model).items()}
+        self.aliases = list_aliases(model)
         devices = {torch.device("cpu"): None} | {spec.device: None for spec in self.specs.values()}
         self.devices = [device for device in devices if device.type in ("cpu", "cuda")]
         self.copy = skeleton(model, _on_meta)
@@ -97,37 +97,37 @@ class _Run:
     def fill(self, group: Sequence[str]) -> dict[str, Tensor]:
         """Return the leaves of a group that the function fills."""
         blanks = {name: _blank(self.specs[name]) for name in group}
-        with self._placed(blanks), _Watch() as watch:
+        with self._lend_blanks(blanks), _WriteWatch() as watch:
             for path in self._around(group):
                 for device in self.devices:
                     random.reseed(self.key, random.label(f"initialise {path} for {group[0]}", 0), device)
                 self._call(path)
             found = {name: self._find(name) for name in group}
         return {
-            name: _taken(name, leaf, self.specs[name])
+            name: _take(name, leaf, self.specs[name])
             for name, leaf in found.items()
-            if leaf is not None and _filled(leaf, blanks[name], watch.written)
+            if leaf is not None and _is_filled(leaf, blanks[name], watch.written)
         }
 
     def _around(self, group: Sequence[str]) -> list[str]:
         """Return the modules from which the group's leaves can be reached, in the order of `nn.Module.apply`."""
-        owners = [_split(alias)[0].split(".") for name in group for alias in self.aliases[name]]
+        owners = [_split_name(alias)[0].split(".") for name in group for alias in self.aliases[name]]
         paths = {".".join(owner[:depth]) for owner in owners for depth in range(len(owner) + 1)}
         return sorted(paths & self.order.keys(), key=lambda path: self.order[path])
 
     def _call(self, path: str) -> None:
         module = self.copy.get_submodule(path)
         try:
-            self.initialiser(module)
+            self.initializer(module)
         except Exception as error:
             error.add_note(
-                f"while initialising {path or 'the model'} ({type(module).__name__}): all tensors are on the meta "
+                f"while initializing {path or 'the model'} ({type(module).__name__}): all tensors are on the meta "
                 "device but for those of one module at a time"
             )
             raise
 
     @contextmanager
-    def _placed(self, blanks: Mapping[str, Tensor]) -> Iterator[None]:
+    def _lend_blanks(self, blanks: Mapping[str, Tensor]) -> Iterator[None]:
         """Put the blanks into the copy; afterwards, restore what was there."""
         before = {name: self._find(name) for name in blanks}
         for name, blank in blanks.items():
@@ -138,7 +138,7 @@ class _Run:
             self._put(name, leaf)
 
     def _put(self, name: str, leaf: Tensor | None) -> None:
-        for owner, own in map(_split, self.aliases[name]):
+        for owner, own in map(_split_name, self.aliases[name]):
             module = self.copy.get_submodule(owner)
             if isinstance(leaf, nn.Parameter):
                 module._parameters[own] = leaf
@@ -146,12 +146,12 @@ class _Run:
                 module._buffers[own] = leaf
 
     def _find(self, name: str) -> Tensor | None:
-        owner, own = _split(name)
+        owner, own = _split_name(name)
         module = self.copy.get_submodule(owner)
         return module._parameters.get(own, module._buffers.get(own))
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """Split a leaf's name into its owner's path and its own name there."""
     owner, _, own = name.rpartition(".")
     return owner, own
@@ -173,7 +173,7 @@ def _blank(spec: Spec) -> Tensor:
     return blank.fill_(torch.nan) if blank.is_floating_point() or blank.is_complex() else blank.zero_()
 
 
-def _filled(leaf: Tensor, blank: Tensor, written: Collection[int]) -> bool:
+def _is_filled(leaf: Tensor, blank: Tensor, written: Collection[int]) -> bool:
     """Return whether a leaf, which may have been replaced, got a value."""
     touched = memory(leaf) != memory(blank) or memory(blank) in written
     return touched and not leaf.is_meta and not _has_nan(leaf)
@@ -186,15 +186,17 @@ def _has_nan(tensor: Tensor) -> bool:
     return bool(tensor.amax().isnan())  # unlike isnan().any(), allocates no tensor of the same size
 
 
-def _taken(name: str, leaf: Tensor, spec: Spec) -> Tensor:
+def _take(name: str, leaf: Tensor, spec: Spec) -> Tensor:
     """Return the leaf, detached, on the device and in the layout that the pipeline expects."""
-    require_leaf("initialised", name, leaf, spec)
+    require_leaf("initialized", name, leaf, spec)
     same = leaf.device == spec.device and leaf.stride() == spec.empty(device="meta").stride()
     return leaf.detach() if same else spec.empty().copy_(leaf)
 
 
 def _require_all(held: Collection[str], made: Collection[str], model: nn.Module) -> None:
-    lacking = [f"{name} of {type(model.get_submodule(_split(name)[0])).__name__}" for name in held if name not in made]
+    lacking = [
+        f"{name} of {type(model.get_submodule(_split_name(name)[0])).__name__}" for name in held if name not in made
+    ]
     if lacking:
         raise InputError(
             f"initialise: got no value, or nan, for {', '.join(lacking)}, expected the function to fill them: a model "
@@ -203,7 +205,7 @@ def _require_all(held: Collection[str], made: Collection[str], model: nn.Module)
         )
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the memory that operations under it write."""
 
     def __init__(self) -> None:

@@ -19,34 +19,34 @@ from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.initialization import Initialiser, aliases, initialised, leaves
+from fpipe.weights.initialization import Initializer, initialize, list_aliases, list_leaves
 from fpipe.weights.state import require_leaf
 
-Source: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
+ValueSource: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
 
 
-def loaded(
-    model: nn.Module, held: Collection[str], source: Source, fill: Initialiser | None = None, strict: bool = True
+def load(
+    model: nn.Module, held: Collection[str], source: ValueSource, fill: Initializer | None = None, strict: bool = True
 ) -> dict[str, Tensor]:
     """Return copies of the values of the leaves `held` of a model; `fill` makes buffers that no state dict has.
 
     Raises `InputError` for a leaf without a value, or of another shape or dtype; for a leaf with two values; and, if
     `strict`, for names that the model does not have.
     """
-    values, known = _by_name(source), aliases(model)
+    values, known = _by_name(source), list_aliases(model)
     if strict:
         _require_known(values, known)
     found = {name: [alias for alias in known[name] if alias in values] for name in held}
     missing = [name for name in held if not found[name]]
     made: dict[str, Tensor] = {}
     if fill is not None:
-        made = initialised(model, [name for name in missing if name in _not_persistent(model)], fill, seed=0)
+        made = initialize(model, [name for name in missing if name in _not_persistent(model)], fill, seed=0)
     _require_none([name for name in missing if name not in made], _not_persistent(model))
-    fakes = leaves(model)
-    return {name: made[name] if name in made else _copied(values, found[name], Spec.of(fakes[name])) for name in held}
+    fakes = list_leaves(model)
+    return {name: made[name] if name in made else _copy(values, found[name], Spec.of(fakes[name])) for name in held}
 
 
-def _by_name(source: Source) -> Mapping[str, Any]:
+def _by_name(source: ValueSource) -> Mapping[str, Any]:
     """Return the values of `source` by name; of a model, under all names."""
     if isinstance(source, Mapping):
         return source
@@ -68,9 +68,9 @@ def _not_persistent(model: nn.Module) -> set[str]:
     }
 
 
-def _copied(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
+def _copy(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
     """Return a copy of the one value that `source` has under these names."""
-    value, *others = [_read(source, alias, spec) for alias in places]
+    value, *others = [_read_value(source, alias, spec) for alias in places]
     for alias, other in zip(places[1:], others, strict=True):
         if not same_bits(value, other):
             raise InputError(
@@ -81,7 +81,7 @@ def _copied(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Ten
         return spec.empty().copy_(value)
 
 
-def _read(source: Mapping[str, Any], name: str, spec: Spec) -> Tensor:
+def _read_value(source: Mapping[str, Any], name: str, spec: Spec) -> Tensor:
     value = source[name]
     require_leaf("source", name, value, spec)
     assert isinstance(value, Tensor), "checked"

@@ -35,7 +35,7 @@ class Safetensors(Mapping[str, Tensor]):
     files: Mapping[str, Sequence[Path]]
 
     def __getitem__(self, name: str) -> Tensor:
-        first, *others = [_read(path, name) for path in self.files[name]]
+        first, *others = [_read_tensor(path, name) for path in self.files[name]]
         if not all(same_bits(first, other) for other in others):
             raise InputError(
                 f"{name}: got several values, from {list(map(str, self.files[name]))}, expected the same one from all. "
@@ -71,35 +71,35 @@ def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
     """
     files: dict[str, list[Path]] = {}
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        for name, file in _listed(Path(path)):
+        for name, file in _list_names(Path(path)):
             files.setdefault(name, []).append(file)
     return Safetensors(files)
 
 
-def _listed(path: Path) -> Iterator[tuple[str, Path]]:
+def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield every name at `path`, and the file that contains it."""
     if path.is_dir():
         inside = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
         if not inside:
             raise InputError(f"{path}: got no *.safetensors, expected at least one. Name the directory that has them.")
         for file in inside:
-            yield from _listed(file)
+            yield from _list_names(file)
     elif path.suffix == ".json":
-        with _readable(path):
+        with _wrap_read_errors(path):
             index = json.loads(path.read_text())["weight_map"]
         yield from ((name, path.parent / file) for name, file in index.items())
     else:
-        with _readable(path), _opened(path) as file:
+        with _wrap_read_errors(path), _open(path) as file:
             yield from ((name, path) for name in list(file.keys()))
 
 
-def _read(path: Path, name: str) -> Tensor:
-    with _readable(path), _opened(path) as file:
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with _wrap_read_errors(path), _open(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     """Return the open file, as a context manager."""
     try:
         from safetensors import safe_open
@@ -112,7 +112,7 @@ def _opened(path: Path) -> Any:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _wrap_read_errors(path: Path) -> Iterator[None]:
     """Turn errors while reading `path` into an `InputError` that names it."""
     try:
         yield

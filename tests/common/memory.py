@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.step import scatter
+from fpipe.pipelines.inputs import scatter
 from fpipe.runtime.executor import Execution
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.local import LocalTransport, drive

@@ -29,8 +29,8 @@ def on_meta(case: Case, ranks: int = 1, rows: int = 4):
 def ranks_of(pipe: fpipe.Pipeline):
     """The same pipeline as each of its ranks alone would have it; only what it holds can be asked for."""
     for rank in range(pipe.schedule.ranks):
-        plans = {variant: dataclasses.replace(plan, ranks=(rank,)) for variant, plan in pipe.plans.items()}
-        yield dataclasses.replace(pipe, plans=plans)
+        plans = {variant: dataclasses.replace(plan, ranks=(rank,)) for variant, plan in pipe.planner.plans.items()}
+        yield dataclasses.replace(pipe, planner=dataclasses.replace(pipe.planner, plans=plans))
 
 
 def union(states):

@@ -34,11 +34,11 @@ from torch.distributed import distributed_c10d
 
 import fpipe
 from fpipe.runtime import recording
-from fpipe.runtime.fingerprint import described
+from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport import clocks
 from fpipe.runtime.transport.envelope import Envelope
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.initialization import initialised, leaves, reset_parameters
+from fpipe.weights.initialization import initialize, leaves, reset_parameters
 from schedules import (
     Action,
     B,
@@ -258,7 +258,7 @@ def a_model_on_meta(rank, size):
         for cuts in (one.at(size), ["blocks.0", "blocks.3", "head"][: size - 1])
     )
     params, buffers = pipe.initialise(seed=3)
-    whole = initialised(pipe.model, leaves(pipe.model), reset_parameters, seed=3)
+    whole = initialize(pipe.model, leaves(pipe.model), reset_parameters, seed=3)
     assert set(params) < set(whole)
     assert all(same_bits(params[name], whole[name]) for name in params)
     assert set().union(*gathered(set(params))) == set(whole)
@@ -467,7 +467,7 @@ def timelines_of_all_ranks(rank, size):
         forwards = [span.action for span in fpipe.timeline(pipe, spans) if not span.waits]
         assert forwards == [F(stage, i) for stage in range(size) for i in range(4)]
     recording.perf_counter = clocks.perf_counter = clock
-    rows = pipe.ranks.collect(torch.full((rank, 3), float(rank), dtype=torch.float64))
+    rows = pipe.ranks.gather_rows(torch.full((rank, 3), float(rank), dtype=torch.float64))
     assert [one.tolist() for one in rows] == [[[float(r)] * 3] * r for r in range(size)]
     with raises(fpipe.InputError, "spans[0]: got", f"of rank {(rank + 1) % size}", f"of ranks [{rank}]"):
         fpipe.timeline(pipe, [span for span in found if span.rank == (rank + 1) % size])
@@ -974,7 +974,7 @@ def a_head_that_is_read_late(rank, size):
 def functions_are_described_alike(rank, size):
     """In every process, each of which hashes strings in its own way."""
     for one, two in LOOKALIKES.values():
-        found = gathered((described(one), described(two)))
+        found = gathered((describe_value(one), describe_value(two)))
         assert found == [found[0]] * size
 
 

@@ -551,7 +551,7 @@ def test_a_batch_that_is_not_the_example_s(normalised, what):
     pipe, model, *_ = normalised
     batch, words = BATCH_CHANGES[what]
     for function, state in functions(pipe, model):
-        if what == "no targets" and function.__qualname__.startswith("evaluate"):
+        if what == "no targets" and "evaluation" in function.__qualname__:
             continue
         with pytest.raises(fpipe.InputError) as caught:
             function(*state, *batch)

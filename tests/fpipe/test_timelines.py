@@ -29,10 +29,10 @@ class Elsewhere(LocalRanks):
         super().__init__(1)
         self.late, self.rows = late, rows
 
-    def ahead(self):
+    def measure_clock_offset(self):
         return self.late
 
-    def collect(self, rows):
+    def gather_rows(self, rows):
         return [rows, self.rows]
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.runtime.fingerprint import digest
 
-Row: TypeAlias = list[int]
 Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
 """Exchanges a tensor with all ranks; every one passes a tensor of the same shape and dtype."""
 
@@ -51,31 +50,31 @@ def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: i
     Raises `TransportError` unless all ranks make the same call with the same fields.
     """
     assert len(fields) <= MOST_FIELDS, "a row has room for all fields"
-    mine = [0, _digest(call, fields), note, *[field.digest for field in fields]]
-    rows = _exchanged(gather, mine)
+    mine = [0, _digest_call(call, fields), note, *[field.digest for field in fields]]
+    rows = _exchange_rows(gather, mine)
     mine = mine[:NOTE] + mine[FIRST:]
     if any(row != rows[rank] and row[:NOTE] + row[FIRST : FIRST + len(fields)] != mine for row in rows):
-        _differ(rank, gather, call, fields, rows)
+        _raise_difference(rank, gather, call, fields, rows)
     return [row[NOTE] for row in rows]
 
 
-def refuse(gather: Gather, call: str, error: BaseException) -> None:
+def announce_refusal(gather: Gather, call: str, error: BaseException) -> None:
     """Tell the other ranks, which are waiting for this one's row, that this call has failed here."""
     mine = [1, digest([call]), 0]
-    _exchanged(gather, mine)
-    texts(gather, f"{type(error).__name__}: {error}")
+    _exchange_rows(gather, mine)
+    exchange_texts(gather, f"{type(error).__name__}: {error}")
 
 
-def _exchanged(gather: Gather, mine: Row) -> list[Row]:
+def _exchange_rows(gather: Gather, mine: list[int]) -> list[list[int]]:
     row = torch.tensor([*mine, *[0] * (FIRST + MOST_FIELDS - len(mine))])
     return [other.tolist() for other in gather(row)]
 
 
-def _digest(call: str, fields: Sequence[Field]) -> int:
+def _digest_call(call: str, fields: Sequence[Field]) -> int:
     return digest((f"{call}: {[field.name for field in fields]}",))
 
 
-def texts(gather: Gather, mine: str) -> list[str]:
+def exchange_texts(gather: Gather, mine: str) -> list[str]:
     """Exchange texts of any length; return those of all ranks."""
     data = mine.encode()[: MOST_BYTES * MOST_SHOWN]
     lengths = [int(one.item()) for one in gather(torch.tensor([len(data)]))]
@@ -85,25 +84,25 @@ def texts(gather: Gather, mine: str) -> list[str]:
     return [bytes(one[:n].tolist()).decode(errors="replace") for one, n in zip(found, lengths, strict=True)]
 
 
-def _differ(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows: list[Row]) -> NoReturn:
+def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows: list[list[int]]) -> NoReturn:
     """Raise the error that says what differs; all ranks call this."""
     if any(row[REFUSED] for row in rows):
-        told = texts(gather, "")
+        told = exchange_texts(gather, "")
         said = [f"- rank {r}: {told[r][: 3 * WIDTH]}" for r, row in enumerate(rows) if row[REFUSED]]
         raise TransportError(
             f"rank {rank}, {call}: got ranks that have refused it, expected a call that works on every rank. Nothing "
             "was computed on any rank; repair these and call it again:\n" + "\n".join(said)
         )
     if len({row[CALL] for row in rows}) > 1:
-        lines = _compared("call", [[text] for text in texts(gather, call)])
+        lines = _compare("call", [[text] for text in exchange_texts(gather, call)])
         repair = "Call the same functions in the same order on every rank."
     else:
         apart = [k for k in range(len(fields)) if len({row[FIRST + k] for row in rows}) > 1]
         shown = apart[:MOST_SHOWN]
-        told = texts(gather, BREAK.join("\n".join(fields[k].lines())[:MOST_BYTES] for k in shown))
+        told = exchange_texts(gather, BREAK.join("\n".join(fields[k].lines())[:MOST_BYTES] for k in shown))
         columns = [text.split(BREAK) for text in told]
         names = [fields[k].name for k in shown]
-        lines = [line for n, name in enumerate(names) for line in _compared(name, [c[n].split("\n") for c in columns])]
+        lines = [line for n, name in enumerate(names) for line in _compare(name, [c[n].split("\n") for c in columns])]
         lines = lines or [f"- {', '.join(names)}: differ beyond the first {MOST_BYTES} characters"]
         lines += [f"- and also: {', '.join(fields[k].name for k in apart[MOST_SHOWN:])}"] * (len(apart) > MOST_SHOWN)
         repair = "Pass the same arguments, in the same order of calls, on every rank."
@@ -113,22 +112,22 @@ def _differ(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows:
     )
 
 
-def _compared(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
+def _compare(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
     """Return a line that shows, by rank, where descriptions first differ; none if they don't."""
     longest = max(map(len, ranks))
     columns = [[*lines, *["nothing"] * (longest - len(lines))] for lines in ranks]
     first = next((row for row in zip(*columns, strict=True) if len(set(row)) > 1), None)
     if first is None:
         return []
-    start = _beginning(first)
+    start = _find_start(first)
     found: dict[str, list[int]] = {}
     for rank, line in enumerate(first):
         found.setdefault(line, []).append(rank)
-    seen = [f"{_ranks(at)}: {_shortened(line, start) or 'nothing'}" for line, at in found.items()]
+    seen = [f"{_ranks(at)}: {_shorten(line, start) or 'nothing'}" for line, at in found.items()]
     return [f"- {name}: got {'; '.join(seen)}"]
 
 
-def _beginning(lines: Sequence[str]) -> int:
+def _find_start(lines: Sequence[str]) -> int:
     """Return where to start showing lines that differ only near their ends."""
     if max(map(len, lines)) <= WIDTH:
         return 0
@@ -137,7 +136,7 @@ def _beginning(lines: Sequence[str]) -> int:
     return max(0, common - WIDTH // 4)
 
 
-def _shortened(text: str, start: int = 0) -> str:
+def _shorten(text: str, start: int = 0) -> str:
     shown = text[start : start + WIDTH]
     return f"{'...' if start else ''}{shown}{'...' if start + WIDTH < len(text) else ''}"
 

@@ -22,20 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.runtime.transport.envelope import LINE, Envelope, Specs
-from fpipe.runtime.transport.interface import Message, Payload, Route
+from fpipe.runtime.transport.interface import MessageKey, Payload, Route
 from fpipe.torch_private import timeout_of
 
-Tensors: TypeAlias = tuple[Tensor, ...]
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
 """Heads that have arrived and are not checked yet."""
 
 
-class Posted:
+class DistributedHandle:
     """A posted send or receive: its works, and the bytes that must stay alive until they are done."""
 
     done = False
 
-    def __init__(self, end: str, envelope: Envelope, works: Sequence[dist.Work], data: Tensors, unread: Unread) -> None:
+    def __init__(
+        self, end: str, envelope: Envelope, works: Sequence[dist.Work], data: tuple[Tensor, ...], unread: Unread
+    ) -> None:
         self.end, self.message, self.envelope = end, envelope.message, envelope
         self.works, self.data, self.unread = works, data, unread
 
@@ -66,7 +67,7 @@ class DistributedChannel:
     ) -> None:
         self.group, self.source, self.target = group, source, target
         self.device, self.unread = device, unread
-        self.envelopes: dict[tuple[Message, int], Envelope] = {}
+        self.envelopes: dict[tuple[MessageKey, int], Envelope] = {}
 
     @classmethod
     def between(
@@ -75,21 +76,21 @@ class DistributedChannel:
         """Return the channel from the job's process `source` to `target`; groups number processes in order."""
         return cls(group, int(source > target), int(target > source), device, unread)
 
-    def send(self, message: Message, payload: Tensors, specs: Specs) -> Posted:
+    def send(self, message: MessageKey, payload: Payload, specs: Specs) -> DistributedHandle:
         """Post a send of a tuple of tensors."""
         envelope = self._envelope(message, specs)
         data = envelope.pack(payload)
         works = [self.group.send([bytes_], self.target, 0) for bytes_ in data]
-        return Posted("SEND", envelope, works, data, self.unread)
+        return DistributedHandle("SEND", envelope, works, data, self.unread)
 
-    def receive(self, message: Message, specs: Specs) -> Posted:
+    def receive(self, message: MessageKey, specs: Specs) -> DistributedHandle:
         """Post a receive of tensors with these specs."""
         envelope = self._envelope(message, specs)
         data = envelope.buffers()
         works = [self.group.recv([bytes_], self.source, 0) for bytes_ in data]
-        return Posted("RECV", envelope, works, data, self.unread)
+        return DistributedHandle("RECV", envelope, works, data, self.unread)
 
-    def _envelope(self, message: Message, specs: Specs) -> Envelope:
+    def _envelope(self, message: MessageKey, specs: Specs) -> Envelope:
         """Return the layout of a message, cached; the cache keeps the specs alive, so that their ids stay unique."""
         known = self.envelopes.get((message, id(specs)))
         if known is None:

@@ -23,7 +23,7 @@ Trip: TypeAlias = tuple[float, float, float]
 """When the question was sent, by our clock; what their clock said; and when the answer was back, by ours."""
 
 
-def ahead(group: dist.ProcessGroup, device: torch.device) -> float:
+def measure_offset(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return by how many seconds our clock is ahead of the group's first process; every process must call this."""
     world, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if rank:

@@ -43,7 +43,7 @@ class Control(NamedTuple):
         return cls(cast("dist.ProcessGroup", made[mine]), rank, len(world))
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """True if the group has not been destroyed."""
         return self.group in process_groups()
 

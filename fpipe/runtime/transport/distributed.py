@@ -19,7 +19,7 @@ from fpipe.errors import TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields
 from fpipe.runtime.transport import clocks
-from fpipe.runtime.transport.agreement import agree, refuse, texts
+from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_texts
 from fpipe.runtime.transport.channels import DistributedTransport
 from fpipe.runtime.transport.control import Control
 from fpipe.runtime.transport.interface import Route, Transport
@@ -52,7 +52,7 @@ class DistributedRanks:
         self.transport = DistributedTransport(group, device, replicas)
 
     @contextmanager
-    def guarded(self, call: str) -> Iterator[None]:
+    def enter_call(self, call: str) -> Iterator[None]:
         """Run a function that all ranks call; what is raised before they have agreed is raised on all of them.
 
         Raises `TransportError` if an earlier call failed midway, or if another thread is inside.
@@ -67,7 +67,7 @@ class DistributedRanks:
             except Exception as error:
                 if self.deciding and self.failure is None:
                     with suppress(RuntimeError):  # no one is left to tell
-                        refuse(self._gather, self.call, error)
+                        announce_refusal(self._gather, self.call, error)
                 raise
             finally:
                 self.deciding = False
@@ -78,7 +78,7 @@ class DistributedRanks:
             self.transport.read()
         except TransportError as error:
             with suppress(RuntimeError):
-                refuse(self._gather, self.call, error)
+                announce_refusal(self._gather, self.call, error)
             self.failure = "a message of the last step was another than expected"
             raise
 
@@ -113,7 +113,7 @@ class DistributedRanks:
             raise
 
     def _require_whole(self, what: str) -> None:
-        if self.failure is None and not self.control.alive:
+        if self.failure is None and not self.control.is_alive:
             self.failure = "its process group was destroyed"
         if self.failure is not None:
             raise TransportError(
@@ -137,26 +137,26 @@ class DistributedRanks:
             self.failure = f"{type(error).__name__}: {error}"
             raise
 
-    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+    def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Broadcast the tensor of rank `source`."""
         data = spec.buffer() if tensor is None else spec.pack(tensor)
         dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
         return spec.unpack(data)
 
-    def any(self, flag: bool) -> bool:
+    def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return any(self.agree(about="a question to all ranks", note=int(flag)))
 
-    def tell(self, text: str) -> list[str]:
+    def exchange_text(self, text: str) -> list[str]:
         """Return the texts of all ranks, including this one; every rank must call this."""
         self.agree(about="what the model asks about its batch")
-        return texts(self._gather, text)
+        return exchange_texts(self._gather, text)
 
-    def ahead(self) -> float:
+    def measure_clock_offset(self) -> float:
         """Return how many seconds this process's clock is ahead of the first rank's; every rank must call this."""
-        return clocks.ahead(self.group, self.device)
+        return clocks.measure_offset(self.group, self.device)
 
-    def collect(self, rows: Tensor) -> list[Tensor]:
+    def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows of all ranks; every rank must call this."""
         count, columns = rows.shape
         counts = self.agree(about="rows to collect", note=count)

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from fpipe.errors import TransportError
 from fpipe.runtime.fingerprint import digest
-from fpipe.runtime.transport.interface import Message, Payload, posted
+from fpipe.runtime.transport.interface import MessageKey, Payload, transfer_text
 from fpipe.tensors.spec import Spec
 
 Specs: TypeAlias = tuple[Spec, ...]
 
 LINE: Final = 64
 SMALL: Final = 2**16
-KINDS: Final = ("F", "B", "G")
+CARRIED: Final = ("F", "B", "G")
 
 
 class Envelope:
@@ -38,13 +38,13 @@ class Envelope:
     - `header`: the beginning of the head.
     """
 
-    def __init__(self, message: Message, specs: Specs, device: torch.device) -> None:
+    def __init__(self, message: MessageKey, specs: Specs, device: torch.device) -> None:
         self.message, self.specs, self.device = message, specs, device
         self.sizes = [spec.buffer().numel() for spec in specs]
         self.small = [size <= SMALL for size in self.sizes]
         what, source, microbatch, target = message
         about = digest(f"{spec} {spec.stride}" for spec in specs)
-        values = [KINDS.index(what), source, microbatch, target, sum(self.sizes), about, 0, 0]
+        values = [CARRIED.index(what), source, microbatch, target, sum(self.sizes), about, 0, 0]
         self.values = torch.tensor(values)
         self.header = self.values.view(torch.uint8).to(device)
 
@@ -91,12 +91,13 @@ class Envelope:
         if torch.equal(got, self.values):
             return
         (what, *_, length, about), (*_, mine, expected) = got.tolist()[:6], self.values.tolist()[:6]
-        known = what in range(len(KINDS))
-        said = posted("SEND", (KINDS[what], *got.tolist()[1:4])) if known else f"unknown bytes {got.tolist()}"
+        known = what in range(len(CARRIED))
+        said = transfer_text("SEND", (CARRIED[what], *got.tolist()[1:4])) if known else f"unknown bytes {got.tolist()}"
         same = "" if about == expected else ", with tensors of other shapes or dtypes"
+        wanted = transfer_text("RECV", self.message)
         raise TransportError(
-            f"a message: got {said} of {length} bytes{same}, expected that of {posted('RECV', self.message)} of {mine} "
-            "bytes. Nothing of it was used. Ranks do not run the same program; end the processes, and build the "
+            f"a message: got {said} of {length} bytes{same}, expected that of {wanted} of {mine} bytes. "
+            "Nothing of it was used. Ranks do not run the same program; end the processes, and build the "
             "pipeline from the same arguments everywhere."
         )
 

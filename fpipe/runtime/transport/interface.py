@@ -2,8 +2,8 @@
 """The interface of a transport.
 
 Posting never blocks and returns a handle. Only waiting for the handle blocks, and the driver does that, not the
-executor. Both ends of a transfer identify it by the same `Message`. On each channel, which is a directed pair of ranks,
-both ends post the same messages in the same order.
+executor. Both ends of a transfer identify it by the same `MessageKey`. On each channel, which is a directed pair of
+ranks, both ends post the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from schedules import Action
 
 Payload: TypeAlias = tuple[Any, ...]
-Message: TypeAlias = tuple[str, int, int, int]
+MessageKey: TypeAlias = tuple[str, int, int, int]
 """What it carries (`F` a value, `B` a cotangent, `G` a gradient), source stage, microbatch, target stage."""
 Route: TypeAlias = tuple[int, int]
 """A channel's name: the sending rank and the receiving rank."""
@@ -26,7 +26,7 @@ class Handle(Protocol):
     """
 
     end: str
-    message: Message
+    message: MessageKey
 
     @property
     def done(self) -> bool:
@@ -39,10 +39,10 @@ class Handle(Protocol):
 class Channel(Protocol):
     """Carries payloads from one rank to another; each of the two has its own object."""
 
-    def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Handle:
+    def send(self, message: MessageKey, payload: Payload, specs: tuple[Any, ...]) -> Handle:
         """Post a send of values with these specs. They must not change until the handle has been waited for."""
 
-    def receive(self, message: Message, specs: tuple[Any, ...]) -> Handle:
+    def receive(self, message: MessageKey, specs: tuple[Any, ...]) -> Handle:
         """Post a receive of values with these specs."""
 
 
@@ -53,11 +53,11 @@ class Transport(Protocol):
         """Return the channel from rank `source` to rank `target`."""
 
 
-def message(action: Action) -> Message:
+def message_of(action: Action) -> MessageKey:
     """Return the message that a transfer carries, the same at both ends.
 
     >>> from schedules import parse
-    >>> message(parse("1SEND_B0>0")), message(parse("0RECV_B0<1"))
+    >>> message_of(parse("1SEND_B0>0")), message_of(parse("0RECV_B0<1"))
     (('B', 1, 0, 0), ('B', 1, 0, 0))
     """
     kind, stage, microbatch, peer, _ = action
@@ -67,7 +67,7 @@ def message(action: Action) -> Message:
     return kind[5:], stage, microbatch, peer
 
 
-def awaited(handle: Handle) -> Action:
+def wait_action(handle: Handle) -> Action:
     """Return the action that waits for the handle: a receive, or the wait that frees a send's buffers."""
     what, source, microbatch, target = handle.message
     if handle.end == "RECV":
@@ -75,7 +75,7 @@ def awaited(handle: Handle) -> Action:
     return Action(f"WAIT_{what}", source, microbatch, target)
 
 
-def posted(end: str, carried: Message) -> str:
+def transfer_text(end: str, carried: MessageKey) -> str:
     """Return the text of the action at one end, `SEND` or `RECV`, of a message."""
     what, source, microbatch, target = carried
     stage, peer = (source, target) if end == "SEND" else (target, source)

@@ -20,13 +20,12 @@ from torch import Tensor
 from fpipe.errors import DeadlockError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields
-from fpipe.runtime.transport.interface import Message, Payload, Route, Transport
-from fpipe.runtime.transport.interface import posted as text
+from fpipe.runtime.transport.interface import MessageKey, Payload, Route, Transport, transfer_text
 from fpipe.runtime.turns import turn
 from fpipe.tensors.spec import Spec
 
 
-class Posted:
+class LocalHandle:
     """A message within this process; both of its ends hold the same object.
 
     `end` was posted first; once the other end is posted, it is `done`, and rank `waiter` is stepped again.
@@ -34,7 +33,7 @@ class Posted:
 
     __slots__ = ("done", "end", "message", "payload", "waiter")
 
-    def __init__(self, end: str, message: Message) -> None:
+    def __init__(self, end: str, message: MessageKey) -> None:
         self.end, self.message = end, message
         self.payload: Payload = ()
         self.done = False
@@ -55,45 +54,45 @@ class LocalChannel:
     __slots__ = ("waiting", "woken")
 
     def __init__(self, woken: deque[int]) -> None:
-        self.waiting: deque[Posted] = deque()
+        self.waiting: deque[LocalHandle] = deque()
         self.woken = woken
 
-    def send(self, message: Message, payload: Payload, specs: tuple[Any, ...]) -> Posted:
+    def send(self, message: MessageKey, payload: Payload, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a send."""
         waiting = self.waiting
         if waiting and waiting[0].end == "RECV":
             posted = self._meet(message)
         else:
-            posted = Posted("SEND", message)
+            posted = LocalHandle("SEND", message)
             waiting.append(posted)
         posted.payload = payload
         return posted
 
-    def receive(self, message: Message, specs: tuple[Any, ...]) -> Posted:
+    def receive(self, message: MessageKey, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a receive; what arrives is the very object that was sent."""
         waiting = self.waiting
         if waiting and waiting[0].end == "SEND":
             return self._meet(message)
-        posted = Posted("RECV", message)
+        posted = LocalHandle("RECV", message)
         waiting.append(posted)
         return posted
 
-    def _meet(self, message: Message) -> Posted:
+    def _meet(self, message: MessageKey) -> LocalHandle:
         """Return the oldest waiting message, whose other end is being posted."""
         posted = self.waiting.popleft()
         if posted.message != message:
-            raise _disorder(posted, message)
+            raise _disorder_error(posted, message)
         posted.done = True
         if posted.waiter is not None:
             self.woken.append(posted.waiter)
         return posted
 
 
-def _disorder(posted: Posted, other: Message) -> TransportError:
+def _disorder_error(posted: LocalHandle, other: MessageKey) -> TransportError:
     send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
     return TransportError(
-        f"a channel: got {text('SEND', send)} first, expected the message of {text('RECV', receive)}. "
-        "Post both ends in the same order: run programs as lower() makes them."
+        f"a channel: got {transfer_text('SEND', send)} first, expected the message of "
+        f"{transfer_text('RECV', receive)}. Post both ends in the same order: run programs as lower() makes them."
     )
 
 
@@ -115,7 +114,7 @@ class LocalRanks:
     def __init__(self, ranks: int) -> None:
         self.ranks = tuple(range(ranks))
 
-    def guarded(self, call: str) -> AbstractContextManager[None]:
+    def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Wait until no other thread is inside."""
         return turn()
 
@@ -132,24 +131,24 @@ class LocalRanks:
         executions = [execution(rank, transport) for rank in self.ranks]
         return drive(transport, executions)
 
-    def share(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+    def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return the tensor: every rank is here."""
         assert tensor is not None, "the source rank is in this process"
         return tensor
 
-    def any(self, flag: bool) -> bool:
+    def agree_if_any(self, flag: bool) -> bool:
         """Return the flag: every rank is here."""
         return flag
 
-    def tell(self, text: str) -> list[str]:
+    def exchange_text(self, text: str) -> list[str]:
         """Return the text: every rank is here."""
         return [text]
 
-    def ahead(self) -> float:
+    def measure_clock_offset(self) -> float:
         """Return 0: there is one clock."""
         return 0.0
 
-    def collect(self, rows: Tensor) -> list[Tensor]:
+    def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows: every rank is here."""
         return [rows]
 
@@ -157,7 +156,7 @@ class LocalRanks:
 def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[int, Outcome]:
     """Step these executions in turn, each as far as it can go; raise `DeadlockError` if none can proceed."""
     runs = [execution.run() for execution in executions]
-    waiting: dict[int, Posted] = {}
+    waiting: dict[int, LocalHandle] = {}
     outcomes: dict[int, Outcome] = {}
     ready = transport.woken
     ready.extend(range(len(runs)))
@@ -175,11 +174,11 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
     return outcomes
 
 
-def _report(executions: Sequence[Execution], waiting: dict[int, Posted]) -> str:
+def _report(executions: Sequence[Execution], waiting: dict[int, LocalHandle]) -> str:
     lines = [f"got {len(waiting)} ranks waiting for messages that nobody will post, expected all to finish:"]
     for rank, handle in sorted(waiting.items()):
         at = executions[rank].at
         assert at is not None, "who waits has begun"
-        waits = text(handle.end, handle.message)
+        waits = transfer_text(handle.end, handle.message)
         lines.append(f"rank {rank}, position {at.position}, {at.action}: waits for {waits}")
     return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() makes them."])

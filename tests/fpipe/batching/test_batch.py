@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.batching.batch import Batching
-from fpipe.batching.leaf import Leaf, pieces
-from fpipe.batching.merge import Joining, join
-from fpipe.batching.weights import scales
+from fpipe.batching.leaf import Leaf, chunk_sizes
+from fpipe.batching.loss_weights import compute_scales
+from fpipe.batching.merge import Merge, merge
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import broadcast, flatten, same_bits
 from tests.common.loops import piece
@@ -31,7 +31,7 @@ def leaves(draw):
     """A tensor in some layout, a dimension, and a number of microbatches that this may have."""
     shape = draw(SHAPES)
     dim = draw(st.integers(-len(shape), len(shape) - 1))
-    count = draw(st.sampled_from([m for m in range(1, 8) if len(pieces(shape[dim], m)) == m]))
+    count = draw(st.sampled_from([m for m in range(1, 8) if len(chunk_sizes(shape[dim], m)) == m]))
     order = draw(st.permutations(range(len(shape))))
     inverse = [order.index(k) for k in range(len(shape))]
     return numbered([shape[k] for k in order]).permute(inverse), dim, count
@@ -44,7 +44,7 @@ def test_pieces_rejoin(given):
     known = leaf.cut(tensor, count)
     parts = leaf.parts(known, count)
     assert [part.shape for part in parts] == [part.shape for part in tensor.chunk(count, dim)]
-    assert same_bits(join(parts, dim), tensor)
+    assert same_bits(merge(parts, dim), tensor)
     assert leaf.part_specs(leaf.specs(known), count) == tuple(map(Spec.of, parts))
 
 
@@ -58,9 +58,9 @@ def test_meta_tells_the_same_shapes(given):
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_too_few_pieces_are_refused_with_a_size_that_works(size, count):
     leaf = Leaf.of("x", torch.zeros(count), 0, CPU)
-    if len(pieces(size, count)) == count:
+    if len(chunk_sizes(size, count)) == count:
         leaf.require_pieces((size,), count)
-        assert sum(pieces(size, count)) == size
+        assert sum(chunk_sizes(size, count)) == size
         return
     with pytest.raises(fpipe.InputError) as caught:
         leaf.require_pieces((size,), count)
@@ -108,7 +108,7 @@ def test_trees_are_cut_leaf_by_leaf(what):
     inputs, targets = {**made(inputs), "flag": True, "none": None}, numbered(targets)
     if isinstance(dims, tuple):
         dims = ({**dims[0], "flag": 0, "none": 0}, dims[1])
-    batch = Batching.of(inputs, targets, dims, 4).cut(inputs, targets)
+    batch = Batching.of(inputs, targets, dims, 4).split_batch(inputs, targets)
     found = batch.take()
     for i in range(4):
         how = dims if isinstance(dims, tuple) else (dims, dims)
@@ -123,7 +123,7 @@ def test_signatures():
     batching = Batching.of((x, 2), y, 0, 3)
 
     def signature(inputs, targets):
-        return batching.cut(inputs, targets).signature
+        return batching.split_batch(inputs, targets).signature
 
     known = signature((x, 2), y)
     assert known == batching.example
@@ -156,16 +156,16 @@ def test_pieces_fit_together_in_later_batches_too(rows, others, fits):
     batching = Batching.of((torch.zeros(6, 2), torch.zeros(4, 6)), torch.zeros(5), ((0, 1), None), 3)
     batch = (torch.zeros(rows, 2), torch.zeros(4, others)), torch.zeros(8)
     if fits:
-        parts = batching.cut(*batch).take()
-        assert [len(part) for part in parts[0]] == pieces(rows, 3)
-        assert [part.shape[1] for part in parts[1]] == pieces(others, 3)
+        parts = batching.split_batch(*batch).take()
+        assert [len(part) for part in parts[0]] == chunk_sizes(rows, 3)
+        assert [part.shape[1] for part in parts[1]] == chunk_sizes(others, 3)
         return
     with pytest.raises(
         fpipe.InputError, match=rf"got \d+ in dimension [01], and ({rows}|{others}) in dimension [01] of"
     ):
-        batching.cut(*batch)
+        batching.split_batch(*batch)
     with pytest.raises(fpipe.InputError, match="expected 3, one for each microbatch"):
-        batching.cut((torch.zeros(2, 2), torch.zeros(4, 2)), torch.zeros(8))
+        batching.split_batch((torch.zeros(2, 2), torch.zeros(4, 2)), torch.zeros(8))
 
 
 def at(*stops):
@@ -190,7 +190,7 @@ def test_pieces_that_functions_cut_fit_those_of_others(dims, words):
     """Else rows of one sample would be trained on the target of another, where shapes can be broadcast."""
     batch = (torch.zeros(7, 2), torch.zeros(7)), torch.zeros(7, 1)
     if not words:
-        assert len(Batching.of(*batch, dims, 3).cut(*batch).take()) == 3
+        assert len(Batching.of(*batch, dims, 3).split_batch(*batch).take()) == 3
         return
     with pytest.raises(fpipe.InputError) as caught:
         Batching.of(*batch, dims, 3)
@@ -199,7 +199,7 @@ def test_pieces_that_functions_cut_fit_those_of_others(dims, words):
 
 def test_leaves_that_are_missing():
     x, y = torch.randn(4, 2), torch.randn(4)
-    batch = Batching.of((x,), y, 0, 2).cut(None, y.to("meta"))
+    batch = Batching.of((x,), y, 0, 2).split_batch(None, y.to("meta"))
     assert not batch.take([])
     with pytest.raises(fpipe.InputError, match=r"inputs\[0\]: got nothing, expected float32\[4, 2\] with values"):
         batch.take([0])
@@ -222,7 +222,7 @@ def test_prefixes():
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any))
 def test_shares_add_up(counts):
-    found = scales(lambda inputs, targets: inputs, [(torch.tensor(n), None) for n in counts])
+    found = compute_scales(lambda inputs, targets: inputs, [(torch.tensor(n), None) for n in counts])
     assert found == [n / sum(counts) for n in counts]
     assert abs(sum(found) - 1) < 1e-12
 
@@ -239,20 +239,22 @@ def test_shares_add_up(counts):
 )
 def test_weights_that_mean_nothing(counts, words):
     with pytest.raises(fpipe.InputError) as caught:
-        scales(lambda inputs, targets: inputs, [(count, None) for count in counts])
+        compute_scales(lambda inputs, targets: inputs, [(count, None) for count in counts])
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
 def test_a_scale_is_one_more_leaf():
     x, y = torch.randn(5, 2), torch.randn(5)
     batching = Batching.of((x,), y, 0, 3, lambda inputs, targets: len(targets))
-    batch = batching.cut((x,), y)
+    batch = batching.split_batch((x,), y)
     assert [scale.item() for scale in batch.take([2])[2]] == [0.4, 0.4, 0.2]
     assert [len(one.leaves) for one in batching.split(batch.signature)] == [3, 3, 3]
     assert batching.split(batch.signature)[0].structure.names == ("[0][0]", "[1]", "[2]")
-    assert [scale.item() for scale in batching.cut(None, y).take([2])[2]] == [0.4, 0.4, 0.2], "inputs are not read"
+    assert [scale.item() for scale in batching.split_batch(None, y).take([2])[2]] == [0.4, 0.4, 0.2], (
+        "inputs are not read"
+    )
     with pytest.raises(fpipe.InputError, match=r"weight, microbatch 0: got TypeError.*targets is missing"):
-        batching.cut((x,), None).take([2])
+        batching.split_batch((x,), None).take([2])
 
 
 # ------------------------------------------------------------------------------------------------------------- joining
@@ -266,8 +268,8 @@ PARTS = [torch.ones(2, 3), torch.zeros(1, 3)]
 )
 def test_outputs_are_joined(dims, want):
     _, structure = flatten({"x": PARTS[0], "n": 4})
-    joining = Joining.of(structure, dims, [list(map(Spec.of, PARTS))])
-    found = joining.join([PARTS])
+    joining = Merge.of(structure, dims, [list(map(Spec.of, PARTS))])
+    found = joining.apply([PARTS])
     assert found["n"] == 4
     assert torch.equal(found["x"], want) if isinstance(want, torch.Tensor) else found["x"] == want
 
@@ -284,12 +286,12 @@ def test_outputs_are_joined(dims, want):
 def test_outputs_that_cannot_be_joined(dims, words):
     _, structure = flatten(PARTS[0])
     with pytest.raises(fpipe.InputError) as caught:
-        Joining.of(structure, dims, [list(map(Spec.of, PARTS))])
+        Merge.of(structure, dims, [list(map(Spec.of, PARTS))])
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
 def test_cutting_changes_nothing():
     x, y = torch.randn(3, 8).t(), torch.randn(8)
     before = copy.deepcopy((x, y))
-    Batching.of((x,), y, ((0,), None), 3).cut((x,), y).take()
+    Batching.of((x,), y, ((0,), None), 3).split_batch((x,), y).take()
     assert all(map(same_bits, before, (x, y)))

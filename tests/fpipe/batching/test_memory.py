@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe.batching.memory import overlap
+from fpipe.batching.memory import has_overlap
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
@@ -190,4 +190,4 @@ def test_overlap_is_to_the_byte(one, other):
     memory = torch.arange(64, dtype=torch.int16)
     views = [memory.as_strided(shape, strides, start) for shape, strides, start, _ in (one, other)]
     common = set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())
-    assert overlap(*views) == bool(common)
+    assert has_overlap(*views) == bool(common)

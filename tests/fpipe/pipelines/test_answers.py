@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import fpipe
 from fpipe.ir.questions import Answer
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.answers import Answering
+from fpipe.pipelines.resolver import Resolver
 from schedules import gpipe, one_f_one_b
 
 BACKWARDS = ("autograd", "graph")
@@ -97,7 +97,7 @@ def test_microbatches_of_one_batch_may_send_along_other_edges(backward):
     )
     for masks in [(FULL, PADDED), (PADDED, FULL), (FULL, FULL), (PADDED, PADDED)]:
         require_same(model, pipe, batch(*masks))
-    assert len(pipe.assemblies) == 2 * 2  # with outputs and without
+    assert len(pipe.planner.assemblies) == 2 * 2  # with outputs and without
 
 
 def test_what_an_eager_run_skips_is_not_in_a_stage():
@@ -264,7 +264,7 @@ def test_an_example_without_values_is_taken_to_answer_no():
 
 def test_the_first_rank_that_knows_answers_for_all():
     _, pipe = built(dropped)
-    cut = pipe.captures.batchings[True].cut(*batch_and_none(PADDED))
+    cut = pipe.captures.batchings[True].split_batch(*batch_and_none(PADDED))
     yes, no = '["true", "true"]', "[null, null]"
     heard = []
 
@@ -272,11 +272,11 @@ def test_the_first_rank_that_knows_answers_for_all():
         heard.append(text)
         return [no, yes, no]
 
-    answered = Answering(pipe.captures, TRAINING, cut, tell).answered()
+    answered = Resolver(pipe.captures, TRAINING, cut, tell).resolve()
     assert heard == ['["false", "false"]']
     assert answered.signature.answers == ((Answer("true"),), (Answer("true"),))
     with pytest.raises(fpipe.InputError, match=r"got batches on ranks \[0, 1\] about which .* finds"):
-        Answering(pipe.captures, TRAINING, cut, lambda text: [text, yes]).answered()
+        Resolver(pipe.captures, TRAINING, cut, lambda text: [text, yes]).resolve()
 
 
 def batch_and_none(mask):

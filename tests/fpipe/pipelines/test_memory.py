@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.step import scatter
+from fpipe.pipelines.inputs import scatter
 from fpipe.runtime.executor import Execution
 from fpipe.runtime.transport.local import LocalTransport, drive
 from fpipe.tensors import random
@@ -195,7 +195,7 @@ def test_the_executor_posts_no_others(name, how):
     plan, transport = pipe.training, LocalTransport()
     given = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, inputs, targets), SEED)
     found, runs = [[] for _ in range(pipe.schedule.ranks)], []
-    for rank, linked in plan.linked.items():
+    for rank, linked in plan.programs.items():
         names = {t.number: t.message for one in linked.instructions for t in one.receives}
 
         def watched(handler, rank=rank, names=names):

@@ -11,7 +11,7 @@ from torch import nn
 
 import fpipe
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.step import scatter
+from fpipe.pipelines.inputs import scatter
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, dualpipe_v, gpipe, one_f_one_b, overlap, recompute, split_backward
 from tests.common.cases import WIDTH, Case, mse, rows_of

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
 from fpipe import InputError, TransportError
-from fpipe.runtime.launch import require_alone
-from fpipe.runtime.transport.agreement import FIRST, MOST_FIELDS, Field, agree, refuse
+from fpipe.runtime.launch import require_process_group
+from fpipe.runtime.transport.agreement import FIRST, MOST_FIELDS, Field, agree, announce_refusal
 from tests.common.sizes import few
 
 
@@ -61,7 +61,7 @@ def call(name, note=0, **fields):
 
 
 def refusal(name, error):
-    return lambda rank, gather: refuse(gather, name, error)
+    return lambda rank, gather: announce_refusal(gather, name, error)
 
 
 def test_those_who_agree_exchange_one_row():
@@ -147,9 +147,9 @@ def test_a_row_has_one_size():
 @pytest.mark.parametrize("size", ["2", "16"])
 def test_processes_that_do_not_know_of_each_other_are_refused(size):
     with pytest.raises(TransportError, match=rf"started {size} processes.*init_process_group\(\)"):
-        require_alone({"WORLD_SIZE": size})
+        require_process_group({"WORLD_SIZE": size})
     for alone in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}):
-        require_alone(alone)
+        require_process_group(alone)
 
 
 def test_private_names_of_torch():

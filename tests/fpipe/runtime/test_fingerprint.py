@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is described alike does the same, as far as one can see. tests/distributed compares processes."""
+"""What is describe_value alike does the same, as far as one can see. tests/distributed compares processes."""
 
 import logging
 
@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from fpipe.runtime.fingerprint import bits, described
+from fpipe.runtime.fingerprint import describe_value, digest_tensor
 from tests.common.lookalikes import LOOKALIKES, closure, function
 
 
 @pytest.mark.parametrize("what", LOOKALIKES)
 def test_what_differs_is_told_apart(what):
     one, two = LOOKALIKES[what]
-    assert described(one) != described(two)
-    assert described(one) == described(one)
+    assert describe_value(one) != describe_value(two)
+    assert describe_value(one) == describe_value(one)
 
 
 def test_what_does_the_same_is_alike():
@@ -29,28 +29,28 @@ def test_what_does_the_same_is_alike():
         (closure(torch.device("cuda", 0)), closure(torch.device("cuda", 1))),
         (closure([1, 2]), closure([1, 2])),
     ):
-        assert described(pair[0]) == described(pair[1])
+        assert describe_value(pair[0]) == describe_value(pair[1])
 
 
 def test_much_is_described_in_few_lines():
-    assert len(described(closure(list(range(10**6))))) < 2000
-    assert len(described([[k] * 900 for k in range(900)])) <= 20_000
+    assert len(describe_value(closure(list(range(10**6))))) < 2000
+    assert len(describe_value([[k] * 900 for k in range(900)])) <= 20_000
 
 
 def test_parameters_of_modules_may_differ():
     """A model that a loss closes over may have been made with other numbers, and is loaded later."""
-    assert described(closure(nn.Linear(2, 2))) == described(closure(nn.Linear(2, 2)))
-    assert described(closure(nn.Linear(2, 2))) != described(closure(nn.Linear(2, 3)))
+    assert describe_value(closure(nn.Linear(2, 2))) == describe_value(closure(nn.Linear(2, 2)))
+    assert describe_value(closure(nn.Linear(2, 2))) != describe_value(closure(nn.Linear(2, 3)))
 
 
 def test_a_function_that_calls_itself_ends():
-    assert described(function("def f(x): return f(x)"))
+    assert describe_value(function("def f(x): return f(x)"))
 
 
 def test_bits():
     tensor = torch.randn(3, 4)
-    assert bits(tensor) == bits(tensor.t().contiguous().t())
-    assert bits(torch.zeros(1)) != bits(-torch.zeros(1))
-    assert bits(torch.empty(0)) == bits(torch.empty(0))
-    assert bits(tensor.to("meta")) == "none"
-    assert bits(tensor.to_sparse()) == bits(tensor)
+    assert digest_tensor(tensor) == digest_tensor(tensor.t().contiguous().t())
+    assert digest_tensor(torch.zeros(1)) != digest_tensor(-torch.zeros(1))
+    assert digest_tensor(torch.empty(0)) == digest_tensor(torch.empty(0))
+    assert digest_tensor(tensor.to("meta")) == "none"
+    assert digest_tensor(tensor.to_sparse()) == digest_tensor(tensor)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fpipe import DeadlockError, PipelineError, TransportError
 from fpipe.runtime.executor import Execution, Inputs, Port
 from fpipe.runtime.instructions import link
-from fpipe.runtime.transport.interface import message, posted
+from fpipe.runtime.transport.interface import message_of, transfer_text
 from fpipe.runtime.transport.local import LocalRanks, LocalTransport, drive
 from schedules import Placement, parse
 
@@ -129,12 +129,12 @@ def test_the_two_directions_are_two_channels():
 @pytest.mark.parametrize("what", "FBG")
 def test_both_ends_name_a_message_alike(what):
     send, receive = parse(f"1SEND_{what}3>0"), parse(f"0RECV_{what}3<1")
-    assert message(send) == message(receive) == (what, 1, 3, 0)
-    assert posted("SEND", message(send)) == str(send)
-    assert posted("RECV", message(send)) == str(receive)
+    assert message_of(send) == message_of(receive) == (what, 1, 3, 0)
+    assert transfer_text("SEND", message_of(send)) == str(send)
+    assert transfer_text("RECV", message_of(send)) == str(receive)
 
 
 def test_all_ranks_are_here():
     ranks = LocalRanks(3)
     assert ranks.ranks == (0, 1, 2)
-    assert (ranks.any(True), ranks.any(False)) == (True, False)
+    assert (ranks.agree_if_any(True), ranks.agree_if_any(False)) == (True, False)

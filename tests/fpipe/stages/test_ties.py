@@ -333,9 +333,9 @@ def test_verify_compares_sums_with_the_reference_only():
 
 
 def test_verify_sees_a_wrong_sum(monkeypatch):
-    from fpipe.pipelines import step
+    from fpipe.pipelines import results
 
-    monkeypatch.setattr(step, "add", lambda a, b: b + a * (1 + 2**-20))
+    monkeypatch.setattr(results, "add", lambda a, b: b + a * (1 + 2**-20))
     pipe, model, inputs, targets = build(ZOO["one_weight"], HOW, 6, tied="sum")
     with pytest.raises(fpipe.MismatchError, match=r"gradient 0\.weight: got other bits than the reference"):
         fpipe.verify(pipe, model, inputs, targets)

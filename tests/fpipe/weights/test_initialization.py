@@ -11,7 +11,7 @@ from torch import nn
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.initialization import initialised, leaves, reset_parameters
+from fpipe.weights.initialization import initialize, list_leaves, reset_parameters
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.layers import Average
 from tests.common.shares import on_meta, ranks_of, union
@@ -45,13 +45,13 @@ class Parent(nn.Module):
 
 
 PARENT = nn.Sequential(Parent(), nn.Linear(2, 2), Parent())
-LEAVES = sorted(leaves(PARENT))
-WHOLE = initialised(PARENT, LEAVES, reset_parameters, seed=3)
+LEAVES = sorted(list_leaves(PARENT))
+WHOLE = initialize(PARENT, LEAVES, reset_parameters, seed=3)
 
 
 @given(st.sets(st.sampled_from(LEAVES)))
 def test_values_do_not_depend_on_what_else_is_held(names):
-    assert same(initialised(PARENT, names, reset_parameters, seed=3), {name: WHOLE[name] for name in names})
+    assert same(initialize(PARENT, names, reset_parameters, seed=3), {name: WHOLE[name] for name in names})
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def drawing(module):
 
 def test_draws_differ_between_seeds_leaves_and_calls():
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
-    made = [initialised(model, leaves(model), drawing, seed) for seed in (0, 1, 2**40)]
+    made = [initialize(model, list_leaves(model), drawing, seed) for seed in (0, 1, 2**40)]
     rows = [tuple(row) for one in made for value in one.values() for row in value.view(-1, 3).tolist()]
     assert len(set(rows)) == len(rows) == 36
     assert all(len(set(row)) == 3 for row in rows)
@@ -96,13 +96,13 @@ def test_draws_differ_between_seeds_leaves_and_calls():
 
 def test_a_parent_draws_others_for_each_child():
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
-    made = initialised(model, leaves(model), lambda module: [p.normal_() for p in module.parameters()], seed=0)
+    made = initialize(model, list_leaves(model), lambda module: [p.normal_() for p in module.parameters()], seed=0)
     assert len({tuple(row) for value in made.values() for row in value.view(-1, 3).tolist()}) == 12
 
 
 def test_the_user_s_generator_stays():
     before = torch.random.get_rng_state()
-    initialised(PARENT, LEAVES, reset_parameters, seed=3)
+    initialize(PARENT, LEAVES, reset_parameters, seed=3)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -119,15 +119,15 @@ def by_class(module):
 def test_modules_are_initialised_as_under_apply(name):
     """Also where several modules fill a tied parameter, or one module is in several places: the last one has it."""
     model = ZOO[name].build()
-    got = initialised(model, leaves(model), by_class, seed=0)
+    got = initialize(model, list_leaves(model), by_class, seed=0)
     with torch.no_grad():
         model.apply(by_class)
-    assert same(got, leaves(model))
+    assert same(got, list_leaves(model))
 
 
 def test_torch_s_own_modules_need_no_function():
     layer = nn.TransformerEncoderLayer(8, 2, 16)
-    made = initialised(layer, leaves(layer), reset_parameters, seed=0)
+    made = initialize(layer, list_leaves(layer), reset_parameters, seed=0)
     constructed = dict(nn.TransformerEncoderLayer(8, 2, 16).named_parameters())
     assert made.keys() == constructed.keys()
     constant = [name for name, value in constructed.items() if len(value.unique()) == 1]
@@ -173,7 +173,7 @@ def test_ways_to_fill_a_tensor(fill):
     module, expected = Holder(), Holder()
     own = lambda module: fill(module) if isinstance(module, Holder) else None  # noqa: E731
     own(expected)
-    made = initialised(nn.Sequential(module), ["0.kept"], own, seed=0)
+    made = initialize(nn.Sequential(module), ["0.kept"], own, seed=0)
     assert torch.equal(made["0.kept"], expected.kept)
     assert made["0.kept"].is_contiguous()
 
@@ -200,17 +200,17 @@ def test_what_is_not_filled_is_refused(fill, dtype):
     model = nn.Sequential(nn.Linear(2, 2), Holder(dtype))
     own = lambda module: fill(module) if isinstance(module, Holder) else reset_parameters(module)  # noqa: E731
     with pytest.raises(fpipe.InputError, match=r"initialise: got no value, or nan, for 1\.kept of Holder, expected"):
-        initialised(model, leaves(model), own, seed=0)
+        initialize(model, list_leaves(model), own, seed=0)
 
 
 def test_another_shape_is_refused():
-    with pytest.raises(fpipe.InputError, match=r"initialised\['kept'\]: got float32\[3\], expected float32\[2, 3\]"):
-        initialised(Holder(), ["kept"], of_another_shape, seed=0)
+    with pytest.raises(fpipe.InputError, match=r"initialized\['kept'\]: got float32\[3\], expected float32\[2, 3\]"):
+        initialize(Holder(), ["kept"], of_another_shape, seed=0)
 
 
 def test_tensors_without_elements_are_full():
     empty = Holder(shape=(0, 3))
-    assert initialised(empty, leaves(empty), lambda m: m.kept.zero_(), seed=0)["kept"].shape == (0, 3)
+    assert initialize(empty, list_leaves(empty), lambda m: m.kept.zero_(), seed=0)["kept"].shape == (0, 3)
 
 
 def test_a_pipeline_says_what_its_initialiser_forgot():
@@ -234,7 +234,7 @@ HELD = nn.Sequential(Holder())
 def test_generators_of_one_s_own_are_refused():
     own = torch.Generator()
     with pytest.raises(fpipe.InputError, match=r"normal_\.default with a generator of its own, expected the default"):
-        initialised(nn.Sequential(Holder()), ["0.kept"], lambda m: m.kept.normal_(generator=own), 0)
+        initialize(nn.Sequential(Holder()), ["0.kept"], lambda m: m.kept.normal_(generator=own), 0)
 
 
 def test_an_error_in_the_function_says_where():
@@ -242,8 +242,8 @@ def test_an_error_in_the_function_says_where():
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine") as caught:
-        initialised(HELD, leaves(HELD), fails, seed=0)
-    assert caught.value.__notes__[0].startswith("while initialising 0 (Holder)")
+        initialize(HELD, list_leaves(HELD), fails, seed=0)
+    assert caught.value.__notes__[0].startswith("while initializing 0 (Holder)")
 
 
 def test_what_is_made_trains():

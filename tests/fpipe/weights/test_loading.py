@@ -12,7 +12,7 @@ from torch import nn
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.initialization import leaves
+from fpipe.weights.initialization import list_leaves
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
@@ -63,7 +63,7 @@ def everything(model):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_state_dict_gives_what_its_model_gives(name, ranks):
     pipe, model = pipeline(name, ranks), ZOO[name].make(4)[0]
-    wanted = leaves(model)
+    wanted = list_leaves(model)
     got = union(own(pipe, model))
     assert got.keys() == wanted.keys()
     assert all(same_bits(got[name], wanted[name]) for name in wanted)

@@ -55,11 +55,11 @@ def test_an_index_says_which_files_count(folder):
 def test_only_what_a_rank_holds_is_read(folder, monkeypatch):
     read = []
 
-    def reading(path, name, original=checkpoint._read):
+    def reading(path, name, original=checkpoint._read_tensor):
         read.append((path.name, name))
         return original(path, name)
 
-    monkeypatch.setattr(checkpoint, "_read", reading)
+    monkeypatch.setattr(checkpoint, "_read_tensor", reading)
     model = ZOO["mlp"].make(4)[0]
     for k in (0, 2, 4, 6):
         save_file({f"{k}.{name}": value for name, value in model[k].state_dict().items()}, folder / f"{k}.safetensors")

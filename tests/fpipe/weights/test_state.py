@@ -244,7 +244,9 @@ def test_steps_of_verify_train(built):
     """The second step begins where the first has led."""
     pipe, model, inputs, targets = built
     seen = []
-    original = fpipe.api.reference
+    from fpipe.verification import verify
+
+    original = verify.make_reference_step
 
     def watching(*options):
         inner = original(*options)
@@ -256,7 +258,7 @@ def test_steps_of_verify_train(built):
         return stepping
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fpipe.api, "reference", watching)
+        patch.setattr(verify, "make_reference_step", watching)
         fpipe.verify(pipe, model, inputs, targets, steps=2)
     grads = loop(model, ZOO["mlp"].loss, inputs, targets, 2).grads
     assert all(torch.equal(seen[1][n], seen[0][n] - grads[n] / 1024) for n in grads)

@@ -19,12 +19,12 @@ Weight: TypeAlias = Callable[[Any, Any], float | Tensor]
 """A function of a microbatch's inputs and targets: a number, or a tensor with one element."""
 
 
-def scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> list[float]:
+def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> list[float]:
     """Return `weight_i / total` for each microbatch; inputs or targets that this rank is not given are `None`.
 
     Raises `InputError` for an invalid weight, and if all are 0.
 
-    >>> scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
+    >>> compute_scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
     [0.75, 0.25]
     """
     counts = [_count(weight, i, *given) for i, given in enumerate(microbatches)]

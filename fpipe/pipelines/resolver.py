@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to what the model asks about a batch, found at the start of its step, the same on every rank.
+"""Resolve what the model asks about a batch: find the answers at the start of its step, the same on every rank.
 
 A rank may not have the leaves that decide. So ranks exchange their answers, and all take that of the first rank that
 has one. What a model asks next depends on the answers so far; all microbatches' open questions are answered together.
@@ -14,57 +14,57 @@ from typing import TypeAlias
 
 import torch
 
-from fpipe.batching.batch import Batch, Microbatch
+from fpipe.batching.batch import Microbatch, SplitBatch
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import InputError
 from fpipe.ir.questions import Answer, Question
 from fpipe.ir.variant import Variant
-from fpipe.pipelines.captures import Captures
+from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.runtime.turns import turn
 from fpipe.tensors import random
 
-Tell: TypeAlias = Callable[[str], Sequence[str]]
+ExchangeText: TypeAlias = Callable[[str], Sequence[str]]
 """Sends a text to all ranks, and returns the texts of all."""
-Open: TypeAlias = Mapping[int, Question]
+OpenQuestions: TypeAlias = Mapping[int, Question]
 """The open question of each microbatch that has one."""
 
 
-def alone(text: str) -> Sequence[str]:
-    """Return this process's text; there are no others."""
+def own_text(text: str) -> Sequence[str]:
+    """Return this process's text only, without exchanging any."""
     return [text]
 
 
 @dataclass(frozen=True)
-class Answering:
-    """Answers questions about one batch.
+class Resolver:
+    """Resolves the questions about one batch.
 
-    - `tell`: exchanges texts with the other ranks; all must ask at the same time.
+    - `exchange_text`: exchanges texts with the other ranks; all must ask at the same time.
     - `example`: whether the batch only provides shapes: then ranks may disagree, and values may be missing on all.
     """
 
-    captures: Captures
+    captures: CaptureCache
     variant: Variant
-    batch: Batch
-    tell: Tell
+    batch: SplitBatch
+    exchange_text: ExchangeText
     example: bool = False
 
-    def answered(self) -> Batch:
+    def resolve(self) -> SplitBatch:
         """Return the batch with all answers in its signature; raise `InputError` if one can't be found."""
         batch, asked = self.batch, {}
         microbatches = batch.batching.split(batch.signature)
-        while asked := dict(self._open(microbatches)):
+        while asked := dict(self._open_questions(microbatches)):
             for i, answer in self._ask(asked).items():
-                microbatches[i] = microbatches[i].told(answer)
-        rows = [self._explored(i, microbatch).answers for i, microbatch in enumerate(microbatches)]
-        return replace(batch, signature=batch.signature.answered(rows)) if any(rows) else batch
+                microbatches[i] = microbatches[i].with_answer(answer)
+        rows = [self._explore(i, microbatch).answers for i, microbatch in enumerate(microbatches)]
+        return replace(batch, signature=batch.signature.with_answers(rows)) if any(rows) else batch
 
-    def _open(self, microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Question]]:
+    def _open_questions(self, microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Question]]:
         for i, microbatch in enumerate(microbatches):
             question = self.captures.question(self.variant, microbatch)
             if question is not None:
                 yield i, question
 
-    def _explored(self, i: int, microbatch: Microbatch) -> Microbatch:
+    def _explore(self, i: int, microbatch: Microbatch) -> Microbatch:
         """Return a microbatch with all answers; capture the model for it first if necessary."""
 
         def ask(question: Question) -> Answer:
@@ -79,16 +79,16 @@ class Answering:
                     random.preserve_generators([torch.device("cpu")]),
                 ):  # the model may seed the generator
                     return self.captures.explore(self.variant, microbatch, ask)
-            microbatch = microbatch.told(ask(question))
+            microbatch = microbatch.with_answer(ask(question))
         return microbatch
 
-    def _ask(self, asked: Open) -> dict[int, Answer]:
+    def _ask(self, asked: OpenQuestions) -> dict[int, Answer]:
         """Return the answers that all ranks take."""
-        mine = [None if answer is None else answer.text for answer in map(self._own, asked, asked.values())]
-        rows = [json.loads(text) for text in self.tell(json.dumps(mine))]
-        return {i: self._chosen(i, question, [row[k] for row in rows]) for k, (i, question) in enumerate(asked.items())}
+        mine = [None if answer is None else answer.text for answer in map(self._own_answer, asked, asked.values())]
+        rows = [json.loads(text) for text in self.exchange_text(json.dumps(mine))]
+        return {i: self._choose(i, question, [row[k] for row in rows]) for k, (i, question) in enumerate(asked.items())}
 
-    def _own(self, i: int, question: Question) -> Answer | None:
+    def _own_answer(self, i: int, question: Question) -> Answer | None:
         """Return this process's answer, or `None` if it lacks the leaves that decide."""
         try:
             taken = self.batch.take(question.leaves)
@@ -96,7 +96,7 @@ class Answering:
             return None
         return question.compute([taken[leaf][i] for leaf in question.leaves])
 
-    def _chosen(self, i: int, question: Question, found: Sequence[str | None]) -> Answer:
+    def _choose(self, i: int, question: Question, found: Sequence[str | None]) -> Answer:
         known = {rank: text for rank, text in enumerate(found) if text is not None}
         if len(set(known.values())) > 1 and not self.example:
             raise InputError(

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fpipe.batching.batch import Batch, Batching, Microbatch
+from fpipe.batching.batch import Batching, Microbatch, SplitBatch
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.capture.originals import require_own_state
@@ -36,7 +36,7 @@ Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Captures:
+class CaptureCache:
     """A model's captures, made at their first use.
 
     - `model`: its skeleton.
@@ -60,7 +60,7 @@ class Captures:
     asked: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
     watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
 
-    def exemplified(self, example: Batch) -> Captures:
+    def with_example(self, example: SplitBatch) -> CaptureCache:
         """Return the same captures, with the answers that the example gives."""
         batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
         return replace(self, batchings=batchings)
@@ -92,7 +92,7 @@ class Captures:
         def answer(question: Question) -> Answer:
             nonlocal told
             self.asked[variant, told] = question
-            told = told.told(next(known, None) or ask(question))
+            told = told.with_answer(next(known, None) or ask(question))
             return told.answers[-1]
 
         try:

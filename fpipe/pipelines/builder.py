@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a pipeline from checked arguments: a skeleton of the model, its first capture and plan, agreed on by all ranks.
+
+Runs when a pipeline is built or rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fpipe.autodiff.backends import Way
+from fpipe.batching.batch import Batching, SplitBatch
+from fpipe.capture.modules import as_module
+from fpipe.capture.registry import find_front_end
+from fpipe.cutting.partition import Cuts
+from fpipe.ir.captured import FrontEnd
+from fpipe.ir.objective import Loss
+from fpipe.ir.variant import TRAINING
+from fpipe.model.copying import require_own_buffers
+from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
+from fpipe.model.stateless import skeleton
+from fpipe.pipelines.argument_checks import require_arguments, require_trained
+from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.caches import Caches
+from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.planner import Planner
+from fpipe.pipelines.resolver import Resolver
+from fpipe.runtime.ranks import Ranks
+from fpipe.stages.ties import Tied, summed
+from fpipe.tensors.fake import fake, fake_mode
+from fpipe.watching.origin import Origin
+from fpipe.watching.watch import Watching
+from schedules import Schedule
+
+Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
+"""A module, or a sequence of modules and functions, each called with what the previous one returned."""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Builds pipelines of one model and of its later versions from the same arguments; `fpipe.pipeline` names them.
+
+    - `batchings`: how batches are split, with the loss and without.
+    - `caches`: those of the first pipeline; later ones share its record of trainable parameters.
+    """
+
+    loss: Loss
+    schedule: Schedule
+    batchings: dict[bool, Batching]
+    cuts: Cuts
+    capture: str | FrontEnd
+    way: Way | None
+    tied: Tied
+    output_dims: Any
+    ranks: Ranks
+    caches: Caches
+
+    def first(self, module: nn.Module, example: SplitBatch) -> Pipeline:
+        """Return the pipeline of a module for batches like the example; every rank must call this."""
+        with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
+            agree_to_build(self.ranks, self.schedule, self.batchings[True])
+            return self._build(module, example)
+
+    def _rebuild(self, model: Model, example: SplitBatch) -> Pipeline:
+        with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipe.rebuilt"):
+            module = as_module(model)
+            require_arguments(module, (), self.loss, self.schedule)
+            return self._build(module, example)
+
+    def _build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
+        captures = self._captures(module)
+        answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
+        captures = captures.with_example(answers.resolve())
+        kept = example if captures.batchings[True].example.answers else example.without_values()
+        sums = summed(self.tied, module)
+        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, self.way)
+        caches = Caches(trainable=self.caches.trainable)
+        pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), caches)
+        require_exact_hooks(captures.hooks, sums)
+        agree_on_plan(pipe, TRAINING)
+        require_own_buffers(module, pipe.training.assembly.captured)
+        require_trained(pipe.training.assembly, self.schedule)
+        return pipe
+
+    def _captures(self, module: nn.Module) -> CaptureCache:
+        """Return the captures of a model, none of them made yet. They hold none of the user's tensors."""
+        see, mode, home = (
+            find_front_end(self.capture, self.cuts.whole(module, self.loss)),
+            fake_mode(),
+            self.batchings[True].home,
+        )
+        model = skeleton(module, lambda tensor: fake(mode, tensor, home))
+        watching = Watching(Origin.of(module), self.loss, self.way is not None)
+        trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
+        return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)

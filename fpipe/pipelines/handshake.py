@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks agree before they act together: when a pipeline is built, at the first batch of a kind, and in every step.
+
+`fpipe.pipelines.fields` lists what they compare, `fpipe.runtime.transport.agreement` compares it. Parameters that
+several ranks hold, tied ones and those of replicated stages, are compared bit by bit before a pipeline's first step.
+The rest of the batch and of the parameters may differ, since every rank holds other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fpipe.batching.batch import Batching, Signature, SplitBatch
+from fpipe.errors import TransportError
+from fpipe.ir.variant import Variant
+from fpipe.pipelines.caches import Agreement
+from fpipe.pipelines.fields import argument_fields, batch_fields, call_fields, plan_fields
+from fpipe.pipelines.inputs import State, scatter
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.plan import Plan
+from fpipe.runtime.executor import Inputs
+from fpipe.runtime.fingerprint import digest, digest_tensor
+from fpipe.runtime.ranks import Ranks
+from fpipe.runtime.transport.agreement import Field
+from schedules import Schedule
+
+
+def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching) -> None:
+    """Raise `TransportError` on all ranks unless all of them build a pipeline with this schedule and batch."""
+    ranks.agree(lambda: argument_fields(schedule, batching), "its arguments")
+
+
+def agree_on_plan(
+    pipe: Pipeline, variant: Variant, signature: Signature | None = None, seed: int | None = None
+) -> Plan:
+    """Return the plan for a kind of batch, once all ranks have agreed on it and its channels are connected.
+
+    Every rank must request the same plans in the same order. Raises `TransportError` on all of them if one doesn't.
+    """
+    kind = pipe.planner.kind(variant, signature)
+    if kind not in pipe.caches.agreements:
+        pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(seed)])
+        plan, fields = pipe.plan(*kind), list[Field]()
+
+        def record_fields() -> Sequence[Field]:
+            fields.extend(plan_fields(pipe, plan, *kind))
+            return fields
+
+        pipe.ranks.agree(record_fields, "a new kind of batch")
+        pipe.ranks.connect(plan.program.channels)
+        known = digest(f"{field.name} {field.digest}" for field in fields)
+        pipe.caches.agreements[kind] = Agreement(known, batch_fields(pipe, kind, known))
+    return pipe.plan(*kind)
+
+
+def agree_to_step(
+    pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, seed: int | None
+) -> tuple[Plan, Inputs]:
+    """Return the plan for a batch and its ranks' inputs, once all ranks have agreed to begin this step."""
+    kind = variant, batch.signature
+    plan = agree_on_plan(pipe, *kind, seed)
+    plan.watch.require_unchanged()
+    inputs = scatter(plan, params, buffers, batch, seed)
+    fields = pipe.caches.agreements[kind].fields
+    pipe.ranks.agree(lambda: [*fields, *call_fields(seed)])
+    if not pipe.caches.compared:
+        _require_same_copies(pipe, plan, {**params, **buffers})
+        pipe.caches.compared.add(kind)
+    return plan, inputs
+
+
+def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor]) -> None:
+    """Raise `TransportError` on all ranks if some hold different values of the same parameter or buffer."""
+    homes = _holders(plan)
+    shared = [name for name, ranks in homes.items() if len(ranks) > 1]
+    if not shared or len(pipe.ranks.ranks) == plan.program.schedule.ranks:
+        return
+    mine = [int(digest_tensor(held[name]), 16) >> 1 if name in held else 0 for name in shared]
+    rows = pipe.ranks.gather_rows(torch.tensor([mine]))
+    for k, name in enumerate(shared):
+        found = {rank: rows[rank][0, k].item() for rank in sorted(homes[name])}
+        if len(set(found.values())) > 1:
+            first, other = next((a, b) for a in found for b in found if found[a] != found[b])
+            raise TransportError(
+                f"{name!r}, of which ranks {list(found)} hold copies: got other values on rank {first} than on rank "
+                f"{other}, expected the same. Seed every process alike before it builds the model, or load one "
+                "checkpoint on all of them, and update every copy by the same gradient."
+            )
+
+
+def _holders(plan: Plan) -> dict[str, set[int]]:
+    """Return the ranks that hold each parameter and buffer."""
+    found: dict[str, set[int]] = {}
+    for stage in plan.assembly.stages:
+        for name in (*stage.parameters, *stage.buffers, *stage.unused):
+            found.setdefault(name, set()).update(plan.placement.replicas(stage.index))
+    return found

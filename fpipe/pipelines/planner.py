@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make plans: capture the model for a kind of batch, cut it into stages, and lower the schedule for them.
+
+Runs when a pipeline is built, and when a new kind of batch first comes. A plan is made for train or eval mode, with or
+without the loss and the outputs, and for batches of one signature. A microbatch of another shape, such as a smaller
+last one, is captured separately. Captures, stages and plans are made once and cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fpipe.autodiff.backends import Way
+from fpipe.batching.batch import Microbatch, Signature
+from fpipe.batching.merge import Merge
+from fpipe.capture.eager_types import hide_fakes
+from fpipe.errors import CutError, InputError, PipelineError
+from fpipe.ir.variant import Variant
+from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.caches import BatchKind
+from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.plan import Plan
+from fpipe.runtime.turns import turn
+from fpipe.stages.assembly import Assembly, assemble, differentiated
+from fpipe.stages.kinds import require_alike, widened
+from fpipe.stages.stage import Stage
+from fpipe.tensors import random
+from schedules import Schedule, check, forwards, lower
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Everything that determines a pipeline's plans, and the plans made so far.
+
+    - `captures`: the captured model; also how batches are split, and where the model is cut.
+    - `output_dims`: how outputs are merged.
+    - `ranks`: the ranks of this process.
+    - `summed`: the parameters whose gradients are summed over stages.
+    - `way`: how stages are differentiated, if not by autograd.
+    """
+
+    schedule: Schedule
+    captures: CaptureCache
+    output_dims: Any
+    ranks: tuple[int, ...]
+    summed: frozenset[str] = frozenset()
+    way: Way | None = None
+    plans: dict[BatchKind, Plan] = field(default_factory=dict)
+    assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
+
+    def kind(self, variant: Variant, signature: Signature | None = None) -> BatchKind:
+        """Return the kind of batches with this signature, by default the example's."""
+        return variant, self.captures.batchings[variant.loss].example if signature is None else signature
+
+    def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
+        """Return the plan for a kind of batch, by default the example's; make it at its first use.
+
+        Raises `InputError` if the model can't take a batch that differs from the example.
+        """
+        kind = self.kind(variant, signature)
+        if kind not in self.plans:
+            try:
+                self.plans[kind] = self._isolated_plan(*kind)
+            except PipelineError as error:
+                if kind == self.kind(variant):
+                    raise
+                raise self.unfit(*kind, error) from error
+        return self.plans[kind]
+
+    def unfit(self, variant: Variant, signature: Signature, error: PipelineError) -> InputError:
+        """Return the error for a batch that the model can't take; `error` says why."""
+        difference = self.captures.batchings[variant.loss].difference(signature)
+        return InputError(
+            f"{difference}, expected a batch that the model can take, cut where the example is cut. "
+            f"Building the pipeline for this batch failed: {error}"
+        )
+
+    def _isolated_plan(self, variant: Variant, signature: Signature) -> Plan:
+        """Return the plan; torch's settings and generators stay as they are, and other threads wait."""
+        with (
+            torch.inference_mode(False),
+            suspend_autocast(variant),
+            turn(),
+            hide_fakes(),
+            random.preserve_generators([torch.device("cpu")]),
+        ):
+            return self._plan(variant, signature)
+
+    def _plan(self, variant: Variant, signature: Signature) -> Plan:
+        microbatches = self.captures.batchings[variant.loss].split(signature)
+        by_shape = {one: self._cached_assembly(variant, one) for one in dict.fromkeys(microbatches)}
+        assemblies = widened([by_shape[one] for one in microbatches])
+        require_alike(assemblies)
+        schedule, graph = self.schedule, assemblies[0].graph
+        if variant.training:
+            check(schedule, graph)
+        else:
+            schedule = forwards(schedule)
+        for stage in assemblies[0].stages:
+            _require_one_state(stage, schedule.placement.replicas(stage.index))
+        merge = _merge(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
+        watch = self.captures.watch(variant, microbatches)
+        return Plan(assemblies, lower(schedule, graph), self.ranks, merge, watch)
+
+    def _cached_assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
+        """Return the stages for a microbatch; batches combine microbatches in many ways, so each is made once."""
+        if (variant, microbatch) not in self.assemblies:
+            self.assemblies[variant, microbatch] = self._assemble(variant, microbatch)
+        return self.assemblies[variant, microbatch]
+
+    def _assemble(self, variant: Variant, microbatch: Microbatch) -> Assembly:
+        placement = self.schedule.placement
+        assembly = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
+        if self.way is None:
+            return assembly
+        return differentiated(assembly, self.way, {s for rank in self.ranks for s in placement.stages_on(rank)})
+
+
+def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
+    """Raise `CutError` if a stage on several ranks modifies a buffer: each replica sees only some microbatches."""
+    modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.changed]
+    if modified and len(ranks) > 1:
+        raise CutError(
+            f"stage {stage.index}: got modified buffers {modified} on ranks {list(ranks)}, expected none: each replica "
+            "sees only some of the microbatches. Choose a schedule with one rank per stage, or a model that does not "
+            "modify buffers."
+        )
+
+
+def _merge(assemblies: Sequence[Assembly], dims: Any, first: int) -> Merge:
+    """Return how the outputs are merged; they are the last stage's results from number `first` on."""
+    columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
+    return Merge.of(assemblies[0].captured.structure, dims, list(columns))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From each rank's outcome to the user's results. Runs in every step, once the program is done."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fpipe.ir.captured import Tensors
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.plan import Plan
+from fpipe.runtime.executor import Outcome
+from fpipe.runtime.ranks import Ranks
+
+
+class Step(NamedTuple):
+    """The result of one step.
+
+    - `loss`: the sum over microbatches of loss / M, or of loss times its share of the weight, on every rank; `None` if
+      no loss was requested.
+    - `outputs`: what the model returned, merged in microbatch order, on the ranks of the last stage and if requested;
+      `None` elsewhere.
+    - `buffers`: this process's buffers after the step.
+    """
+
+    loss: Tensor | None
+    outputs: Any
+    buffers: State
+
+
+def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
+    """Return the `Step` that the ranks computed; broadcast its loss to all of them."""
+    stages, new = plan.assembly.stages, dict(buffers)
+    for outcome in outcomes.values():
+        for s, state in outcome.buffers.items():
+            new.update(zip(stages[s].buffers, state, strict=True))
+    results = {i: payload for outcome in outcomes.values() for i, payload in outcome.results.items()}
+    last = plan.placement.replicas(len(stages) - 1)
+    if len(last) > 1:
+        results = _broadcast_results(plan, ranks, results)
+    loss, outputs = merge_results(plan, results) if results else (None, None)
+    if len(last) == 1 and plan.assembly.captured.loss is not None:
+        loss = ranks.broadcast(loss, stages[-1].results[0], last[0])
+    return Step(loss, outputs if outcomes.keys() & last else None, new)
+
+
+def _broadcast_results(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict[int, Tensors]:
+    """Return the results of every microbatch; each replica of the last stage has only some of them."""
+    lasts = [cut.stages[-1] for cut in plan.assemblies]
+    return {
+        i: tuple(
+            ranks.broadcast(results[i][k] if i in results else None, spec, plan.placement.home(last.index, i))
+            for k, spec in enumerate(last.results)
+        )
+        for i, last in enumerate(lasts)
+    }
+
+
+def collect_gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
+    """Return the gradients, by name, of the parameters that any microbatch used; summed over stages in stage order."""
+    stages = plan.assembly.stages
+    terms = defaultdict[str, dict[int, Tensor]](dict)
+    for outcome in outcomes.values():
+        sums = [(s, stages[s].grads, stages[s].finished(total)) for s, total in outcome.grads.items() if total]
+        sums += [(s, stages[s].shared_names[t], total) for (s, t), total in outcome.shared.items()]
+        for s, names, total in sums:
+            for name, grad in zip(names, total, strict=True):
+                if grad is not None:
+                    terms[name][s] = grad
+    return {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
+
+
+def merge_results(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:
+    """Return the sum of the losses, and the outputs' tree with microbatches merged; both in microbatch order."""
+    columns = list(zip(*[results[i] for i in sorted(results)], strict=True))
+    loss = None
+    if plan.assembly.captured.loss is not None:
+        first, *rest = columns.pop(0)
+        loss = first.clone()
+        for one in rest:
+            loss.add_(one)
+    if plan.merge is None:
+        return loss, None
+    return loss, plan.merge.apply(columns)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step on one device: the function that `fpipe.reference` returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fpipe.batching.memory import require_apart
+from fpipe.ir.variant import Variant
+from fpipe.pipelines.autocast import require_gradients, suspend_autocast
+from fpipe.pipelines.inputs import State, make_keys
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.results import Step, merge_results
+from fpipe.pipelines.step import ValueAndGrad
+from fpipe.runtime.turns import turn
+from fpipe.tensors import random
+from fpipe.verification.one_device import run_on_one_device
+from fpipe.weights.state import require_state
+
+
+def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
+    """Return the function that runs a step of the captured, uncut model in a plain microbatch loop."""
+    known = pipe.plan(variant).assembly
+
+    def step(
+        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
+    ) -> tuple[Step, State]:
+        require_state("params", params, known.parameters)
+        require_state("buffers", buffers, known.buffers)
+        require_gradients()
+        with suspend_autocast(variant) as what:
+            batch = pipe.batch(what, inputs, targets)
+            plan = pipe.plan(what, batch.signature)
+            plan.watch.require_unchanged()
+            require_apart(batch.memories, plan.modified_leaves)
+            parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
+            with turn(), random.preserve_generators(plan.generators):
+                results, state, grads = run_on_one_device(plan, params, buffers, parts, make_keys(plan, seed))
+        new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
+        return Step(*merge_results(plan, results), new), {name: grads[name] for name in params if name in grads}
+
+    return step

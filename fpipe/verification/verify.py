@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verify steps of a pipeline: run each three ways, and compare what they compute bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fpipe.ir.variant import Variant
+from fpipe.model.snapshot import restore_model
+from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import make_training_step
+from fpipe.tensors import random
+from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
+from fpipe.verification.one_device import find_orders
+from fpipe.verification.reference import make_reference_step
+from fpipe.verification.trial import descend, gather_state, lend_state, read_state
+
+
+class Trial(NamedTuple):
+    """The pipeline and module under test, a whole batch (inputs and targets), and the tolerance of the comparison."""
+
+    pipe: Pipeline
+    module: nn.Module
+    batch: tuple[Any, Any]
+    tolerance: float
+
+    @property
+    def variant(self) -> Variant:
+        """The variant that runs: with outputs, if they are a tree that can be compared."""
+        return Variant(training=True, loss=True, outputs=not self.pipe.training.assembly.captured.structure.opaque)
+
+
+def verify_steps(
+    trial: Trial, params: State | None, buffers: State | None, seed: int | None, steps: int
+) -> Verification:
+    """Verify `steps` steps of gradient descent from this process's share of the state, by default the module's own."""
+    pipe, module = trial.pipe, trial.module
+    share = _share(pipe, module, params, buffers)
+    whole = gather_state(pipe, module, *share) if (params, buffers) != (None, None) else read_state(module)
+    found = Verification(0, 0)
+    with restore_model(module):
+        for i in range(steps):
+            with lend_state(module, *whole):
+                compared, share, whole = _verify_step(trial, share, whole, None if seed is None else seed + i)
+            found = Verification(found.reference + compared.reference, found.eager + compared.eager)
+    return found
+
+
+def _share(pipe: Pipeline, module: nn.Module, params: State | None, buffers: State | None) -> tuple[State, State]:
+    """Return the parameters and buffers that this process starts from."""
+    if params is None or buffers is None:
+        own = pipe.init(module)
+        return own[0] if params is None else params, own[1] if buffers is None else buffers
+    return params, buffers
+
+
+def _verify_step(
+    trial: Trial, share: tuple[State, State], whole: tuple[State, State], seed: int | None
+) -> tuple[Verification, tuple[State, State], tuple[State, State]]:
+    """Verify one step; return what was equal, and the state after it: this process's share, and the whole."""
+    pipe, variant, params = trial.pipe, trial.variant, share[0]
+    step, grads = make_training_step(pipe, variant, None)(*share, *trial.batch, seed=seed)
+    got = Results(step.loss, step.outputs, grads, step.buffers)
+    step, every = make_reference_step(pipe, variant)(*whole, *trial.batch, seed=seed)
+    wanted = Results(step.loss, step.outputs, every, step.buffers).restrict(params)
+    compared = require_equal(got, wanted, "the reference", trial.tolerance)
+    after = (descend(params, grads), dict(got.buffers)), (descend(whole[0], every), step.buffers)
+    eager = _compare_with_eager(trial, params, got)
+    require_numbers(got)
+    return Verification(compared, eager), *after
+
+
+def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
+    """Return how many leaves equal those of the module run eagerly; 0 if random numbers are drawn."""
+    pipe = trial.pipe
+    with suspend_autocast(trial.variant) as variant:
+        batch = pipe.batch(variant, *trial.batch)
+        plan = pipe.plan(variant, batch.signature)
+    if plan.devices:
+        return 0
+    orders = find_orders(plan)
+    names = [name for name in params if len(orders.get(name, ())) < 2]
+    single = {name: by_stage[0] for name, by_stage in orders.items() if name in names}
+    objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
+    with suspend_autocast(variant), random.preserve_generators(plan.generators):
+        before = random.states(plan.generators)
+        eager = run_eagerly(trial.module, objective, batch.take(), single, plan.merge).restrict(names)
+        if not all(map(torch.equal, before, random.states(plan.generators))):
+            return 0
+    return require_equal(got.restrict(names), eager, "the model run eagerly", trial.tolerance)
