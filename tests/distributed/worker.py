@@ -38,7 +38,7 @@ from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport import clocks
 from fpipe.runtime.transport.envelope import Envelope
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.initialization import initialize, leaves, reset_parameters
+from fpipe.weights.initialization import initialize, list_leaves, reset_parameters
 from schedules import (
     Action,
     B,
@@ -258,7 +258,7 @@ def a_model_on_meta(rank, size):
         for cuts in (one.at(size), ["blocks.0", "blocks.3", "head"][: size - 1])
     )
     params, buffers = pipe.initialise(seed=3)
-    whole = initialize(pipe.model, leaves(pipe.model), reset_parameters, seed=3)
+    whole = initialize(pipe.model, list_leaves(pipe.model), reset_parameters, seed=3)
     assert set(params) < set(whole)
     assert all(same_bits(params[name], whole[name]) for name in params)
     assert set().union(*gathered(set(params))) == set(whole)
@@ -357,7 +357,7 @@ def evaluation_everywhere(rank, size):
 
 
 @case
-def every_rank_holds_its_own_leaves(rank, size):
+def every_rank_holds_its_own_list_leaves(rank, size):
     pipe, model, *_ = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=2), 4)
     params, _ = pipe.init(model)
     names = gathered(sorted(params))
