@@ -42,7 +42,7 @@ class Merge:
 
 
 def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
-    """Return a leaf of all microbatches: concatenated on a dimension (stacked if it has none), the first, or `dim(parts)`.
+    """Return one leaf: its microbatches concatenated along a dimension (scalars stacked), the first, or `dim(parts)`.
 
     >>> merge([torch.zeros(2, 1), torch.ones(1, 1)]).tolist(), merge([torch.tensor(1), torch.tensor(2)]).tolist()
     ([[0.0], [0.0], [1.0]], [1, 2])

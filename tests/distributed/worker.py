@@ -357,7 +357,7 @@ def evaluation_everywhere(rank, size):
 
 
 @case
-def every_rank_holds_its_own_list_leaves(rank, size):
+def every_rank_holds_its_own_leaves(rank, size):
     pipe, model, *_ = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=2), 4)
     params, _ = pipe.init(model)
     names = gathered(sorted(params))
