@@ -34,11 +34,11 @@ from schedules import (
     spans,
     split_backward,
     summarize,
-    transform,
 )
 from schedules.drawing.strips import strip
 from schedules.replay.engine import makes, needs
 from schedules.testing import costs, orders, require_bounds, schedules
+from tests.common.rows import edit
 
 both = schedules([gpipe, one_f_one_b])
 
@@ -141,14 +141,9 @@ def test_a_measured_timeline_is_summed_up_alike():
     assert summarize(late, s) == simulate(s)
 
 
-@transform
-def edited(rank, schedule, rows):
-    yield from rows[rank]
-
-
 def test_activations_are_held_until_the_weight_half_is_done():
     deferred = (F(0, 0), I(0, 0), F(0, 1), I(0, 1), W(0, 0), W(0, 1))
-    assert simulate(edited(gpipe(1, 2), (deferred,))).peak_memory == (2,)
+    assert simulate(edit(gpipe(1, 2), (deferred,))).peak_memory == (2,)
     assert simulate(split_backward(one_f_one_b(1, 2))).peak_memory == (1,)
 
 
@@ -158,7 +153,7 @@ def test_activations_are_held_until_the_weight_half_is_done():
 )
 def test_a_violation_on_the_way_is_reported(rows, rule):
     with pytest.raises(ScheduleError) as caught:
-        simulate(edited(gpipe(2, 2), rows))
+        simulate(edit(gpipe(2, 2), rows))
     assert caught.value.rule == rule
 
 
@@ -178,11 +173,11 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(use):
 
 
 def test_memory_in_bytes_counts_weights_activations_and_residuals():
-    split = edited(gpipe(1, 2), ((F(0, 0), F(0, 1), I(0, 0), I(0, 1), W(0, 0), W(0, 1)),))
+    split = edit(gpipe(1, 2), ((F(0, 0), F(0, 1), I(0, 0), I(0, 1), W(0, 0), W(0, 1)),))
     assert simulate(split, sizes=Sizes(activation=10, residual=3, weight=100)).peak_memory == (120,)
-    late = edited(gpipe(1, 2), ((F(0, 0), I(0, 0), F(0, 1), I(0, 1), W(0, 0), W(0, 1)),))
+    late = edit(gpipe(1, 2), ((F(0, 0), I(0, 0), F(0, 1), I(0, 1), W(0, 0), W(0, 1)),))
     assert simulate(late, sizes=Sizes(activation=10, residual=3, weight=100)).peak_memory == (113,)
-    again = edited(gpipe(1, 2), ((C(0, 0), C(0, 1), R(0, 0), B(0, 0), R(0, 1), B(0, 1)),))
+    again = edit(gpipe(1, 2), ((C(0, 0), C(0, 1), R(0, 0), B(0, 0), R(0, 1), B(0, 1)),))
     assert simulate(again, sizes=Sizes(activation=10, inputs=1)).peak_memory == (2 + 9,)
     by_version = simulate(pipedream(3, 8), sizes=Sizes(activation=0, weight=1))
     assert by_version.peak_memory == (3, 2, 1)

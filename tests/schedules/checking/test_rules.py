@@ -35,36 +35,23 @@ from schedules import (
     simulate,
     spans,
     split_backward,
-    transform,
 )
 from schedules.files.csv import table
 from schedules.proof.interpreter import interpret, prove
 from schedules.proof.networks import rendezvous
 from schedules.testing import schedules
-
-
-@transform
-def edited(rank, schedule, rows):
-    yield from rows[rank]
-
-
-def rows_of(schedule):
-    return [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
-
-
-def edit(schedule, rows):
-    return edited(schedule, tuple(map(tuple, rows)))
+from tests.common.rows import edit, rows
 
 
 @settings(max_examples=100, deadline=None)
 @given(schedules([gpipe, one_f_one_b]), st.data())
 def test_a_dropped_action_is_the_one_that_is_named(schedule, data):
     schedule = data.draw(st.sampled_from([schedule, split_backward(schedule)]))
-    rows = rows_of(schedule)
+    changed = rows(schedule)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
-    gone = rows[rank].pop(data.draw(st.integers(0, len(rows[rank]) - 1)))
+    gone = changed[rank].pop(data.draw(st.integers(0, len(changed[rank]) - 1)))
     with pytest.raises(ScheduleError) as caught:
-        check(edit(schedule, rows))
+        check(edit(schedule, changed))
     assert str(gone) in str(caught.value)
     assert caught.value.rank == rank
 
@@ -72,14 +59,14 @@ def test_a_dropped_action_is_the_one_that_is_named(schedule, data):
 @settings(max_examples=100, deadline=None)
 @given(schedules([gpipe, one_f_one_b]), st.data())
 def test_a_duplicated_action_is_the_one_that_is_named(schedule, data):
-    rows = rows_of(schedule)
+    changed = rows(schedule)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
-    at = data.draw(st.integers(0, len(rows[rank]) - 1))
-    again = data.draw(st.integers(at + 1, len(rows[rank])))
-    rows[rank].insert(again, rows[rank][at])
+    at = data.draw(st.integers(0, len(changed[rank]) - 1))
+    again = data.draw(st.integers(at + 1, len(changed[rank])))
+    changed[rank].insert(again, changed[rank][at])
     with pytest.raises(ScheduleError) as caught:
-        check(edit(schedule, rows))
-    assert (caught.value.rank, caught.value.position, caught.value.action) == (rank, again, rows[rank][at])
+        check(edit(schedule, changed))
+    assert (caught.value.rank, caught.value.position, caught.value.action) == (rank, again, changed[rank][at])
 
 
 def violation(*rows, ranks=2, microbatches=1, graph=None):

@@ -30,7 +30,6 @@ from schedules import (
     simulate,
     spans,
     split_backward,
-    transform,
 )
 from schedules.drawing import ansi, legend, svg, text, texts, trace
 from schedules.drawing.palette import LOOKS, WAIT, shade
@@ -39,6 +38,7 @@ from schedules.errors import TimelineError
 from schedules.language.actions import KINDS, Action
 from schedules.replay.engine import makes, needs
 from schedules.testing import orders, schedules
+from tests.common.rows import edit
 
 
 def lines(picture):
@@ -129,23 +129,18 @@ def test_colours_change_nothing_but_colours(schedule, columns):
 
 
 def test_what_takes_no_time_is_a_small_letter_behind_the_cell():
-    schedule = edited(gpipe(2, 1), ((U(0, 0), F(0, 0), B(0, 0), U(0, 0)), (F(1, 0), B(1, 0), U(1, 0))))
+    schedule = edit(gpipe(2, 1), ((U(0, 0), F(0, 0), B(0, 0), U(0, 0)), (F(1, 0), B(1, 0), U(1, 0))))
     assert str(schedule).splitlines() == ["rank 0 |F0u.  .  .  B0   u|", "rank 1 |.  F0 B0   u.  .  |"]
 
 
 def test_a_fused_pair_is_joined():
     rows = ("0F0", "0OVERLAP_F1", "0B0", "0B1")
-    schedule = edited(gpipe(1, 2), (tuple(map(parse, rows)),))
+    schedule = edit(gpipe(1, 2), (tuple(map(parse, rows)),))
     assert str(schedule) == "rank 0 |F0 F1&B0    B1    |"
 
 
-@transform
-def edited(rank, schedule, rows):
-    yield from rows[rank]
-
-
 def test_what_blocks_is_drawn_up_to_there_with_the_reason():
-    broken = edited(gpipe(2, 1), ((F(0, 0), B(0, 0)), (F(1, 0),)))
+    broken = edit(gpipe(2, 1), ((F(0, 0), B(0, 0)), (F(1, 0),)))
     assert str(broken).splitlines() == [
         "rank 0 |F0 B0!|",
         "rank 1 |.  F0 |",
@@ -155,13 +150,13 @@ def test_what_blocks_is_drawn_up_to_there_with_the_reason():
 
 
 def test_what_cannot_begin_is_the_action_and_the_reason():
-    assert str(edited(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0 |B0!|\nrank 0, position 0, 0B0: comes before 0F0")
-    assert str(edited(gpipe(1, 1), (("F",),))).startswith("rank 0 |F!|\nrank 0, position 0, F: no compute action")
-    assert str(edited(gpipe(1, 1), ((),))) == ""
+    assert str(edit(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0 |B0!|\nrank 0, position 0, 0B0: comes before 0F0")
+    assert str(edit(gpipe(1, 1), (("F",),))).startswith("rank 0 |F!|\nrank 0, position 0, F: no compute action")
+    assert str(edit(gpipe(1, 1), ((),))) == ""
 
 
 def test_a_violation_that_does_not_block_is_drawn_up_to_there_too():
-    broken = edited(gpipe(2, 2), ((F(0, 0), F(0, 1), B(0, 0), B(0, 0)), (F(1, 0), B(1, 0), F(1, 1), B(1, 1))))
+    broken = edit(gpipe(2, 2), ((F(0, 0), F(0, 1), B(0, 0), B(0, 0)), (F(1, 0), B(1, 0), F(1, 1), B(1, 1))))
     with pytest.raises(ScheduleError) as caught:
         check(broken)
     assert text(broken, error=caught.value).splitlines() == [

@@ -19,6 +19,7 @@ from schedules.families.one_forward_one_backward import eager_1f1b, kfkb, one_f_
 from schedules.families.sliced import seq_1f1b
 from schedules.families.wave import hanayo
 from schedules.testing import conformance, require_round_trip
+from tests.common.rows import rows
 
 EVERY = [getattr(families, name) for name in families.__all__]
 MOST = {"ranks": 8, "microbatches": 20, "chunks": 4, "slices": 5, "waves": 3, "k": 5, "accumulate": 12}
@@ -33,11 +34,6 @@ def made(draw, factory):
         return factory(**{name: draw(st.integers(1, MOST[name])) for name in names if name in MOST})
     except SizeError:
         reject()
-
-
-def rows(schedule, without=""):
-    every = (schedule.actions(rank) for rank in range(schedule.ranks))
-    return [[action for action in row if action.kind not in without] for row in every]
 
 
 def named(factories):

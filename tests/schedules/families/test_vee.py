@@ -22,12 +22,9 @@ from schedules import (
 )
 from schedules.families.vee import least
 from schedules.proof.interpreter import prove
+from tests.common.rows import rows
 
 SLOTS = Costs(F=1, B=2, I=1, W=1)
-
-
-def rows(schedule):
-    return [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
 
 
 def waiting(schedule, times=SLOTS):

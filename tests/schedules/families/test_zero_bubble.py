@@ -24,6 +24,7 @@ from schedules import (
     zb_h2,
 )
 from schedules.testing import costs
+from tests.common.rows import rows
 
 QUARTERS = st.integers(1, 40).map(lambda quarters: quarters / 4)
 RATES = """
@@ -34,10 +35,6 @@ RATES = """
 32 29.802 29.428 19.530 0.577 0.1045 0.0559 0.1045 0.0022
 64 29.935 29.621 19.388 0.535 0.0554 0.0294 0.0554 0.0010
 """
-
-
-def rows(schedule):
-    return [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
 
 
 @pytest.mark.parametrize("line", RATES.strip().splitlines())

@@ -15,7 +15,6 @@ from schedules import (
     F,
     Graph,
     Placement,
-    Schedule,
     ScheduleError,
     TableError,
     chain,
@@ -34,6 +33,7 @@ from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo
 from schedules.replay.dependencies import graph_of
 from schedules.testing import graphs, orders, require_round_trip, schedules
+from tests.common.rows import rows
 from tests.common.sizes import few
 
 
@@ -45,11 +45,6 @@ def written(plan, **words):
     file = io.StringIO()
     write_csv(plan, file, **words)
     return file.getvalue()
-
-
-def rows(plan):
-    ranks = (plan if isinstance(plan, Schedule) else plan.schedule).ranks
-    return [list(plan.actions(rank)) for rank in range(ranks)]
 
 
 FAMILIES = [getattr(families, name) for name in families.__all__]

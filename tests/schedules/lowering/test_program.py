@@ -25,13 +25,13 @@ from schedules import (
     one_f_one_b,
     parse,
     split_backward,
-    transform,
 )
 from schedules.files.csv import table
 from schedules.proof.interpreter import _Run, require_whole
 from schedules.proof.networks import Links, fifo, rendezvous, send_of
 from schedules.replay.engine import needs
 from schedules.testing import orders, require_matching_ends
+from tests.common.rows import edit
 
 
 def texts(program):
@@ -166,11 +166,6 @@ def test_a_wait_that_a_message_vouches_for_never_blocks(case, network):
     require_whole(run.finish(), schedule, graph)
 
 
-@transform
-def edited(rank, schedule, rows):
-    yield from rows[rank]
-
-
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
@@ -183,7 +178,7 @@ def edited(rank, schedule, rows):
     ],
 )
 def test_what_it_cannot_lower_it_refuses(rows, why):
-    program = lower(edited(gpipe(2, 2), rows))
+    program = lower(edit(gpipe(2, 2), rows))
     with pytest.raises(ScheduleError, match=why):
         [list(program.actions(rank)) for rank in (1, 0)]
 

@@ -22,12 +22,12 @@ from schedules import (
     lower,
     one_f_one_b,
     parse,
-    transform,
 )
 from schedules.proof.formulas import formula, whole
 from schedules.proof.interpreter import ideal, interpret, prove
 from schedules.proof.networks import fifo, receive_of, rendezvous, send_of
 from schedules.testing import orders, require_matching_ends
+from tests.common.rows import edit
 
 networks = pytest.mark.parametrize("network", [fifo, rendezvous])
 
@@ -132,11 +132,6 @@ def test_shared_gradients_must_go_both_ways(network):
         interpret(program(*one_way, graph=graph), network)
 
 
-@transform
-def edited(rank, schedule, rows):
-    yield from rows[rank]
-
-
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -150,7 +145,7 @@ def edited(rank, schedule, rows):
 )
 def test_a_broken_schedule(row, why):
     with pytest.raises(ProgramError, match=why):
-        prove(edited(gpipe(1, 1), (row,)))
+        prove(edit(gpipe(1, 1), (row,)))
 
 
 def test_a_sum_over_replicas_must_have_all_terms():
@@ -158,7 +153,7 @@ def test_a_sum_over_replicas_must_have_all_terms():
     early = [F(0, 0), F(1, 1), B(1, 1), I(0, 0), G(0, 0), W(0, 0), G(1, 1)]
     late = "gradients were summed too early. Put each G behind all backwards"
     with pytest.raises(ProgramError, match=f"stage 0: its {late}"):
-        ideal(edited(both, (early, [*both.actions(1)])))
+        ideal(edit(both, (early, [*both.actions(1)])))
 
 
 @settings(deadline=None)
@@ -171,7 +166,7 @@ def test_both_networks_and_no_network_mean_the_same(case):
 
 def test_gradients_come_in_the_order_of_the_backwards():
     rows = ((F(0, 0), F(0, 1), B(0, 1), B(0, 0)),)
-    got, model = ideal(edited(gpipe(1, 2), rows)), whole(chain(1), 2)
+    got, model = ideal(edit(gpipe(1, 2), rows)), whole(chain(1), 2)
     assert got.outputs == model.outputs
     assert got.gradients == (model.gradients[0][::-1],)
     assert ideal(one_f_one_b(4, 8)) == whole(chain(4), 8)

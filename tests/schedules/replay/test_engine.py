@@ -4,18 +4,14 @@
 import pytest
 from hypothesis import given, settings
 
-from schedules import B, Costs, F, I, ScheduleError, Sizes, W, chain, gpipe, transform
+from schedules import B, Costs, F, I, ScheduleError, Sizes, W, chain, gpipe
 from schedules.files.csv import table
 from schedules.replay.dependencies import wires
 from schedules.replay.engine import makes, needs, replay
 from schedules.testing import orders
+from tests.common.rows import edit
 
 FREE = Costs(F=0, B=0, I=0, W=0)
-
-
-@transform
-def edited(rank, schedule, rows):
-    yield from rows[rank]
 
 
 def played(schedule, graph, wired=None):
@@ -70,7 +66,7 @@ def test_who_needs_and_makes_what():
 )
 def test_a_block_is_followed_to_its_cause(rows, where, why):
     with pytest.raises(ScheduleError, match=why) as caught:
-        played(edited(gpipe(2, 2), tuple(map(tuple, rows))), chain(2))
+        played(edit(gpipe(2, 2), tuple(map(tuple, rows))), chain(2))
     assert (caught.value.rank, caught.value.position, caught.value.action) == where
     assert caught.value.rule == "ordered"
 

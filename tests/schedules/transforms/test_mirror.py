@@ -31,6 +31,7 @@ from schedules import (
 from schedules.files.csv import table
 from schedules.proof.interpreter import prove
 from schedules.testing import conformance, orders, schedules
+from tests.common.rows import rows
 
 given_ones = schedules([gpipe, one_f_one_b, interleaved_1f1b, breadth_first, hanayo, dualpipe_v])
 times = st.integers(1, 8)
@@ -39,10 +40,6 @@ test_mirrored_schedules_conform = conformance(
     lambda ranks, microbatches: mirror(one_f_one_b(ranks, -(-microbatches // 2)))
 )
 test_overlapped_schedules_conform = conformance(lambda ranks, microbatches: overlap(one_f_one_b(ranks, microbatches)))
-
-
-def rows(schedule):
-    return [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
 
 
 def one_way(row, way):

@@ -43,14 +43,11 @@ from schedules import (
 )
 from schedules.proof.interpreter import ideal, prove
 from schedules.testing import conformance, orders, require_round_trip, schedules
+from tests.common.rows import edit, rows
 
 both = schedules([gpipe, one_f_one_b])
 test_split_schedules_conform = conformance(lambda ranks, microbatches: split_backward(one_f_one_b(ranks, microbatches)))
 test_merged_schedules_conform = conformance(lambda ranks, microbatches: merge_backward(gpipe(ranks, microbatches)))
-
-
-def rows(schedule):
-    return [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
 
 
 @given(both)
@@ -132,18 +129,14 @@ def test_what_never_comes_back_is_not_recomputed():
     assert rows(recompute(s)) == rows(s)
 
 
-def without(kinds, schedule):
-    return [[action for action in row if action.kind not in kinds] for row in rows(schedule)]
-
-
 @settings(deadline=None)
 @given(orders(), st.integers(0, 6))
 def test_nothing_else_is_touched(case, room):
     s, _ = case
-    assert without("IW", split_backward(s)) == without("BIW", s)
-    assert without("B", merge_backward(s)) == without("BIW", s)
-    assert without("W", deferred(s, room)) == without("W", s)
-    assert without(("C", "R"), recompute(s)) == without(("C", "R", "F", "OVERLAP_F"), s)
+    assert rows(split_backward(s), without="IW") == rows(s, without="BIW")
+    assert rows(merge_backward(s), without="B") == rows(s, without="BIW")
+    assert rows(deferred(s, room), without="W") == rows(s, without="W")
+    assert rows(recompute(s), without=("C", "R")) == rows(s, without=("C", "R", "F", "OVERLAP_F"))
 
 
 @settings(deadline=None)
@@ -184,11 +177,11 @@ def test_limits_are_kept(s):
 
 def test_a_weight_gradient_never_passes_the_sum_or_the_update_that_uses_it():
     row = (F(0, 0), I(0, 0), W(0, 0), U(0, 0), F(0, 1), I(0, 1), W(0, 1), U(0, 1))
-    s = edited(gpipe(1, 2), (row,))
+    s = edit(gpipe(1, 2), (row,))
     assert rows(defer_weights(s, memory=2)) == [list(row)]
     free = tuple(action for action in row if action.kind != "U")
     late = [F(0, 0), I(0, 0), F(0, 1), I(0, 1), W(0, 0), W(0, 1)]
-    assert rows(defer_weights(edited(gpipe(1, 2), (free,)), memory=2)) == [late]
+    assert rows(defer_weights(edit(gpipe(1, 2), (free,)), memory=2)) == [late]
 
 
 def test_less_memory_than_the_schedule_takes_anyway_is_refused():
@@ -216,7 +209,7 @@ def test_recomputation_stands_directly_before_the_backward_on_the_stages_named(c
 
 def test_recomputing_keeps_pairs_of_other_stages_and_parts_its_own():
     text = "0F0 1F0 0F1 1F1 1B0 0OVERLAP_F2 1B1 0B0 1F2 1B2 0B1 0B2"
-    s = edited(interleaved_1f1b(1, 3, chunks=2), (tuple(map(parse, text.split())),))
+    s = edit(interleaved_1f1b(1, 3, chunks=2), (tuple(map(parse, text.split())),))
     check(s)
     texts = [" ".join(map(str, rows(recompute(s, stages=stages))[0])) for stages in ((1,), (0,))]
     assert texts[0] == "0F0 1C0 0F1 1C1 1R0 1B0 1R1 0OVERLAP_F2 1B1 0B0 1C2 1R2 1B2 0B1 0B2"
@@ -265,11 +258,6 @@ def test_it_prints_as_the_calls_that_make_it():
     assert split_backward(gpipe(2, 3)) != merge_backward(gpipe(2, 3))
 
 
-@transform
-def edited(rank, schedule, rows):
-    yield from rows[rank]
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -281,7 +269,7 @@ def edited(rank, schedule, rows):
 )
 def test_merging_does_not_hide_a_broken_rule(row, message):
     with pytest.raises(ScheduleError) as caught:
-        list(merge_backward(edited(gpipe(1, 1), (tuple(row),))).actions(0))
+        list(merge_backward(edit(gpipe(1, 1), (tuple(row),))).actions(0))
     assert str(caught.value).startswith(message)
 
 
