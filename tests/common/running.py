@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import fpipe
 from schedules import Schedule
 from tests.common.cases import Case
-from tests.common.comparison import Result
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import loop, loop_as_stated
+
+SEED = 5
 
 
 def build(
@@ -40,3 +44,33 @@ def run_reference(pipe, model, inputs, targets, seed=None) -> Result:
     state = dict(model.named_parameters()), dict(model.named_buffers())
     step, grads = fpipe.reference(pipe, outputs=True)(*state, inputs, targets, seed=seed)
     return Result(step.loss, step.outputs, grads, step.buffers)
+
+
+def run_evaluation(pipe, model, inputs, targets) -> Result:
+    """One evaluation, with the model's parameters."""
+    step = fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
+    return Result(step.loss, step.outputs, {}, step.buffers)
+
+
+def require_exact(
+    case: Case,
+    how: Schedule,
+    rows: int | None = None,
+    cuts: tuple[str, ...] | None = None,
+    capture: str = "export",
+    order: Iterable[int] | None = None,
+) -> Result:
+    """Raise unless a step of a case equals the reference and, if the model draws nothing, the plain loop.
+
+    The batch has two rows for each microbatch where `rows` are not given. The loop runs its backwards in `order`; where
+    stages have replicas, it adds gradients as the schedule states.
+    """
+    pipe, model, inputs, targets = build(case, how, rows or 2 * how.microbatches, cuts, capture)
+    seed = SEED if case.random else None
+    got = run(pipe, model, inputs, targets, seed=seed)
+    assert_same(got, run_reference(pipe, model, inputs, targets, seed=seed))
+    if not case.random and how.placement.mirrors:
+        assert_same(got, loop_as_stated(pipe, model, case.loss, inputs, targets))
+    elif not case.random:
+        assert_same(got, loop(model, case.loss, inputs, targets, how.microbatches, order))
+    return got

@@ -119,7 +119,7 @@ def require_whole(got: Result, want: Result, rank: int, size: int) -> None:
     assert {name for _, buffers in names for name in buffers} == set(want.buffers)
 
 
-def require_exact(
+def require_exact_across_ranks(
     name: str, how: Schedule, rank: int, size: int, capture: str = "export", order=None, **options: str
 ) -> Result:
     """One step of a case of the zoo over all ranks equals one device."""
@@ -137,7 +137,7 @@ def require_exact(
 
 def _zoo(name: str, front: str, kind: str) -> Callable[[int, int], None]:
     def check(rank, size):
-        require_exact(name, SCHEDULES[kind](ranks=size, microbatches=4), rank, size, front)
+        require_exact_across_ranks(name, SCHEDULES[kind](ranks=size, microbatches=4), rank, size, front)
 
     return check
 
@@ -188,14 +188,16 @@ def a_change_that_one_rank_makes_is_raised_on_all(rank, size):
 @case
 def other_numbers_of_microbatches(rank, size):
     for microbatches in range(1, 10, size // 2):
-        require_exact("tied_sequence", one_f_one_b(ranks=size, microbatches=microbatches), rank, size, "modules")
+        require_exact_across_ranks(
+            "tied_sequence", one_f_one_b(ranks=size, microbatches=microbatches), rank, size, "modules"
+        )
 
 
 @case
 def two_stages_on_each_rank(rank, size):
     for factory in (looped_fill_drain, vee_fill_drain):
         for name in ("skips", "normalised", "chained"):
-            require_exact(name, factory(ranks=2, microbatches=3, chunks=2), rank, size)
+            require_exact_across_ranks(name, factory(ranks=2, microbatches=3, chunks=2), rank, size)
 
 
 @case
@@ -206,7 +208,7 @@ def stages_on_two_ranks(rank, size):
         ("chained", chimera(ranks=size, microbatches=4)),
         ("dropping", mirror(recompute(one_f_one_b(ranks=size, microbatches=3)))),
     ):
-        got = require_exact(name, how, rank, size)
+        got = require_exact_across_ranks(name, how, rank, size)
         grads = gathered(got.grads)
         for stage in range(how.stages):
             first, second = (grads[rank] for rank in how.placement.replicas(stage))
@@ -225,8 +227,8 @@ def gradients_summed_over_stages(rank, size):
         dualpipe(ranks=size, microbatches=5),
     ):
         if how.ranks == size:
-            require_exact("chained", how, rank, size, tied="sum")
-            require_exact("one_weight", how, rank, size, capture="modules", tied="sum")
+            require_exact_across_ranks("chained", how, rank, size, tied="sum")
+            require_exact_across_ranks("one_weight", how, rank, size, capture="modules", tied="sum")
 
 
 @case
@@ -294,7 +296,7 @@ def evaluation_on_two_ranks(rank, size):
 @case
 def recomputation(rank, size):
     for name in ("normalised", "dropping", "tied_sequence"):
-        require_exact(name, recompute(one_f_one_b(ranks=size, microbatches=4)), rank, size)
+        require_exact_across_ranks(name, recompute(one_f_one_b(ranks=size, microbatches=4)), rank, size)
 
 
 @case
@@ -306,24 +308,24 @@ def graph_stages(rank, size):
         ("normalised", recompute(zb_h1(ranks=size, microbatches=4))),
         ("tied_sequence", dualpipe(ranks=size, microbatches=4)),
     ):
-        require_exact(name, how, rank, size, "trace", backward="graph")
+        require_exact_across_ranks(name, how, rank, size, "trace", backward="graph")
 
 
 @case
 def fused_pairs_in_a_vee(rank, size):
-    require_exact("skips", dualpipe_v(ranks=size, microbatches=4), rank, size)
+    require_exact_across_ranks("skips", dualpipe_v(ranks=size, microbatches=4), rank, size)
 
 
 @case
 def descending_order(rank, size):
-    require_exact("chained", descending(ranks=size, microbatches=4), rank, size, order=[3, 2, 1, 0])
+    require_exact_across_ranks("chained", descending(ranks=size, microbatches=4), rank, size, order=[3, 2, 1, 0])
 
 
 @case
 def one_process_computes_the_same(rank, size):
     """Other ranks, other cuts, other schedules: the same dropout, the same bits."""
-    got = require_exact("dropping", one_f_one_b(ranks=size, microbatches=4), rank, size)
-    again = require_exact("dropping", SCHEDULES["split_backward"](size, 4), rank, size)
+    got = require_exact_across_ranks("dropping", one_f_one_b(ranks=size, microbatches=4), rank, size)
+    again = require_exact_across_ranks("dropping", SCHEDULES["split_backward"](size, 4), rank, size)
     assert same_bits(got.loss, again.loss)
     torch.save((got.grads, got.loss), f"{os.environ['REPORT']}/dropping-{size}-{rank}.pt")
 

@@ -29,7 +29,7 @@ from tests.common.comparison import Result, assert_same
 from tests.common.layers import Block
 from tests.common.loops import eval_loop, loop
 from tests.common.models import GPT
-from tests.common.running import run, run_reference
+from tests.common.running import run, run_evaluation, run_reference
 from tests.common.schedules import SCHEDULES
 from tests.common.sizes import few
 from tests.common.zoo import ZOO
@@ -51,17 +51,12 @@ def built(case: Case, how: Schedule, rows: int, **options):
     return pipe, model, inputs, targets
 
 
-def evaluated(pipe, model, inputs, targets) -> Result:
-    step = fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
-    return Result(step.loss, step.outputs, {}, step.buffers)
-
-
-def require_exact(pipe, model, inputs, targets, loss, **how) -> Result:
+def require_exact_batch(pipe, model, inputs, targets, loss, **how) -> Result:
     """A step, its reference and an evaluation equal plain loops."""
     got, m = run(pipe, model, inputs, targets), pipe.schedule.microbatches
     assert_same(got, loop(model, loss, inputs, targets, m, **how))
     assert_same(got, run_reference(pipe, model, inputs, targets))
-    assert_same(evaluated(pipe, model, inputs, targets), eval_loop(model, loss, inputs, targets, m, **how))
+    assert_same(run_evaluation(pipe, model, inputs, targets), eval_loop(model, loss, inputs, targets, m, **how))
     return got
 
 
@@ -77,7 +72,7 @@ NAMES = ("gpt", "skips", "several", "chained", "in_place", "strides", "own_loss"
 )
 def test_the_last_microbatch_is_smaller(name, kind):
     how = FOUR[kind]
-    require_exact(*built(ZOO[name], how, 4 * how.microbatches - 2), ZOO[name].loss)
+    require_exact_batch(*built(ZOO[name], how, 4 * how.microbatches - 2), ZOO[name].loss)
 
 
 @settings(max_examples=few(5))
@@ -90,7 +85,7 @@ def test_any_number_of_rows(data, capture, kind):
     pipe, model, *_ = built(case, how, example, capture=capture)
     for rows in (example, *later):
         _, inputs, targets = case.make(rows)
-        require_exact(pipe, model, inputs, targets, case.loss)
+        require_exact_batch(pipe, model, inputs, targets, case.loss)
 
 
 @pytest.mark.parametrize("name", ["dropping", "gpt_dropout"])
@@ -110,7 +105,7 @@ def test_replicas_take_microbatches_of_different_sizes():
         want = loop(model, ZOO[name].loss, inputs, targets, 4)
         assert_same(got._replace(grads={}), want._replace(grads={}))
         assert all(torch.allclose(got.grads[n], grad, atol=1e-6) for n, grad in want.grads.items())
-        assert_same(evaluated(*parts), eval_loop(model, ZOO[name].loss, inputs, targets, 4))
+        assert_same(run_evaluation(*parts), eval_loop(model, ZOO[name].loss, inputs, targets, 4))
         assert fpipe.verify(*parts).eager > 0
 
 
@@ -176,7 +171,7 @@ def test_evaluation_of_other_batches():
         inputs, targets = tokens(rows, length)
         for wanted in (targets, None):
             want = eval_loop(model, None if wanted is None else cross_entropy, inputs, wanted, 3)
-            assert_same(evaluated(pipe, model, inputs, wanted), want)
+            assert_same(run_evaluation(pipe, model, inputs, wanted), want)
 
 
 class Flagged(nn.Module):
@@ -200,7 +195,7 @@ def test_what_is_no_tensor_may_change():
     losses = set()
     for flag, power in ((False, 1), (True, 1), (True, 2), (False, 1)):
         given = {**inputs, "flag": flag, "power": power}
-        losses.add(require_exact(pipe, model, given, None, torch.mean).loss.item())
+        losses.add(require_exact_batch(pipe, model, given, None, torch.mean).loss.item())
     assert len(losses) == 3
 
 
@@ -299,7 +294,7 @@ def test_a_mean_over_tokens_is_exact(kind, capture):
     pipe, model, inputs, targets = built(case, how, 4 * how.microbatches - 1, weight=count, capture=capture)
     for rows in (4 * how.microbatches - 1, 3 * how.microbatches):
         inputs, targets = padded(rows)
-        got = require_exact(pipe, model, inputs, targets, cross_entropy, weight=count)
+        got = require_exact_batch(pipe, model, inputs, targets, cross_entropy, weight=count)
         whole = copy.deepcopy(model)
         loss = cross_entropy(whole(*inputs), targets)
         loss.backward()
@@ -344,7 +339,7 @@ def test_a_batch_that_counts_nothing():
 def test_without_a_loss_nothing_is_weighed():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
     pipe, model, inputs, _ = built(case, FOUR["1f1b"], 7, weight=count)
-    assert_same(evaluated(pipe, model, inputs, None), eval_loop(model, None, inputs, None, 3))
+    assert_same(run_evaluation(pipe, model, inputs, None), eval_loop(model, None, inputs, None, 3))
 
 
 # ------------------------------------------------------------------------------------- losses on the way, and of models
@@ -399,7 +394,7 @@ OWN = Case(
 def test_losses_on_the_way_are_scaled_the_same(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: 1 + len(inputs[0])) if weighted else None
     parts = built(MIXTURE, how, 4 * how.microbatches - 2, weight=weight)
-    got = require_exact(*parts, balanced, weight=weight)
+    got = require_exact_batch(*parts, balanced, weight=weight)
     assert any(name.startswith("layers.0.router") for name in got.grads)
     model = copy.deepcopy(parts[1])
     alone = loop(model, lambda out, y: mse(out["logits"], y), *parts[2:], how.microbatches, weight=weight)
@@ -410,9 +405,9 @@ def test_losses_on_the_way_are_scaled_the_same(kind, weighted):
 def test_a_model_computes_its_own_loss(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: len(inputs["labels"])) if weighted else None
     pipe, model, inputs, _ = built(OWN, how, 4 * how.microbatches - 2, weight=weight)
-    got = require_exact(pipe, model, inputs, None, OWN.loss, weight=weight)
+    got = require_exact_batch(pipe, model, inputs, None, OWN.loss, weight=weight)
     assert got.outputs["loss"].shape == (how.microbatches,), "each microbatch's own"
-    assert evaluated(pipe, model, inputs, None).loss.isfinite()
+    assert run_evaluation(pipe, model, inputs, None).loss.isfinite()
 
 
 def test_losses_on_the_way_in_a_fused_v():
@@ -445,7 +440,7 @@ def test_a_model_that_takes_another_path_for_another_shape(what):
     how = one_f_one_b(ranks=2, microbatches=3)
     pipe = fpipe.pipeline(model, example=(x[:6],), targets=y[:6], loss=mse, schedule=how, cuts=["b"])
     if what == "values":
-        require_exact(pipe, model, (x,), y, mse)
+        require_exact_batch(pipe, model, (x,), y, mse)
     else:
         words = (
             r"inputs\[0\]: got float32\[7, 4\], where the example has float32\[6, 4\].*microbatch 2, which is not like"
@@ -453,7 +448,7 @@ def test_a_model_that_takes_another_path_for_another_shape(what):
         with pytest.raises(fpipe.InputError, match=words):
             run(pipe, model, (x,), y)
     if what != "modules":
-        require_exact(pipe, model, (x[:3],), y[:3], mse)
+        require_exact_batch(pipe, model, (x[:3],), y[:3], mse)
 
 
 def test_a_refused_batch_changes_nothing():

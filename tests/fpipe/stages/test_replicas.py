@@ -18,7 +18,7 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import Result, assert_same
 from tests.common.layers import linears
 from tests.common.loops import eval_loop, loop_as_stated
-from tests.common.running import build, run, run_reference
+from tests.common.running import build, require_exact, run
 from tests.common.sizes import few
 from tests.common.zoo import ZOO
 
@@ -28,19 +28,9 @@ SEED = 5
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 
 
-def require_exact(name, how, capture="export"):
-    case = ZOO[name]
-    built = pipe, model, inputs, targets = build(case, how, 2 * how.microbatches, capture=capture)
-    got = run(*built, seed=SEED if case.random else None)
-    assert_same(got, run_reference(*built, seed=SEED if case.random else None))
-    if not case.random:
-        assert_same(got, loop_as_stated(pipe, model, case.loss, inputs, targets))
-    return got
-
-
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in STATEFUL])
 def test_the_zoo(name):
-    require_exact(name, dualpipe(ranks=4, microbatches=5))
+    require_exact(ZOO[name], dualpipe(ranks=4, microbatches=5))
 
 
 @pytest.mark.parametrize("factory", [chimera, dualpipe])
@@ -48,7 +38,7 @@ def test_the_zoo(name):
 def test_sizes(name, capture, factory):
     for ranks in (2, 4):
         for microbatches in range(2, 7):
-            require_exact(name, factory(ranks=ranks, microbatches=microbatches), capture)
+            require_exact(ZOO[name], factory(ranks=ranks, microbatches=microbatches), capture=capture)
 
 
 @settings(max_examples=few(15))
@@ -60,7 +50,7 @@ def test_sizes(name, capture, factory):
 )
 def test_anything_mirrored(name, ranks, microbatches, split):
     made = one_f_one_b(ranks=ranks, microbatches=microbatches)
-    require_exact(name, mirror(split_backward(made) if split else made))
+    require_exact(ZOO[name], mirror(split_backward(made) if split else made))
 
 
 def test_the_middle_rank_of_three_has_one_replica():

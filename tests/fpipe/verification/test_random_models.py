@@ -25,7 +25,7 @@ def expected(description, rows, microbatches):
         raise
 
 
-def require_exact(description, data, capture, names):
+def require_exact_at_random_cuts(description, data, capture, names):
     """Cut it at some of `names`, and compare it with everything that it must be equal to."""
     microbatches = data.draw(st.integers(1, 3))
     rows = 3 * microbatches - data.draw(st.sampled_from([0, 0, 1]))
@@ -46,18 +46,18 @@ def require_exact(description, data, capture, names):
 @settings(max_examples=few(24))
 @given(descriptions(), st.data())
 def test_any_model_cut_anywhere(description, data):
-    require_exact(description, data, "trace", places(description))
+    require_exact_at_random_cuts(description, data, "trace", places(description))
 
 
 @settings(max_examples=few(6))
 @given(descriptions(sequence=True), st.data())
 def test_any_sequence_of_parts(description, data):
     names = [f"{k}" for k in range(2, len(description.parts) + 2)]
-    require_exact(description, data, data.draw(st.sampled_from(["modules", "trace"])), names)
+    require_exact_at_random_cuts(description, data, data.draw(st.sampled_from(["modules", "trace"])), names)
 
 
 @settings(max_examples=few(4))
 @given(descriptions(graph=True), st.data())
 def test_any_graph(description, data):
     capture = data.draw(st.sampled_from(["fx", "export", "dynamo"]))
-    require_exact(description, data, capture, [name for name in places(description) if "@" not in name])
+    require_exact_at_random_cuts(description, data, capture, [name for name in places(description) if "@" not in name])

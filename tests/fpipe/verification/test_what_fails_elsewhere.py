@@ -19,7 +19,7 @@ from schedules import B, F, check, gpipe, linear, one_f_one_b, schedule, split_b
 from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
-from tests.common.running import build, run, run_reference
+from tests.common.running import build, require_exact, run, run_reference
 from tests.common.schedules import SCHEDULES
 from tests.common.zoo import ZOO
 
@@ -27,26 +27,17 @@ HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(on
 every = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 
 
-def require_exact(case, how, order=None):
-    built = _, model, inputs, targets = build(case, how, 2 * how.microbatches, capture="trace")
-    got = run(*built, seed=1 if case.random else None)
-    assert_same(got, run_reference(*built, seed=1 if case.random else None))
-    if not case.random:
-        assert_same(got, loop(model, case.loss, inputs, targets, how.microbatches, order))
-    return got
-
-
 # ------------------------------------------------------------------------------------------------------------- models
 
 
 @every
 def test_a_skip_connection_across_stages_makes_the_backward_raise(how):
-    require_exact(ZOO["skips"], how)
+    require_exact(ZOO["skips"], how, capture="trace")
 
 
 @every
 def test_gradients_of_tied_weights_are_never_summed(how):
-    got = require_exact(ZOO["gpt"], how)
+    got = require_exact(ZOO["gpt"], how, capture="trace")
     alone = ZOO["gpt"].build()
     alone.head.weight = nn.Parameter(alone.embed.weight.detach().clone())
     assert "head.weight" not in got.grads
@@ -60,7 +51,7 @@ def loop_gradients(model, how):
 
 @every
 def test_a_dict_none_an_integer_or_a_nested_tuple_between_stages_is_an_error(how):
-    require_exact(ZOO["dicts"], how)
+    require_exact(ZOO["dicts"], how, capture="trace")
 
 
 @every
@@ -86,7 +77,7 @@ def test_batch_normalisation_has_seen_uninitialised_memory(how):
 
 @every
 def test_integers_into_a_later_stage_crash(how):
-    require_exact(ZOO["later"], how)
+    require_exact(ZOO["later"], how, capture="trace")
 
 
 @pytest.mark.parametrize("name", ["dropping", "gpt_dropout"])
@@ -160,7 +151,7 @@ def last_first(rank, ranks, microbatches):
 def test_the_order_f1_b1_f0_b0_on_the_last_stage_is_an_error(name):
     how = last_first(ranks=4, microbatches=2)
     check(how)
-    require_exact(ZOO[name], how, order=[1, 0])
+    require_exact(ZOO[name], how, order=[1, 0], capture="trace")
 
 
 # ---------------------------------------------------------------------------------------------------- stage functions
@@ -180,7 +171,7 @@ class Shared(nn.Module):
 
 def test_split_stages_lose_the_gradients_of_tied_weights_and_of_stages_without_a_differentiable_input():
     case = Case(lambda: nn.Sequential(*[Shared() for _ in range(4)]), rows_of(), mse, ("1", "2", "3"))
-    got = require_exact(case, HOWS["split"])
+    got = require_exact(case, HOWS["split"], capture="trace")
     assert got.grads.keys() == {"3.a.weight", "3.a.bias", "3.b.bias"}, "below a detach, nothing has a gradient"
 
 
@@ -200,7 +191,7 @@ def test_checkpoints_are_run_again_with_the_module_s_own_parameters(how):
 
 @every
 def test_parameters_behind_an_unused_output_have_no_gradient_here_and_zeros_there(how):
-    got = require_exact(ZOO["unused"], how)
+    got = require_exact(ZOO["unused"], how, capture="trace")
     assert not [name for name in got.grads if name.startswith(("dead", "spare"))], "none, as a plain backward says"
 
 
