@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.eager_types import hide_fakes, tolist
 from fpipe.capture.fast_paths import allow_fast_paths
-from fpipe.runtime.segments.branching import reading
+from fpipe.runtime.segments.branching import report_read
 from fpipe.tensors.fake import Fakes
 from fpipe.torch_private import (
     ARGUMENT_CHECK,
@@ -109,7 +109,7 @@ def mark_finite(function: Any, args: Any, out: Any) -> Any:
 
 
 VALUE_READS = frozenset(
-    {reading, tolist}
+    {report_read, tolist}
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
 )
@@ -131,7 +131,7 @@ torch_is_all_true: Any = ARGUMENT_CHECK.value
 def check_valid(valid: Tensor) -> bool:
     """Run torch's check of a distribution's arguments; let a fake tensor pass, and check values in every step."""
     if isinstance(valid, FakeTensor):
-        reading(valid)
+        report_read(valid)
     elif not torch_is_all_true(valid):
         raise ValueError(
             "got arguments or samples that a distribution does not allow, expected such as its constraints say. Run "

@@ -21,7 +21,7 @@ from fpipe.capture.assumed_values import VALUE_READS, AssumedValues, assume_valu
 from fpipe.cutting.routing import Layout, Routes
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Function, Parameter, Tensors, Value
-from fpipe.runtime.segments.branching import surely_reached
+from fpipe.runtime.segments.branching import certain_leaves
 from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
@@ -208,7 +208,7 @@ def _backward(
         flowing = {value: _dense(grad, run.leaves[value]) for value, grad in flowing.items()}
     if roots:  # another branch may use it
         flowing |= {v: run.leaves[v].detach() for v in wanted if v not in flowing and _unsure(captured, v)}
-    reached = surely_reached(sure) if captured.dynamic else frozenset(map(id, leaves))
+    reached = certain_leaves(sure) if captured.dynamic else frozenset(map(id, leaves))
     for value, grad in flowing.items():
         kind = Spec if id(run.leaves[value]) in reached else OptionalSpec
         if value in previous:

@@ -31,10 +31,12 @@ from fpipe.capture.leftovers import defining_files, remove_fakes, user_classes, 
 from fpipe.capture.originals import changed_attributes
 from fpipe.capture.trace.patches import intercepted
 from fpipe.capture.trace.recorder import Recorder
+from fpipe.capture.trace.reentrant_checks import require_own_parameters
 from fpipe.capture.trace.rehearsal import Again, Rehearsal
 from fpipe.capture.trace.replay import Replay
 from fpipe.capture.trace.reruns import require_same_again
 from fpipe.capture.trace.seats import require_seated
+from fpipe.capture.trace.segment_builder import SegmentBuilder
 from fpipe.capture.trace.settling import fill_caches, real, settle
 from fpipe.capture.trace.values import KeptError
 from fpipe.errors import CaptureError, PipelineError
@@ -44,8 +46,7 @@ from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
 from fpipe.ir.tape import Frame, Tape
 from fpipe.model.snapshot import CACHED, ContainerState, Snapshot, Walk, contents
 from fpipe.model.stateless import Absent, skeleton
-from fpipe.runtime.segments.reentrant import require_own_parameters
-from fpipe.runtime.segments.segments import Seat, Seated, SegmentBuilder
+from fpipe.runtime.segments.seats import Seat, Seating
 from fpipe.tensors.attributes import as_parameter
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import first_names, flatten
@@ -137,7 +138,7 @@ class _Tracer:
             fuse=builder.fuse,
             reassigned=recorder.reassigned.next,
             moved=left,
-            differing=lambda positions: _numbers(calls, builder.apart(positions)),
+            differing=lambda positions: _numbers(calls, builder.differing_frames(positions)),
         )
 
     def _settled_at_last(self) -> Settled:
@@ -260,8 +261,8 @@ class _Tracer:
         with self.mode.note(recorder.effects), intercepted(recorder, self.skeleton, self.whole):
             yield
 
-    def _seated(self, fakes: Mapping[Value, Tensor]) -> Seated:
-        return Seated([(*seat, value) for value, seats in self._seats_by_value().items() for seat in seats], fakes)
+    def _seated(self, fakes: Mapping[Value, Tensor]) -> Seating:
+        return Seating([(*seat, value) for value, seats in self._seats_by_value().items() for seat in seats], fakes)
 
     def _rehearsal(self, tape: Tape, sources: Mapping[Value, Source], state: Sequence[ContainerState]) -> Rehearsal:
         def fresh() -> Mapping[Value, Tensor]:
@@ -299,7 +300,9 @@ def _within(frames: Sequence[Frame]) -> Iterator[Frame]:
 
 
 def _call(frame: Frame, builder: SegmentBuilder) -> Call:
-    return Call(frame.path, frame.kind, frame.start, frame.stop, frame.sealed, builder.obstacle(frame) is not None)
+    return Call(
+        frame.path, frame.kind, frame.start, frame.stop, frame.sealed, builder.obstacles.find(frame) is not None
+    )
 
 
 def _numbers(frames: Sequence[Frame], wanted: Collection[Frame]) -> frozenset[int]:

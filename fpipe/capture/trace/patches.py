@@ -24,8 +24,9 @@ from fpipe.capture.fast_paths import allow_fast_paths, attention
 from fpipe.capture.guards import is_torchs
 from fpipe.capture.trace.decisions import Decisions
 from fpipe.capture.trace.recorder import Recorder
+from fpipe.capture.trace.reentrant_checks import require_explicit_arguments
 from fpipe.errors import CaptureError
-from fpipe.runtime.segments.reentrant import Node, Reentrant, require_arguments
+from fpipe.runtime.segments.reentrant import CheckpointNode, Reentrant
 from fpipe.tensors.attributes import refuse_marks
 from fpipe.torch_private import (
     ARGUMENT_CHECK,
@@ -167,7 +168,7 @@ class _Watching:
         if cls is checkpoint.CheckpointFunction and not self.idle:
             return self._reentrant(*args)
         function = self.torch.apply.__func__.__get__(cls)
-        unseen = self.idle or cls is Node
+        unseen = self.idle or cls is CheckpointNode
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _reentrant(self, function: Any, preserve: bool, *args: Any) -> Any:
@@ -190,7 +191,7 @@ class _Watching:
         recorder.ended(frame, out)
         tensors, given = recorder.values.tensors, recorder.values.within(args)
         wanting = frozenset(value for value, tensor in tensors.items() if tensor.requires_grad)
-        require_arguments(frame, recorder.units, wanting, [*given, *recorder.values.sources])
+        require_explicit_arguments(frame, recorder.units, wanting, [*given, *recorder.values.sources])
         return out
 
     def _transform(self, function: Callable[..., Any]) -> Callable[..., Any]:

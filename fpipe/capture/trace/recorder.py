@@ -37,7 +37,7 @@ from fpipe.ir.captured import Buffer, Constant, Observed, Parameter, Source, Uni
 from fpipe.ir.modes import Modes, current_modes
 from fpipe.ir.questions import Ask, Reply, refuse_questions
 from fpipe.ir.tape import CallResult, Frame, Invocation, Tape, constants_at, pick, tensors_at
-from fpipe.runtime.segments.selection import counts, deciding, given
+from fpipe.runtime.segments.selection import count_selected, deciding_masks, result_on_fakes
 from fpipe.tensors.collectives import has_handle, written_memory
 from fpipe.tensors.effects import Effects, is_collective
 from fpipe.tensors.tree import flatten
@@ -145,8 +145,8 @@ class Recorder(TorchFunctionMode):
 
         In an opaque module, do not ask about the batch: the module runs as is and reads the values itself.
         """
-        function, masks = invocation.function, deciding(invocation.function, args)
-        asking = Invocation(counts, (masks,), {}, self.values.read) if masks else invocation
+        function, masks = invocation.function, deciding_masks(invocation.function, args)
+        asking = Invocation(count_selected, (masks,), {}, self.values.read) if masks else invocation
         origin = self._origin(asking.reads)
         if self.stack.opaque and (origin.obstacle or origin.leaves):
             if function not in ASSUMPTIONS:
@@ -157,7 +157,7 @@ class Recorder(TorchFunctionMode):
         with for_real():
             answer = self.ask(question) if origin.leaves else question.compute(())
         self.replies.append(Reply(tick, function, answer))
-        return given(function, args, answer)
+        return result_on_fakes(function, args, answer)
 
     def real(self, value: Value) -> Tensor:
         """Return the real tensor of a constant value."""

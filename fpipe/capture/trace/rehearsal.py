@@ -27,7 +27,7 @@ from types import (
     MethodWrapperType,
     WrapperDescriptorType,
 )
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from optree import treespec_paths
@@ -42,8 +42,7 @@ from fpipe.ir.modes import Modes, contexts
 from fpipe.ir.questions import Answer, Reply
 from fpipe.ir.tape import Frame, Invocation, Tape
 from fpipe.model.snapshot import ContainerState, contents, restore_attributes
-from fpipe.runtime.segments.segments import Rehearse, Rehearsed
-from fpipe.runtime.segments.selection import given
+from fpipe.runtime.segments.selection import result_on_fakes
 from fpipe.tensors.closures import closure_contents
 from fpipe.tensors.tree import PLAIN
 from fpipe.torch_private import DisableTorchFunction, FakeTensor
@@ -53,6 +52,16 @@ DATA = (*PLAIN, slice, range, type, torch.dtype, torch.device, torch.layout, tor
 COMPARED = (*CALLABLE, *DATA)
 """Classes compared by value. Functions are compared by code and what they close over; anything else by class."""
 DEPTH = 4  # how far to follow functions within functions
+
+
+class Rehearsed(NamedTuple):
+    """The outcome of a rehearsal: the calls that differed and why, and the state that the calls changed."""
+
+    differing: Mapping[Frame, str]
+    changed: Sequence[ContainerState]
+
+
+Rehearse: TypeAlias = Callable[[Sequence[Frame]], Rehearsed]
 
 
 class Again(Recorder):
@@ -75,7 +84,7 @@ class Again(Recorder):
         answer = self.answers.get((function, number))
         if answer is not None:
             self.replies.append(Reply(tick, function, answer))
-            return given(function, args, answer)
+            return result_on_fakes(function, args, answer)
         if not self.stack.opaque or function not in ASSUMPTIONS:
             raise error
         self._branches()

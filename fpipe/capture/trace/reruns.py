@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fpipe.capture.trace.rehearsal import Rehearse
 from fpipe.errors import CaptureError
 from fpipe.ir.tape import Frame, Tape, outermost_checkpoints
-from fpipe.runtime.segments.segments import Rehearse
 
 
 def require_same_again(tape: Tape, rehearse: Rehearse) -> None:

@@ -3,6 +3,8 @@
 
 In a step, a module that reads values does so itself, and finds what the capture was told: the answers are part of the
 capture's key. On fake tensors, while shapes are inferred or a stage is recorded below autograd, it cannot.
+
+The operations run in every step, but give answers only at build time, when tensors are fake.
 """
 
 from __future__ import annotations
@@ -16,32 +18,32 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.ir.captured import Operation, Tensors
 from fpipe.ir.questions import Answer
-from fpipe.runtime.segments.branching import reading
-from fpipe.runtime.segments.selection import deciding, given
+from fpipe.runtime.segments.branching import report_read
+from fpipe.runtime.segments.selection import deciding_masks, result_on_fakes
 from fpipe.torch_private import FakeTensor
 
-Answers: TypeAlias = Mapping[tuple[Any, int], Answer]
+AnswersByCall: TypeAlias = Mapping[tuple[Any, int], Answer]
 """Answers by function and call number."""
 
 
-def answering(operation: Operation, answers: Answers) -> Operation:
-    """Return the step, made to get these answers on fake tensors."""
+def answer_on_fakes(operation: Operation, answers: AnswersByCall) -> Operation:
+    """Return the operation, given these answers where it runs on fake tensors."""
     if not answers:
         return operation
 
-    def call(key: int, *tensors: Tensor) -> Tensors:
+    def run(key: int, *tensors: Tensor) -> Tensors:
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return operation.call(key, *tensors)
-        with _Answering(answers):
+        with _AnswerMode(answers):
             return operation.call(key, *tensors)
 
-    return operation._replace(call=call)
+    return operation._replace(call=run)
 
 
-class _Answering(TorchFunctionMode):
+class _AnswerMode(TorchFunctionMode):
     """Answers the torch calls in `answers`."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: AnswersByCall) -> None:
         super().__init__()
         self.answers, self.calls = answers, Counter[Any]()
 
@@ -50,6 +52,6 @@ class _Answering(TorchFunctionMode):
         self.calls[func] += 1
         if answer is None:
             return func(*args, **(kwargs or {}))
-        if answer.has_tensors or deciding(func, args):  # shapes that values decide cannot be in a graph
-            reading(next(arg for arg in args if isinstance(arg, Tensor)))
-        return given(func, args, answer)
+        if answer.has_tensors or deciding_masks(func, args):  # shapes that values decide cannot be in a graph
+            report_read(next(arg for arg in args if isinstance(arg, Tensor)))
+        return result_on_fakes(func, args, answer)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that branch on data: what may flow through them, whichever branch is taken."""
+"""Modules that branch on data: which gradients may flow through them, whichever branch is taken.
+
+While shapes are inferred, at build time, an output of such a module is attached to everything that it may depend on. In
+a step the branch decides, as on one device.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,21 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from fpipe.torch_private import active_fake_mode
 
 
-def reading(tensor: Tensor) -> None:
-    """Note, for torch function modes, that what happens from here on depends on the values of `tensor`."""
+def report_read(tensor: Tensor) -> None:
+    """Tell torch function modes that from here on the run depends on the values of `tensor`."""
     if has_torch_function_unary(tensor):
-        handle_torch_function(reading, (tensor,), tensor)
+        handle_torch_function(report_read, (tensor,), tensor)
 
 
-class Attached(torch.autograd.Function):
+class Attach(torch.autograd.Function):
     """Connects a fake output of a module that branches on data to everything it may depend on.
 
-    Nodes of this class mark where gradients may or may not flow; see `surely_reached`.
+    Nodes of this class mark where gradients may or may not flow; see `certain_leaves`.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        """Return a tensor with the same layout in memory of its own, so that it may be changed in place."""
+        """Return a tensor with the same layout and new memory, which may be changed in place."""
         ctx.save_for_backward(*others)
         return tensor.new_empty_strided(tensor.shape, tensor.stride())
 
@@ -38,24 +42,24 @@ class Attached(torch.autograd.Function):
         return *grads, *[tensor.new_zeros(()).expand_as(tensor) for tensor in ctx.saved_tensors]
 
 
-def attached(made: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the outputs of a module that branches on data, connected to all of `others` that require a gradient.
+def attach(outputs: tuple[Tensor, ...], others: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return the outputs of a module that branches on data, attached to all of `others` that require a gradient.
 
-    Connect them only while shapes are inferred: in a step the branch taken decides, as on one device.
+    Outside of a fake mode, return the outputs as they are.
     """
     if active_fake_mode() is None or not torch.is_grad_enabled():
-        return made
+        return outputs
     wanting = [tensor for tensor in others if tensor.requires_grad]
-    apply: Any = Attached.apply
-    return tuple([apply(t, *wanting) if wanting and (t.is_floating_point() or t.is_complex()) else t for t in made])
+    apply: Any = Attach.apply
+    return tuple([apply(t, *wanting) if wanting and (t.is_floating_point() or t.is_complex()) else t for t in outputs])
 
 
-def surely_reached(roots: Iterable[Tensor]) -> frozenset[int]:
-    """Return the ids of the leaves that gradients reach from `roots`, whichever way modules branch."""
+def certain_leaves(roots: Iterable[Tensor]) -> frozenset[int]:
+    """Return the ids of the leaves that gradients from `roots` reach whichever way modules branch."""
     queue = [get_gradient_edge(root).node for root in roots]
     seen = dict.fromkeys(queue)
     for node in queue:
-        if node.name() != f"{Attached.__name__}Backward":
+        if node.name() != f"{Attach.__name__}Backward":
             after = [one for one, _ in node.next_functions if one is not None and one not in seen]
             seen.update(dict.fromkeys(after))
             queue += dict.fromkeys(after)

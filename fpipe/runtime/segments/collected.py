@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors returned by modules inside a call, for code that collects them by hooks.
+"""Collect tensors that modules return deep inside a call.
 
 A router's logits, attention weights and hidden states are kept by forward hooks and used by whoever called the model.
-The call that made them still runs as is; results of modules inside it are noted on the way.
+The call that computes them still runs as is; hooks note the results of the modules inside it.
+
+Build time decides which outputs to collect (`fpipe.capture.trace.usage`); `InnerOutputs` is entered in every step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fpipe.errors import InputError
-from fpipe.ir.captured import Tensors, Value
-from fpipe.ir.tape import Frame, tensors_at
+from fpipe.ir.captured import Tensors
+from fpipe.ir.tape import tensors_at
 
 
-class Inner(NamedTuple):
+class InnerOutput(NamedTuple):
     """A tensor that a module returns: the module, its call number inside the outer call, from 0, and the leaf."""
 
     path: str
@@ -27,46 +29,24 @@ class Inner(NamedTuple):
     leaf: int
 
 
-def inner(frame: Frame, wanted: Collection[Value]) -> Mapping[Value, Inner]:
-    """Return where to find those of the `wanted` values that modules inside a call return."""
-    found: dict[Value, Inner] = {}
-    count: Counter[nn.Module] = Counter()
-    for one in _calls(frame) if wanted else ():
-        module = one.invocation.function
-        assert isinstance(module, nn.Module), "the call of a module"
-        for leaf, value in one.returned.items():
-            if value in wanted and not (module._backward_hooks or module._backward_pre_hooks):
-                found.setdefault(value, Inner(one.path, module, count[module], leaf))
-        count[module] += 1
-    return found
+class InnerOutputs:
+    """A context that notes what the modules of the `wanted` outputs return."""
 
-
-def _calls(frame: Frame) -> Iterator[Frame]:
-    """Yield the calls of modules inside another, in the order in which they begin."""
-    for one in frame.inner:
-        if isinstance(one.invocation.function, nn.Module):
-            yield one
-        yield from _calls(one)
-
-
-class Noted:
-    """A context that notes what modules inside it return."""
-
-    def __init__(self, wanted: Sequence[Inner]) -> None:
+    def __init__(self, wanted: Sequence[InnerOutput]) -> None:
         self.wanted = wanted
         self.returned: dict[tuple[nn.Module, int], Any] = {}
         self.count: Counter[nn.Module] = Counter()
 
-    def __enter__(self) -> Noted:
+    def __enter__(self) -> InnerOutputs:
         modules = dict.fromkeys(one.module for one in self.wanted)
-        self.handles = [module.register_forward_hook(self._returned) for module in modules]
+        self.handles = [module.register_forward_hook(self._note) for module in modules]
         return self
 
     def __exit__(self, *error: object) -> None:
         for handle in self.handles:
             handle.remove()
 
-    def _returned(self, module: nn.Module, args: object, out: Any) -> None:
+    def _note(self, module: nn.Module, args: object, out: Any) -> None:
         self.returned[module, self.count[module]] = out
         self.count[module] += 1
 
@@ -75,12 +55,12 @@ class Noted:
         """The wanted tensors."""
         return tuple([self._tensor(one) for one in self.wanted])
 
-    def _tensor(self, one: Inner) -> Tensor:
+    def _tensor(self, one: InnerOutput) -> Tensor:
         leaves = tensors_at(self.returned.get((one.module, one.call)))
         if one.leaf not in leaves:
             raise InputError(
-                f"module {one.path}: got no tensor at leaf {one.leaf} of what its call {one.call} returned, expected "
-                "one as at capture, since it is collected and used outside. Call the module every time, and return the "
-                "same structure."
+                f"module {one.path}: got no tensor at leaf {one.leaf} of the result of its call {one.call}, expected "
+                "one as at capture, because code outside of the module uses it. Call the module every time, and return "
+                "the same structure."
             )
         return leaves[one.leaf]

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key the random numbers of what is played back.
+"""Key the random numbers that a segment draws.
 
-`Keyed` seeds the generator before each torch call that drew at capture, as if the call were played alone. That works
-where the calls are those of the capture. A call that branches on data is seeded once, at its start, and whatever runs
-in it draws in sequence from there, whichever branches it takes; `Keyed` neither counts nor seeds the calls in it.
+`DrawKeys` seeds the generator before each torch call that drew at capture, as if the call ran alone. That works where
+the calls are those of the capture. A call that branches on data draws from a *stream*: it is seeded once, at its start,
+and everything in it draws in sequence from there, whichever branches it takes; `DrawKeys` neither counts nor seeds the
+calls in it.
 
 A checkpointed function, too, is seeded once, before it runs: its rerun starts from the generator's state before the
 first run.
+
+The functions that take an operation run at build time; the operations that they return run in every step.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,14 +26,14 @@ from fpipe.ir.captured import Labels, Operation, Tensors
 from fpipe.ir.tape import Draw, Frame
 from fpipe.tensors import random
 
-Draws: TypeAlias = Mapping[tuple[Any, int], Draw]
+DrawsByCall: TypeAlias = Mapping[tuple[Any, int], Draw]
 """Torch calls that draw, by function and call number."""
 
 
-class Keyed(TorchFunctionMode):
+class DrawKeys(TorchFunctionMode):
     """Seeds the generator before each torch call of `draws`, unless one of `streams` is running."""
 
-    def __init__(self, key: int, draws: Draws, streams: Streams) -> None:
+    def __init__(self, key: int, draws: DrawsByCall, streams: StreamKeys) -> None:
         super().__init__()
         self.key, self.draws, self.streams, self.calls = key, draws, streams, Counter[Any]()
 
@@ -48,28 +51,29 @@ class Keyed(TorchFunctionMode):
             if self.calls[function] != expected:
                 raise InputError(
                     f"{where}: got {self.calls[function]} calls of {getattr(function, '__name__', function)} outside "
-                    f"of the modules named in unsplittable, expected {expected} as at capture: what these return "
-                    "besides tensors decides what is drawn after them. Name this module in unsplittable too."
+                    f"of the modules named in unsplittable, expected {expected} as at capture: these modules return "
+                    "something other than tensors that decides what is drawn after them. Name this module in "
+                    "unsplittable too."
                 )
 
 
-class Calls(NamedTuple):
-    """A module's calls inside a frame, in order: each one that draws from a stream, and `None` for each other."""
+class ModuleFrames(NamedTuple):
+    """A module's calls in a frame, in order: the frame of each call that draws from a stream, `None` for others."""
 
     module: nn.Module
     frames: Sequence[Frame | None]
 
 
-class Streams:
+class StreamKeys:
     """A context in which modules that branch on data seed the generator when called; `current` is the running call."""
 
-    def __init__(self, key: int, calls: Sequence[Calls]) -> None:
+    def __init__(self, key: int, calls: Sequence[ModuleFrames]) -> None:
         self.key, self.calls = key, calls
         self.waiting = {id(module): iter(frames) for module, frames in calls}
         self.running: list[Frame | None] = []
         self.current: Frame | None = None
 
-    def __enter__(self) -> Streams:
+    def __enter__(self) -> StreamKeys:
         self.hooks = [module.register_forward_pre_hook(self._begin, prepend=True) for module, _ in self.calls]
         self.hooks += [module.register_forward_hook(self._end, always_call=True) for module, _ in self.calls]
         return self
@@ -83,38 +87,22 @@ class Streams:
         self.running.append(frame)
         if frame is not None:
             self.current = frame
-            begin(self.key, frame)
+            begin_stream(self.key, frame)
 
     def _end(self, module: nn.Module, args: object, out: object) -> None:
         frame = self.running.pop()
         if frame is not None:
             self.current = None
-            end(self.key, frame)
+            end_stream(self.key, frame)
 
 
-def calls(frames: Sequence[Frame]) -> list[Calls]:
-    """Return the calls inside `frames` of each module for which any call draws from a stream."""
-    found = defaultdict[nn.Module, list[Frame | None]](list)
-
-    def follow(frames: Sequence[Frame]) -> None:
-        for frame in frames:
-            function = frame.invocation.function
-            if isinstance(function, nn.Module):
-                found[function].append(None if frame.stream is None else frame)
-            if frame.stream is None:
-                follow(frame.inner)
-
-    follow(frames)
-    return [Calls(module, calls) for module, calls in found.items() if any(calls)]
-
-
-def begin(key: int, frame: Frame) -> None:
+def begin_stream(key: int, frame: Frame) -> None:
     """Seed the generators that a stream draws from."""
     assert frame.stream is not None, "the call draws from a stream"
     seed(key, frame.stream)
 
 
-def end(key: int, frame: Frame) -> None:
+def end_stream(key: int, frame: Frame) -> None:
     """Raise `InputError` if a stream drew in a step without a seed."""
     assert frame.stream is not None, "the call draws from a stream"
     if isinstance(key, random.Unseeded) and not all(map(random.is_fresh, frame.stream.devices)):
@@ -130,57 +118,60 @@ def seed(key: int, draw: Draw | Labels) -> None:
         random.reseed(key, draw.label, device)
 
 
-def seeded(operation: Operation, draw: Labels | None) -> Operation:
-    """Return the step, seeded once if `draw` is given."""
+def seed_once(operation: Operation, draw: Labels | None) -> Operation:
+    """Return the operation, seeded before it runs if `draw` is given."""
 
-    def call(key: int, *tensors: Tensor) -> Tensors:
+    def run(key: int, *tensors: Tensor) -> Tensors:
         if draw is not None:
             seed(key, draw)
         return operation.call(key, *tensors)
 
-    return operation._replace(call=call)
+    return operation._replace(call=run)
 
 
-def keyed(
-    operation: Operation, draws: Draws, inner: Sequence[Calls], counts: Mapping[Any, int], where: str
+def key_draws(
+    operation: Operation, draws: DrawsByCall, inner: Sequence[ModuleFrames], counts: Mapping[Any, int], where: str
 ) -> Operation:
-    """Return the step with each of `draws` seeded separately, and each stream of the calls `inner` once."""
+    """Return the operation with each of `draws` seeded separately, and each stream of the `inner` calls once.
 
-    def call(key: int, *tensors: Tensor) -> Tensors:
-        with Streams(key, inner) as streams, Keyed(key, draws, streams) as mode:
+    `counts` are the calls that each drawing function must make.
+    """
+
+    def run(key: int, *tensors: Tensor) -> Tensors:
+        with StreamKeys(key, inner) as streams, DrawKeys(key, draws, streams) as mode:
             made = operation.call(key, *tensors)
         mode.require_as_many(counts if inner else {}, where)
         return made
 
-    def simply(key: int, *tensors: Tensor) -> Tensors:
-        with Streams(key, inner):  # no mode: under one, torch's modules would not take their fast path
+    def run_streams(key: int, *tensors: Tensor) -> Tensors:
+        with StreamKeys(key, inner):  # no mode: under one, torch's modules would not take their fast path
             return operation.call(key, *tensors)
 
-    return operation._replace(call=call if draws else simply)
+    return operation._replace(call=run if draws else run_streams)
 
 
-def streaming(operation: Operation, frame: Frame) -> Operation:
-    """Return the step, seeded as one stream, which must play `frame`."""
-    first, last = bounds(frame)
+def key_stream(operation: Operation, frame: Frame) -> Operation:
+    """Return the operation, seeded as one stream; it must be the whole call of `frame`."""
+    first, last = stream_ends(frame)
 
-    def call(key: int, *tensors: Tensor) -> Tensors:
+    def run(key: int, *tensors: Tensor) -> Tensors:
         first.call(key)
         made = operation.call(key, *tensors)
         last.call(key)
         return made
 
-    return operation._replace(call=call)
+    return operation._replace(call=run)
 
 
-def bounds(frame: Frame) -> tuple[Operation, Operation]:
-    """Return the steps to play before and after the parts of a call that draws from a stream."""
+def stream_ends(frame: Frame) -> tuple[Operation, Operation]:
+    """Return the operations to run before and after the parts of a call that draws from a stream."""
 
-    def first(key: int) -> Tensors:
-        begin(key, frame)
+    def begin(key: int) -> Tensors:
+        begin_stream(key, frame)
         return ()
 
-    def last(key: int) -> Tensors:
-        end(key, frame)
+    def end(key: int) -> Tensors:
+        end_stream(key, frame)
         return ()
 
-    return Operation((), (), first), Operation((), (), last)
+    return Operation((), (), begin), Operation((), (), end)

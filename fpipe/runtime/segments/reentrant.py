@@ -7,11 +7,14 @@ there: gradients of parameters go into their `.grad`, bypassing whoever asked fo
 Idea. Use the same autograd node, but with the parameters among its inputs: it returns their gradients. Everything else
 is as in torch: the first run records no graph, the arguments are detached for the second, and the gradient of an
 argument or parameter is summed inside before it is added to others. So the bits are those of one device.
+
+It runs in every step, and on fake tensors at build time. What it cannot do is refused at build time
+(`fpipe.capture.trace.reentrant_checks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.errors import CaptureError
-from fpipe.ir.captured import Parameter, Source, Unit, Value
 from fpipe.ir.modes import Contexts
-from fpipe.ir.tape import Frame
 from fpipe.tensors import random
-
-REPAIR = "Pass use_reentrant=False to checkpoint() (gradient_checkpointing_kwargs of transformers has it)."
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,10 @@ class Reentrant:
         if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():
                 return function(*args)
-        apply: Any = Node.apply
+        apply: Any = CheckpointNode.apply
         return apply(self, function, len(args), *args, *self.parameters())
 
-    def again(self, states: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    def rerun_context(self, states: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Return the context of the second run: the modes and the random numbers of the first."""
         stack = ExitStack()
         stack.enter_context(random.repeat_draws(self.devices, states))
@@ -59,7 +57,7 @@ class Reentrant:
         return stack
 
 
-class Node(torch.autograd.Function):
+class CheckpointNode(torch.autograd.Function):
     """Runs a function without recording it, and again in the backward."""
 
     @staticmethod
@@ -76,8 +74,8 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Return the gradients of the arguments and of the parameters."""
         saved = iter(ctx.saved_tensors)
-        args = [ctx.others[k] if k in ctx.others else _leaf(next(saved)) for k in range(ctx.count)]
-        with ctx.how.again(ctx.states):
+        args = [ctx.others[k] if k in ctx.others else _detach(next(saved)) for k in range(ctx.count)]
+        with ctx.how.rerun_context(ctx.states):
             out = ctx.function(*args)
         made = out if isinstance(out, tuple) else (out,)
         pairs = [(t, g) for t, g in zip(made, cotangents, strict=True) if isinstance(t, Tensor) and t.requires_grad]
@@ -89,46 +87,5 @@ class Node(torch.autograd.Function):
         return None, None, None, *[by_place.get(k) for k in range(ctx.total)]
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _detach(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def require_arguments(frame: Frame, units: Sequence[Unit], wanting: Collection[Value], args: Sequence[Value]) -> None:
-    """Raise `CaptureError` if the function reads an outside tensor that requires a gradient and is not an argument."""
-    inside = units[frame.start : frame.stop]
-    made = {value for unit in inside for value in unit.makes}
-    hidden = [v for unit in inside for v in unit.reads if v not in made and v not in args and v in wanting]
-    if hidden:
-        raise CaptureError(
-            f"module {frame.path or '(root)'}: got a reentrant checkpoint of a function that reads a tensor that wants "
-            "a gradient from a closure, a keyword or a tuple, expected it among the arguments themselves: torch would "
-            f"run its backward once for each use. {REPAIR}"
-        )
-
-
-def require_own_parameters(
-    frames: Sequence[Frame], units: Sequence[Unit], sources: Mapping[Value, Source], wanting: Collection[Value]
-) -> None:
-    """Raise `CaptureError` if a trained parameter is used both inside and outside of reentrant checkpoints.
-
-    One device accumulates the two gradients separately, and adds them in an order that depends on both.
-    """
-    found = [*_reentrant(frames)]
-    inside = {k for frame in found for k in range(frame.start, frame.stop)}
-    outside = {value for k, unit in enumerate(units) if k not in inside for value in unit.reads}
-    for frame in found:
-        for value in (v for unit in units[frame.start : frame.stop] for v in unit.reads):
-            source = sources.get(value)
-            if isinstance(source, Parameter) and value in outside and value in wanting:
-                raise CaptureError(
-                    f"module {frame.path or '(root)'}: got a reentrant checkpoint that uses the parameter "
-                    f"{source.name!r}, which is used outside of it too, expected one or the other: the sum of its "
-                    f"gradients would have other bits. {REPAIR}"
-                )
-
-
-def _reentrant(frames: Sequence[Frame]) -> Iterator[Frame]:
-    for frame in frames:
-        if frame.reentrant:
-            yield frame
-        yield from _reentrant(frame.inner)

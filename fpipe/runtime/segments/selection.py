@@ -3,6 +3,8 @@
 
 So `logits[labels > 0]` asks about the labels alone, though the logits depend on parameters. On fake tensors, the mask
 is replaced by as many indices as it has true elements.
+
+`count_selected` runs on real masks, at build time and at the start of a step; everything else runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -23,54 +25,56 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def counts(masks: Sequence[Tensor]) -> list[int]:
+def count_selected(masks: Sequence[Tensor]) -> list[int]:
     """Return how many elements each mask selects."""
     return [int(mask.count_nonzero()) for mask in masks]
 
 
-def deciding(function: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
+def deciding_masks(function: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return the masks that decide the shape of a call's result; none if something else does."""
-    return DECIDING[function](*args) if function in DECIDING and len(args) == 2 else ()
+    return MASKS[function](*args) if function in MASKS and len(args) == 2 else ()
 
 
-def _masks(tensor: Tensor, index: Any) -> tuple[Tensor, ...]:
+def _masks_in_index(tensor: Tensor, index: Any) -> tuple[Tensor, ...]:
     return tuple(filter(_is_mask, index if isinstance(index, tuple) else (index,)))
 
 
-def _mask(tensor: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+def _the_mask(tensor: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
     return (mask,)
 
 
-DECIDING: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = MappingProxyType(
-    {Tensor.__getitem__: _masks, torch.masked_select: _mask, Tensor.masked_select: _mask}
+MASKS: Mapping[Any, Callable[..., tuple[Tensor, ...]]] = MappingProxyType(
+    {Tensor.__getitem__: _masks_in_index, torch.masked_select: _the_mask, Tensor.masked_select: _the_mask}
 )
+"""Torch functions that select by masks, and which of their two arguments' tensors are the masks."""
 
 
-def given(function: Any, args: Sequence[Any], answer: Answer) -> Any:
+def result_on_fakes(function: Any, args: Sequence[Any], answer: Answer) -> Any:
     """Return a call's result on fake tensors, once its question has been answered."""
-    found = answer.result()
-    if not deciding(function, args):
-        return found
+    result = answer.result()
+    if not deciding_masks(function, args):
+        return result
     tensor, index = args
-    return _picked(tensor, index, found) if function is Tensor.__getitem__ else _spread(tensor, index, found[0])
+    return _get_items(tensor, index, result) if function is Tensor.__getitem__ else _select(tensor, index, result[0])
 
 
-def _picked(tensor: Tensor, index: Any, found: Counts) -> Tensor:
-    numbers = iter(found)
+def _get_items(tensor: Tensor, index: Any, counts: Counts) -> Tensor:
+    remaining = iter(counts)
     parts = index if isinstance(index, tuple) else (index,)
-    return tensor[tuple(part for one in parts for part in _replaced(tensor, one, numbers))]
+    return tensor[tuple(part for one in parts for part in _without_mask(tensor, one, remaining))]
 
 
-def _spread(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
+def _select(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
     """Select by a mask after broadcasting it and the tensor to one shape."""
     whole = tensor * torch.ones_like(mask, dtype=tensor.dtype)
     times = whole.numel() // max(1, mask.numel())
-    return whole.reshape(-1)[_indices(tensor, count * times)]
+    return whole.reshape(-1)[_empty_indices(tensor, count * times)]
 
 
-def _replaced(tensor: Tensor, index: Any, numbers: Iterator[int]) -> list[Any]:
-    return [_indices(tensor, next(numbers))] * index.dim() if _is_mask(index) else [index]
+def _without_mask(tensor: Tensor, index: Any, counts: Iterator[int]) -> list[Any]:
+    """Return a mask as indices, one tensor for each of its dimensions; any other index as it is."""
+    return [_empty_indices(tensor, next(counts))] * index.dim() if _is_mask(index) else [index]
 
 
-def _indices(tensor: Tensor, count: int) -> Tensor:
+def _empty_indices(tensor: Tensor, count: int) -> Tensor:
     return torch.empty(count, dtype=torch.int64, device=tensor.device)

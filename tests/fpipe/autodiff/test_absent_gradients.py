@@ -19,7 +19,7 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 import fpipe
 from fpipe.autodiff.autograd import Autograd
 from fpipe.autodiff.recorded import Recorded
-from fpipe.runtime.segments.branching import attached, surely_reached
+from fpipe.runtime.segments.branching import attach, certain_leaves
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import same_bits
 from schedules import chimera, interleaved_1f1b, mirror, one_f_one_b, recompute, split_backward, zb_h1, zb_v
@@ -288,8 +288,8 @@ LAYERS = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2, "l
 
 def test_outputs_are_connected_only_while_shapes_are_inferred():
     linear, x = nn.Linear(2, 2), torch.ones(2)
-    assert attached((x,), linear.parameters())[0] is x
+    assert attach((x,), linear.parameters())[0] is x
     with FakeTensorMode(allow_non_fake_inputs=True):
-        (made,) = attached((torch.ones(2),), linear.parameters())
-        assert surely_reached([made]) == frozenset()
-        assert surely_reached([linear(made)]) == {id(p) for p in linear.parameters()}
+        (made,) = attach((torch.ones(2),), linear.parameters())
+        assert certain_leaves([made]) == frozenset()
+        assert certain_leaves([linear(made)]) == {id(p) for p in linear.parameters()}

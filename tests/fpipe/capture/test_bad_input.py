@@ -137,7 +137,7 @@ MODELS = {  # what is exact if it is not said to be refused, and by whom
     "an input changed in the second stage": two(changed_and_used_again, doubled),
     "a change of what the backward needs": two(needed_by_the_backward),
 }
-WHOLE = "expected one that can be run as a whole"
+WHOLE = "expected a call that can run as a whole"
 ATTRIBUTE = "(got an assignment to the attribute 'does'|attribute 'does': got a forward that changes it)"
 OWN = "(a generator of its own|got 'model.lifted_custom_0' .Generator. among|aten.rand.generator|could not read it: )"
 IN_PLACE = "stage 0: got a value from outside that is modified in place there and used in stage 1 too"

@@ -310,9 +310,9 @@ def test_a_module_that_cannot_be_opened_is_refused_if_it_reads_what_other_stages
     model, (inputs, targets) = Shared([[]] * 4), rows_of()(4)
     model.blocks = nn.ModuleList([Sealed(model) for _ in range(4)])
     said = (
-        r"module blocks\.0: got saved-tensor hooks around what it calls in a call that uses Python state that is "
-        r"another one in its stage \(got mul\[5\] in module blocks\.0\.inner, expected mul\[1\] in module "
-        r"blocks\.0\.inner\).*pass what it uses as arguments"
+        r"module blocks\.0: got saved-tensor hooks around what it calls, expected a call that can run as a whole, but "
+        r"this one finds other Python state in its stage \(got mul\[5\] in module blocks\.0\.inner, expected mul\[1\] "
+        r"in module blocks\.0\.inner\).*pass what it uses as arguments"
     )
     with pytest.raises(fpipe.CutError, match=said):
         fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 2), cuts=["blocks.2"])

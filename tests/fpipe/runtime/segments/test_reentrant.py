@@ -141,7 +141,7 @@ def nested(model, block, x):
 @pytest.mark.parametrize(
     ("around", "words"),
     [
-        (shared, ["'gain'", "outside of it too", "use_reentrant=False"]),
+        (shared, ["'gain'", "used outside of it", "use_reentrant=False"]),
         (hidden, ["closure", "use_reentrant=False"]),
         (nested, ["reentrant checkpoint", "use_reentrant=False"]),
         (lambda m, b, x: reentrant(b, x, preserve_rng_state=False), ["preserve_rng_state"]),

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the function of a segment of a tape: whole module calls where possible, torch call by torch call elsewhere.
+
+A call that lies wholly inside a segment is made as its author wrote it, unless there is an obstacle, or it would do
+something else without the Python state that other segments' calls leave. Such a call is opened: its contents run
+instead.
+
+Runs when a pipeline is built; the functions that it returns run in every step, with the segment's parameters and
+buffers in their seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from typing import TypeAlias
+
+from torch import Tensor
+
+from fpipe.capture.trace.buffer_checkpoints import BufferCheckpoints
+from fpipe.capture.trace.obstacles import Obstacles, cut_error, require_open
+from fpipe.capture.trace.operations import Operations, require_own_casts
+from fpipe.capture.trace.rehearsal import Rehearse, Rehearsed
+from fpipe.capture.trace.usage import Usage
+from fpipe.ir.captured import Function, Labels, Operation, Tensors, Unit, Value, compose
+from fpipe.ir.modes import Modes, apply_modes
+from fpipe.ir.tape import Frame, Tape
+from fpipe.model.snapshot import ContainerState, restore_containers
+from fpipe.runtime.segments.keying import stream_ends
+from fpipe.runtime.segments.seats import Seating, Seats
+
+Piece: TypeAlias = Frame | Unit | tuple[Modes, Operation]
+"""What runs in a segment: a whole call, a torch call, or an operation before or after others."""
+
+
+class SegmentBuilder:
+    """Builds the functions of segments.
+
+    - `results`: the values that leave the model. `written`: the containers that a run of it changes.
+    - `rehearsal`: finds out what calls do without those of other segments. `rehearsals`: what it found, by the first
+      and last position of a segment.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        seats: Seats,
+        sources: set[Value],
+        results: Sequence[Value],
+        written: Sequence[ContainerState],
+        rehearsal: Callable[[], AbstractContextManager[Rehearse]],
+    ) -> None:
+        self.tape, self.seats, self.written = tape, seats, written
+        self.rehearsal, self.rehearsals = rehearsal, dict[tuple[int, int], Rehearsed]()
+        self.checkpoints, usage = BufferCheckpoints(tape), Usage(tape, results)
+        self.obstacles = Obstacles(tape, usage, sources, self.checkpoints)
+        self.operations = Operations(tape, usage, seats, self.checkpoints)
+        self.position = {unit: k for k, unit in enumerate(tape.units)}
+
+    def fuse(
+        self,
+        units: Sequence[Unit],
+        random_units: Mapping[Unit, Labels],
+        inputs: tuple[Value, ...],
+        outputs: tuple[Value, ...],
+    ) -> Function:
+        """Return a segment of the tape as a function; see `fpipe.ir.captured.Fuse`."""
+        if not units:
+            return Function(compose([], inputs, outputs))
+        start, stop = self.position[units[0]], self.position[units[-1]] + 1
+        rehearsed = self.rehearse([(start, stop)])[0]
+        items = [*self._items(start, stop, rehearsed.differing), *self._reruns(start, stop)]
+        run = compose(apply_modes(items, outputs), inputs, outputs)
+        written = [*{id(one.container): one for one in (*rehearsed.changed, *self.written)}.values()]
+        seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
+        require_own_casts(self.tape, self.seats, start, stop)
+
+        def seat(tensors: Tensors) -> AbstractContextManager[None]:
+            seating = Seating(seats, tensors)
+            return restore_containers(written, tensors, seating) if written else seating
+
+        def run_seated(key: int, *tensors: Tensor) -> Tensors:
+            with seat(tensors):
+                return run(key, *tensors)
+
+        return Function(run_seated, seat if self._may_rerun(start, stop) else None)
+
+    def _may_rerun(self, start: int, stop: int) -> bool:
+        """Return whether a backward may rerun something from unit `start` to `stop`, in some branch."""
+        branching = any(frame.start < stop and start < frame.stop for frame in self.tape.streams)
+        return branching or any(start <= position < stop for position in self.tape.hooked)
+
+    def _items(self, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[tuple[Modes, Operation]]:
+        """Yield the operations from unit `start` to `stop`, each with the modes it runs under."""
+        for piece in self._pieces(self.tape.frames, start, stop, differing):
+            if isinstance(piece, Frame):
+                yield piece.modes, self.operations.of_frame(piece)
+            elif isinstance(piece, Unit):
+                yield self.tape.modes[piece], self.operations.of_unit(piece)
+            else:
+                yield piece
+
+    def _reruns(self, start: int, stop: int) -> Iterator[tuple[Modes, Operation]]:
+        """Yield the reruns of checkpointed functions that change buffers, each with the modes it runs under."""
+        for frame in self.checkpoints.in_backward_order(self.tape.frames, start, stop):
+            yield frame.modes, self.operations.rerun(frame)
+
+    # ---------------------------------------------------------------------------------------------------------- pieces
+
+    def _pieces(
+        self, frames: Sequence[Frame], start: int, stop: int, differing: Mapping[Frame, str]
+    ) -> Iterator[Piece]:
+        """Yield the frames that are called as a whole, the contents of the others, and the units between them."""
+        at = start
+        for frame in frames:
+            first, last = max(frame.start, start), min(frame.stop, stop)
+            if first >= last:
+                continue
+            yield from self.tape.units[at:first]
+            obstacle = self.obstacles.find(frame) or differing.get(frame)
+            if (first, last) == (frame.start, frame.stop) and obstacle is None:
+                yield frame
+            else:
+                require_open(frame, obstacle)
+                yield from self._contents(frame, first, last, differing)
+            at = last
+        yield from self.tape.units[at:stop]
+
+    def _contents(self, frame: Frame, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[Piece]:
+        """Yield a frame's contents from unit `start` to `stop`, between the ends of its stream if it draws from one."""
+        inside = self._pieces(frame.inner, start, stop, differing)
+        if frame.stream is None:
+            yield from inside
+            return
+        if (start, stop) != (frame.start, frame.stop):
+            raise cut_error(frame, "control flow on data", "crosses a cut")
+        first, last = stream_ends(frame)
+        yield frame.modes, first
+        yield from inside
+        yield frame.modes, last
+
+    # ------------------------------------------------------------------------------------------------------- rehearsals
+
+    def rehearse(self, segments: Sequence[tuple[int, int]]) -> list[Rehearsed]:
+        """Return, for each segment, which calls must not be made as a whole, and what state the others change."""
+        new = [segment for segment in segments if segment not in self.rehearsals]
+        if new:
+            with self.rehearsal() as rehearse:
+                self.rehearsals.update({segment: self._open_differing(*segment, rehearse) for segment in new})
+        return [self.rehearsals[segment] for segment in segments]
+
+    def differing_frames(self, positions: Sequence[int]) -> frozenset[Frame]:
+        """Return the calls that could be made as a whole, but are not if the tape is cut before these units."""
+        segments = [*pairwise((0, *positions, len(self.tape.units)))]
+        return frozenset(frame for rehearsed in self.rehearse(segments) for frame in rehearsed.differing)
+
+    def _open_differing(self, start: int, stop: int, rehearse: Rehearse) -> Rehearsed:
+        """Open calls that differ until none does; an opened call no longer changes state that others may use."""
+        differing: dict[Frame, str] = {}
+        while True:
+            pieces = [*self._pieces(self.tape.frames, start, stop, differing)]
+            as_recorded = len(pieces) == 1 and stop - start == len(self.tape.units)
+            rehearsed = rehearse([one for one in pieces if isinstance(one, Frame) and not as_recorded])
+            if not rehearsed.differing:
+                return rehearsed._replace(differing=differing)
+            for frame, difference in rehearsed.differing.items():
+                differing[frame] = f"finds other Python state in its stage ({difference})"

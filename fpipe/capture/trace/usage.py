@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which units of a tape make and use each value, and what a call must hand to the units after it.
+
+Runs when a pipeline is built.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from fpipe.ir.captured import Value
+from fpipe.ir.tape import Frame, Tape
+from fpipe.runtime.segments.collected import InnerOutput
+from fpipe.runtime.segments.keying import ModuleFrames
+from fpipe.runtime.segments.whole_calls import Outputs
+
+
+class Usage:
+    """The units of a tape that make and use its values.
+
+    `maker` is the position of the unit that makes a value, `last_use` that of the last unit that reads it; `results`
+    leave the model, and are read after the last unit.
+    """
+
+    def __init__(self, tape: Tape, results: Sequence[Value]) -> None:
+        self.tape = tape
+        self.maker = {value: k for k, unit in enumerate(tape.units) for value in unit.makes}
+        self.last_use = {value: k for k, unit in enumerate(tape.units) for value in unit.reads}
+        self.last_use.update(dict.fromkeys(results, len(tape.units)))
+
+    def read_in(self, frame: Frame) -> dict[Value, None]:
+        """Return the values read inside a frame, in order."""
+        return dict.fromkeys(value for unit in self.tape.units[frame.start : frame.stop] for value in unit.reads)
+
+    def is_made_in(self, frame: Frame, value: Value) -> bool:
+        """Return whether a unit inside the frame makes a value."""
+        return self.maker.get(value, -1) in range(frame.start, frame.stop)
+
+    def outputs(self, frame: Frame) -> Outputs:
+        """Return where to find the values that a call makes and hands to others."""
+        returned = {value: leaf for leaf, value in frame.returned.items() if self.is_made_in(frame, value)}
+        assigned = {one.value: one for one in frame.assigned if self.is_made_in(frame, one.value)}
+        assigned = {value: one for value, one in assigned.items() if value not in returned}
+        return Outputs(returned, assigned, inner_outputs(frame, self._kept_inside(frame)))
+
+    def lost(self, frame: Frame) -> list[Value]:
+        """Return the values that others use, and that would be lost if the frame were called as a whole."""
+        inside = self._kept_inside(frame)
+        collected = inner_outputs(frame, inside)
+        return [value for value in inside if value not in collected]
+
+    def _kept_inside(self, frame: Frame) -> list[Value]:
+        """Return the values made in a frame that others use, and that it neither returns nor assigns."""
+        reached = {*frame.returned.values(), *(attribute.value for attribute in frame.assigned)}
+        made = [value for unit in self.tape.units[frame.start : frame.stop] for value in unit.makes]
+        return [value for value in made if value not in reached and self.last_use.get(value, 0) >= frame.stop]
+
+
+def inner_outputs(frame: Frame, wanted: Collection[Value]) -> Mapping[Value, InnerOutput]:
+    """Return where to find those of the `wanted` values that modules inside a call return.
+
+    None if there is a reentrant checkpoint inside, which computes them without gradients.
+    """
+    if not wanted or has_reentrant(frame):
+        return {}
+    found: dict[Value, InnerOutput] = {}
+    count: Counter[nn.Module] = Counter()
+    for one in _module_frames(frame):
+        module = one.invocation.function
+        assert isinstance(module, nn.Module), "the call of a module"
+        for leaf, value in one.returned.items():
+            if value in wanted and not (module._backward_hooks or module._backward_pre_hooks):
+                found.setdefault(value, InnerOutput(one.path, module, count[module], leaf))
+        count[module] += 1
+    return found
+
+
+def has_reentrant(frame: Frame) -> bool:
+    """Return whether a frame is a reentrant checkpoint, or contains one."""
+    return frame.reentrant or any(map(has_reentrant, frame.inner))
+
+
+def _module_frames(frame: Frame) -> Iterator[Frame]:
+    """Yield the calls of modules inside another, in the order in which they begin."""
+    for one in frame.inner:
+        if isinstance(one.invocation.function, nn.Module):
+            yield one
+        yield from _module_frames(one)
+
+
+def stream_frames(frames: Sequence[Frame]) -> list[ModuleFrames]:
+    """Return the calls inside `frames` of each module for which any call draws from a stream."""
+    found = defaultdict[nn.Module, list[Frame | None]](list)
+
+    def follow(frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            function = frame.invocation.function
+            if isinstance(function, nn.Module):
+                found[function].append(None if frame.stream is None else frame)
+            if frame.stream is None:
+                follow(frame.inner)
+
+    follow(frames)
+    return [ModuleFrames(module, calls) for module, calls in found.items() if any(calls)]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call a module as its author wrote it, and take from it the tensors that later operations read.
+
+A whole call delivers tensors in three ways: it returns them, it assigns them to attributes, or a module inside it
+returns them to a hook that collects them. The call reads only what something inside it uses; other arguments are zeros
+without memory, so that a value that is merely passed through need not be sent to the stage.
+
+The functions here run at build time and return operations; the operations run in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.errors import InputError
+from fpipe.ir.captured import Operation, Tensors, Value
+from fpipe.ir.tape import Attribute, Frame, pick, require_constants
+from fpipe.model.snapshot import restore_attributes
+from fpipe.runtime.segments.branching import attach
+from fpipe.runtime.segments.collected import InnerOutput, InnerOutputs
+from fpipe.runtime.segments.seats import Seat
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where to find the new values of a call: at leaves of what it returns, in attributes, in inner modules' results.
+
+    No value is in two of them.
+    """
+
+    returned: Mapping[Value, int]
+    assigned: Mapping[Value, Attribute]
+    collected: Mapping[Value, InnerOutput]
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """All of the values."""
+        return (*self.returned, *self.assigned, *self.collected)
+
+
+def call_whole(frame: Frame, outputs: Outputs) -> Operation:
+    """Return the operation that makes the call of `frame` as is."""
+    picks, where = tuple(outputs.returned.values()), f"module {frame.path or '(root)'}"
+    assigned, collected = tuple(outputs.assigned.values()), tuple(outputs.collected.values())
+
+    def run_plain(key: int, *tensors: Tensor) -> Tensors:
+        return pick(frame.invocation(tensors), picks, where)
+
+    def run(key: int, *tensors: Tensor) -> Tensors:
+        with restore_attributes(frame.touched), InnerOutputs(collected) as inner:
+            out = frame.invocation(tensors)
+            require_constants(out, frame.constants, where)
+            made = pick(out, picks, where)
+            return *made, *[getattr(one.module, one.name) for one in assigned], *inner.tensors
+
+    is_plain = not (frame.touched or frame.constants or collected)
+    return Operation(frame.invocation.reads, outputs.values, run_plain if is_plain else run)
+
+
+def drop_unread(operation: Operation, used: Collection[Value], fakes: Mapping[Value, Tensor]) -> Operation:
+    """Return the operation reading only the `used` values; it gets zeros without memory in place of the others.
+
+    `fakes` are tensors with the others' metadata.
+    """
+    reads = tuple(value for value in operation.reads if value in used)
+    if reads == operation.reads:
+        return operation
+    zeros = {value: _zeros(fakes[value]) for value in operation.reads if value not in used}
+
+    def run(key: int, *tensors: Tensor) -> Tensors:
+        values = zeros | dict(zip(reads, tensors, strict=True))
+        return operation.call(key, *[values[value] for value in operation.reads])
+
+    return Operation(reads, operation.makes, run)
+
+
+def _zeros(fake: Tensor) -> Tensor:
+    """Return a real tensor of the same shape: code that checks for fake tensors must find none in a step."""
+    return torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
+
+
+def attach_outputs(frame: Frame, operation: Operation, parameters: Sequence[Seat]) -> Operation:
+    """Return a call that branches on data, its outputs attached to all that they may depend on.
+
+    Raise `InputError` in a step in which the branch taken assigns a buffer that the branch at capture did not.
+    """
+    module = frame.invocation.function  # a module, or the loss
+    expected = {(id(one.module._buffers), one.name) for one in frame.assigned}
+
+    def run(key: int, *tensors: Tensor) -> Tensors:
+        before = [*_buffers(module)]
+        made = operation.call(key, *tensors)
+        for table, name, tensor in before:
+            if table.get(name) is not tensor and (id(table), name) not in expected:
+                raise InputError(
+                    f"module {frame.path or '(root)'}: got an assignment to the buffer {name!r}, expected none, "
+                    "because the branch taken at capture assigned none. The new value would be lost. Write copy_() "
+                    "instead."
+                )
+        return attach(made, (*tensors, *[table[name] for table, name in parameters]))
+
+    return operation._replace(call=run)
+
+
+def _buffers(module: object) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the buffers of a module and its submodules: the table, the name, and the tensor."""
+    for one in module.modules() if isinstance(module, nn.Module) else ():
+        yield from [(one._buffers, name, tensor) for name, tensor in one._buffers.items()]
