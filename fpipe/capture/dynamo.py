@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from fpipe.capture.aten import read_program
 from fpipe.capture.eager_types import show_fakes
 from fpipe.capture.export import Flat
-from fpipe.capture.guards import blame, refuse_autocast, refuse_hooks
+from fpipe.capture.guards import blame, module_place, refuse_autocast, refuse_hooks
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured
 from fpipe.ir.objective import Objective
@@ -102,7 +102,7 @@ def _module_being_read(error: Exception, model: nn.Module) -> str:
             if (code.co_filename, code.co_name) == (frame.filename, frame.name) and frame.lineno in {
                 line for _, _, line in code.co_lines()
             }:
-                return f"module {name or '(root)'} ({type(module).__name__})"
+                return module_place(name, module)
     return "the model or its loss"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.capture.guards import is_torchs
+from fpipe.capture.guards import is_torchs, module_place
 from fpipe.errors import CaptureError
 from fpipe.model.snapshot import MISSING, ContainerState, Snapshot, Walk
 from fpipe.tensors.tree import PLAIN
@@ -26,7 +26,7 @@ TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 def place(path: str, module: nn.Module, name: str) -> str:
     """Return what to call an attribute of a module in errors."""
-    return f"module {path or '(root)'} ({type(module).__name__}), attribute {name!r}"
+    return f"{module_place(path, module)}, attribute {name!r}"
 
 
 def changed_attributes(model: nn.Module, before: Snapshot, after: Snapshot) -> frozenset[str]:

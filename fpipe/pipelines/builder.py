@@ -35,8 +35,8 @@ from fpipe.pipelines.resolver import Resolver
 from fpipe.runtime.ranks import Ranks
 from fpipe.stages.ties import Tied, summed
 from fpipe.tensors.fake import fake, fake_mode
-from fpipe.watching.origin import Origin
-from fpipe.watching.watch import Watching
+from fpipe.watching.model_state import ModelState
+from fpipe.watching.watch import Watcher
 from schedules import Schedule
 
 Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
@@ -97,6 +97,6 @@ class Builder:
             self.batchings[True].home,
         )
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watching(Origin.of(module), self.loss, self.way is not None)
+        watching = Watcher(ModelState.of(module), self.loss, self.way is not None)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
         return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)

@@ -28,8 +28,8 @@ from fpipe.ir.validity import name_of, require_valid
 from fpipe.ir.variant import TRAINING, Variant
 from fpipe.model.stateless import evaluation
 from fpipe.tensors.fake import fake_mode
-from fpipe.watching.reads import Reads, reading
-from fpipe.watching.watch import Watch, Watching, opened
+from fpipe.watching.attribute_reads import Reads, record_reads
+from fpipe.watching.watch import Watch, Watcher, find_replayed_calls
 
 Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 """A captured model, and the positions of the units at which new stages begin."""
@@ -53,7 +53,7 @@ class CaptureCache:
     cuts: partition.Cuts
     backward: bool
     hooks: Hooks
-    watching: Watching
+    watching: Watcher
     made: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
     reads: dict[tuple[Variant, Microbatch], Reads] = field(default_factory=dict)
     cut: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
@@ -96,21 +96,23 @@ class CaptureCache:
             return told.answers[-1]
 
         try:
-            with nullcontext(Reads()) if self.front_end is dynamo else reading(places) as reads:  # it bypasses patches
+            with (
+                nullcontext(Reads()) if self.front_end is dynamo else record_reads(places) as reads
+            ):  # it bypasses patches
                 captured = self._capture(variant, microbatch, answer)
         finally:
             if not self.runs_python:
                 classes = user_classes(self.model)
                 remove_fakes(defining_files(classes, self.loss), classes, find_caches(self.model, self.loss))
         if captured.moved:
-            require_own_state(captured.moved, {*reads.original, *self.watching.shared()})
+            require_own_state(captured.moved, {*reads.original, *self.watching.shared_attributes()})
         self.made[variant, told], self.reads[variant, told] = captured, reads
         return told
 
     def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
         """Return what the captures for these microbatches assumed, which must still hold when they run."""
         wanted = [(replace(variant, outputs=True), one) for one in dict.fromkeys(microbatches)]
-        return Watch.all(self.watches[what] for what in wanted)
+        return Watch.union(self.watches[what] for what in wanted)
 
     @property
     def runs_python(self) -> bool:
@@ -120,7 +122,7 @@ class CaptureCache:
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
         what = variant, microbatch
         calls = self.made[what].calls_at(self.cut[what]) if self.runs_python else None
-        recorded = None if calls is None else opened(calls, self.cut[what])
+        recorded = None if calls is None else find_replayed_calls(calls, self.cut[what])
         return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:

@@ -73,10 +73,10 @@ def changes_since(before: Settings) -> str:
     >>> import torch
     >>> before = settings()
     >>> torch.use_deterministic_algorithms(True)
-    >>> changed(before)
+    >>> changes_since(before)
     'deterministic algorithms'
     >>> torch.use_deterministic_algorithms(False)
-    >>> changed(before)
+    >>> changes_since(before)
     ''
     """
     now = settings()

@@ -187,7 +187,7 @@ def first_names(module: nn.Module, kind: str) -> dict[str, str]:
 
     >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     >>> tied[1].weight = tied[0].weight
-    >>> names(tied, "parameters")
+    >>> first_names(tied, "parameters")
     {'0.weight': '0.weight', '1.weight': '0.weight'}
     """
     first: dict[int, str] = {}

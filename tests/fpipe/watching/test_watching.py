@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe.watching.handle import Handles
-from fpipe.watching.names import names
+from fpipe.watching.code_names import find_names
+from fpipe.watching.containers import Expectations
 from schedules import one_f_one_b
 from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
@@ -475,22 +475,22 @@ def exact(value):
 
 @settings(max_examples=200)
 @given(VALUES, VALUES)
-def test_a_handle_holds_for_what_is_exactly_alike(value, other):
-    handle = Handles().of(value)
-    assert handle.holds(value)
-    assert not list(handle.differences(value, "here"))
+def test_an_expectation_holds_for_exactly_equal_values(value, other):
+    expectation = Expectations().expect(value)
+    assert expectation.holds(value)
+    assert not list(expectation.differences(value, "here"))
     if repr(exact(value)) != repr(exact(other)):
-        assert not handle.holds(other)
-        assert list(handle.differences(other, "here"))
+        assert not expectation.holds(other)
+        assert list(expectation.differences(other, "here"))
 
 
-def test_a_handle_of_what_contains_itself():
+def test_an_expectation_of_an_object_that_contains_itself():
     inside = SimpleNamespace(n=1)
     inside.me, inside.all = inside, [inside]
-    handle = Handles().of(inside)
-    assert handle.holds(inside)
+    expectation = Expectations().expect(inside)
+    assert expectation.holds(inside)
     inside.n = 2
-    assert [one.where for one in handle.differences(inside, "x")] == ["x.n"]
+    assert [one.where for one in expectation.differences(inside, "x")] == ["x.n"]
 
 
 def test_names_that_only_change_are_not_read():
@@ -502,7 +502,7 @@ def test_names_that_only_change_are_not_read():
         self.seen.append(self.width)
         return [WAYS for _ in range(2)], lambda: TABLE["scale"]
 
-    found = names(function.__code__)
+    found = find_names(function.__code__)
     assert found.outer == {"TABLE", "WAYS", "range"}
     assert found.attributes == {"helper", "width"}
     assert "scale" in found.keys

@@ -4,11 +4,13 @@
 Problem. A pipeline runs a copy of the model. A user who freezes a parameter of the original, or changes a dropout rate,
 expects the next step to follow.
 
-Idea. When the pipeline is built, every module's attributes, flags and submodules are recorded. Before each step, those
-that a capture has read are compared with the original.
+Idea. When the pipeline is built, record every module's attributes, flags and submodules. Before each step, compare
+those that a capture has read with the original.
 
 Invariant: modules, and the tensors and objects in them, are held by weak reference. Those that no longer exist are not
 compared.
+
+Runs: recorded when a pipeline is built, compared in every step.
 """
 
 from __future__ import annotations
@@ -23,34 +25,38 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.watching.handle import Difference, Handle, Handles, Keep, Same, Table, selected
-from fpipe.watching.reads import Reads
+from fpipe.capture.guards import module_place
+from fpipe.watching.attribute_reads import Reads
+from fpipe.watching.containers import Expectations, ExpectedEntries, IsRelevant, select_relevant
+from fpipe.watching.expectation import Difference, Expectation, ExpectedObject
 
-APART = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl")
-NOTHING = Same(lambda: None, "none")
-TORCHS = frozenset(dir(nn.Module)) - {"forward"}
+NOT_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl")
+NO_MODULE = ExpectedObject(lambda: None, "none")
+MODULE_NAMES = frozenset(dir(nn.Module)) - {"forward"}
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class ModuleState:
     """The relevant state of one module.
 
-    - `ref`: the module. `where`: its name in errors. `kind`: its class. `attributes`: those that were read.
-    - `parameters`: which require a gradient, by name; `buffers`: which are not `None`. Each is `None` if irrelevant.
+    - `ref`: a weak reference to the module. `where`: its name in errors. `kind`: its class.
+    - `attributes`: the attributes that were read.
+    - `parameters`: by name, whether it requires a gradient and its number of hooks; `None` if irrelevant.
+    - `buffers`: by name, whether it is a tensor rather than `None`; `None` if irrelevant.
     - `modules`: the submodules by name.
     """
 
     ref: Callable[[], nn.Module | None]
     where: str
     kind: type
-    attributes: Table
+    attributes: ExpectedEntries
     parameters: Mapping[str, tuple[bool, int] | None] | None
     buffers: Mapping[str, bool] | None
-    modules: Mapping[str, Same]
+    modules: Mapping[str, ExpectedObject]
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is unique among the rows of one model."""
+        """A key that is unique among the module states of one model."""
         table = self.attributes
         return self.where, table.keys, table.empty, tuple([key for key, _ in table.inner]), self.parameters is None
 
@@ -66,8 +72,8 @@ class Row:
             and len(inside) == len(self.modules)
             and (not inside or all(map(is_, inside.values(), [one.ref() for one in self.modules.values()])))
             and self.attributes.holds(table)
-            and (self.parameters is None or self.parameters == (parameters and flags(parameters)))
-            and (self.buffers is None or self.buffers == (buffers and present(buffers)))
+            and (self.parameters is None or self.parameters == (parameters and gradient_flags(parameters)))
+            and (self.buffers is None or self.buffers == (buffers and which_exist(buffers)))
         )
 
     def differences(self) -> Iterator[Difference]:
@@ -80,17 +86,17 @@ class Row:
             yield Difference(self.where, type(module).__name__, self.kind.__name__)
         yield from self.attributes.differences(table, f"{self.where}, attribute ")
         if self.parameters is not None:
-            found = flags(table["_parameters"])
-            yield from self._named("parameter", found, self.parameters, _flag)
+            found = gradient_flags(table["_parameters"])
+            yield from self._differences_by_name("parameter", found, self.parameters, _flag_text)
         if self.buffers is not None:
-            yield from self._named("buffer", present(table["_buffers"]), self.buffers, _presence)
+            yield from self._differences_by_name("buffer", which_exist(table["_buffers"]), self.buffers, _presence_text)
         for name in {**self.modules, **table["_modules"]}:
-            old, new = self.modules.get(name, NOTHING), table["_modules"].get(name)
+            old, new = self.modules.get(name, NO_MODULE), table["_modules"].get(name)
             if old.ref() is not new or (name in self.modules) is not (name in table["_modules"]):
                 got = "none" if new is None else f"another {type(new).__name__}"
-                yield Difference(f"{self.where}, submodule {name!r}", got, old.said)
+                yield Difference(f"{self.where}, submodule {name!r}", got, old.text)
 
-    def _named(
+    def _differences_by_name(
         self, what: str, got: Mapping[str, Any], expected: Mapping[str, Any], said: Callable[[Any], str]
     ) -> Iterator[Difference]:
         for name in {**expected, **got}:
@@ -99,86 +105,90 @@ class Row:
                 yield Difference(where, said(got.get(name)), said(expected.get(name)))
 
 
-def flags(parameters: Mapping[str, Any]) -> dict[str, tuple[bool, int] | None]:
+def gradient_flags(parameters: Mapping[str, Any]) -> dict[str, tuple[bool, int] | None]:
     """Return whether each parameter requires a gradient, and the number of hooks on it, by name."""
-    return {name: None if p is None else flag(p) for name, p in parameters.items()}
+    return {name: None if p is None else gradient_flag(p) for name, p in parameters.items()}
 
 
-def flag(parameter: Any) -> tuple[bool, int]:
+def gradient_flag(parameter: Any) -> tuple[bool, int]:
     """Return whether a parameter requires a gradient, and the number of hooks on its gradient."""
     return parameter.requires_grad, len(parameter._backward_hooks or ())
 
 
-def _flag(flag: tuple[bool, int] | None) -> str:
+def _flag_text(flag: tuple[bool, int] | None) -> str:
     if flag is None:
         return "none"
     return f"requires_grad={flag[0]}" + (f" and {flag[1]} hooks on its gradient" if flag[1] else "")
 
 
-def present(buffers: Mapping[str, Any]) -> dict[str, bool]:
+def which_exist(buffers: Mapping[str, Any]) -> dict[str, bool]:
     """Return which buffers are tensors, by name."""
     return {name: one is not None for name, one in buffers.items()}
 
 
-def _presence(there: bool | None) -> str:
+def _presence_text(there: bool | None) -> str:
     return "none" if there is None else "a tensor" if there else "None"
 
 
 @dataclass(frozen=True, eq=False)
-class Origin:
+class ModelState:
     """The modules of a model, by name, with the attributes that each had; and the number of distinct parameters."""
 
-    modules: Mapping[str, tuple[Row, Mapping[str, Handle | None]]]
+    modules: Mapping[str, tuple[ModuleState, Mapping[str, Expectation | None]]]
     parameters: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> Origin:
+    def of(cls, model: nn.Module) -> ModelState:
         """Return the current state of the modules of `model`."""
-        handles, found = Handles(), {}
+        expectations, found = Expectations(), {}
         for path, module in model.named_modules():
-            attributes = {n: None if n in APART else handles.of(one) for n, one in vars(module).items()}
-            found[path] = _row(path, module), attributes
+            table = vars(module)
+            attributes = {n: None if n in NOT_ATTRIBUTES else expectations.expect(one) for n, one in table.items()}
+            found[path] = _module_state(path, module), attributes
         return cls(found, len(list(model.parameters())))
 
     @property
     def places(self) -> dict[int, str]:
         """The ids of the modules that still exist, and what to call them."""
-        found = ((row.ref(), row.where) for row, _ in self.modules.values())
+        found = ((state.ref(), state.where) for state, _ in self.modules.values())
         return {id(module): where for module, where in found if module is not None}
 
-    def select(self, reads: Reads, keep: Keep, training: bool) -> tuple[Row, ...]:
-        """Return the rows, restricted to what `reads` covers; what only training depends on is ignored elsewhere."""
-        met: set[int] = set()
+    def select(self, reads: Reads, is_relevant: IsRelevant, training: bool) -> tuple[ModuleState, ...]:
+        """Return the states of the modules, reduced to what `reads` covers and a plan for `training`, or not, uses."""
+        seen: set[int] = set()
 
-        def chosen(row: Row, known: Mapping[str, Handle | None]) -> Row:
-            names = reads.of(row.kind, known) - ({"training"} if not training else set())
-            elsewhere = TORCHS | row.modules.keys() | {*(row.parameters or ()), *(row.buffers or ())}
-            absent = [n for n in names if n not in known and n not in elsewhere and not _is_cached(row.kind, n)]
+        def select_read(state: ModuleState, known: Mapping[str, Expectation | None]) -> ModuleState:
+            names = reads.of(state.kind, known) - ({"training"} if not training else set())
+            elsewhere = MODULE_NAMES | state.modules.keys() | {*(state.parameters or ()), *(state.buffers or ())}
+            absent = [n for n in names if n not in known and n not in elsewhere and not _is_cached(state.kind, n)]
             children = {name: child for name in names if (child := known.get(name)) is not None}
+            relevant = select_relevant(children, is_relevant, seen)
             return replace(
-                row,
-                attributes=Table.of(selected(children, keep, met), None, "{!r}", tuple(absent)),
-                parameters=row.parameters if training else None,
-                buffers=None if reads.is_written(row.kind, "_buffers") else row.buffers,
+                state,
+                attributes=ExpectedEntries.of(relevant, None, "{!r}", tuple(absent)),
+                parameters=state.parameters if training else None,
+                buffers=None if reads.is_written(state.kind, "_buffers") else state.buffers,
             )
 
-        return tuple(chosen(row, known) for row, known in self.modules.values())
+        return tuple(select_read(state, known) for state, known in self.modules.values())
 
 
 def _is_cached(kind: type, name: str) -> bool:
-    """Return whether a name is a property that is computed once, when it is first read."""
+    """Return whether a name is a property that is computed when it is first read, and then kept."""
     return isinstance(getattr_static(kind, name, None), cached_property)
 
 
-def _row(path: str, module: nn.Module) -> Row:
+def _module_state(path: str, module: nn.Module) -> ModuleState:
     table = vars(module)
     inside = table["_modules"]
-    return Row(
+    return ModuleState(
         ref=weakref.ref(module),
-        where=f"module {path or '(root)'} ({type(module).__name__})",
+        where=module_place(path, module),
         kind=type(module),
-        attributes=Table.of({}, None, "{!r}"),
-        parameters=flags(table["_parameters"]),
-        buffers=present(table["_buffers"]),
-        modules={n: NOTHING if m is None else Same(weakref.ref(m), type(m).__name__) for n, m in inside.items()},
+        attributes=ExpectedEntries.of({}, None, "{!r}"),
+        parameters=gradient_flags(table["_parameters"]),
+        buffers=which_exist(table["_buffers"]),
+        modules={
+            n: NO_MODULE if m is None else ExpectedObject(weakref.ref(m), type(m).__name__) for n, m in inside.items()
+        },
     )

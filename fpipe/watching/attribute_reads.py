@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attributes of modules are read and written while a model is captured, by module class.
+"""The attributes of modules that a capture reads and writes, by module class.
 
-A pipeline runs a copy of the model, but a loss or a hook may close over the original. What code reads of the original's
-modules is noted one by one.
+A pipeline runs a copy of the model, but a loss or a hook may close over the original. Reads of the original's modules
+are recorded one by one.
+
+Runs: when a pipeline is built.
 """
 
 from __future__ import annotations
@@ -16,18 +18,22 @@ from unittest.mock import patch
 
 from torch import nn
 
-REGISTERING = {  # what these methods write without assigning to an attribute
+REGISTRATIONS = {
     "register_buffer": "_buffers",
     "register_forward_hook": "_forward_hooks",
     "register_forward_pre_hook": "_forward_pre_hooks",
     "register_full_backward_hook": "_backward_hooks",
     "register_full_backward_pre_hook": "_backward_pre_hooks",
 }
+"""The attributes that methods of modules write without assigning to them."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The names of attributes, by class; if empty, everything counts as read. `original`: those of the original."""
+    """The names of the attributes that were read and written, by class; if `read` is empty, everything counts as read.
+
+    - `original`: what was read from the original model's modules, as text.
+    """
 
     read: Mapping[type, set[str]] = field(default_factory=dict)
     written: Mapping[type, set[str]] = field(default_factory=dict)
@@ -44,31 +50,31 @@ class Reads:
 
 
 @contextmanager
-def reading(originals: Mapping[int, str]) -> Iterator[Reads]:
-    """Yield the reads and writes of module attributes that happen inside.
+def record_reads(originals: Mapping[int, str]) -> Iterator[Reads]:
+    """Record the attributes of modules that are read and written inside.
 
-    `originals` are the original model's modules: their ids, and what to call them.
+    `originals`: the ids of the original model's modules, and what to call them.
     """
     read, written, original = defaultdict[type, set[str]](set), defaultdict[type, set[str]](set), set[str]()
     get: Any = object.__getattribute__
 
-    def getting(module: nn.Module, name: str) -> Any:
+    def get_and_record(module: nn.Module, name: str) -> Any:
         read[type(module)].add(name)
         if id(module) in originals:
             original.add(f"{originals[id(module)]}, attribute {name!r}")
         return get(module, name)
 
-    def noting(owner: Any, function: Any, name: str | None) -> Any:
-        def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def record_writes(method: str, function: Any, name: str | None) -> Any:
+        def call_and_record(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             written[type(module)].add(args[0] if name is None else name)
             return function(module, *args, **kwargs)
 
-        return patch.object(nn.Module, owner, noted)
+        return patch.object(nn.Module, method, call_and_record)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(nn.Module, "__getattribute__", getting))
+        stack.enter_context(patch.object(nn.Module, "__getattribute__", get_and_record))
         for method in ("__setattr__", "__delattr__"):
-            stack.enter_context(noting(method, getattr(nn.Module, method), None))
-        for method, name in REGISTERING.items():
-            stack.enter_context(noting(method, getattr(nn.Module, method), name))
+            stack.enter_context(record_writes(method, getattr(nn.Module, method), None))
+        for method, name in REGISTRATIONS.items():
+            stack.enter_context(record_writes(method, getattr(nn.Module, method), name))
         yield Reads(read, written, original)

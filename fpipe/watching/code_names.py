@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names that a function reads, from its bytecode: globals, variables that it closes over, attributes, keys.
 
-A load that only feeds an update is not a read: `calls += 1` and `seen.append(x)` don't affect the result.
+A load that only feeds an update doesn't count: `calls += 1` and `seen.append(x)` don't affect the result.
+
+Runs: when a pipeline is built.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ CHANGING = frozenset(
 
 
 @dataclass(frozen=True)
-class Names:
+class CodeNames:
     """The names in some code.
 
-    - `outer`: globals and free variables that it reads. `attributes`: those that it reads, of any object. `keys`:
-      strings that may be used as keys of mappings. `stored`: attributes and variables that it assigns to.
+    - `outer`: the globals and free variables that it reads.
+    - `attributes`: the attributes that it reads, of any object.
+    - `keys`: strings that may be keys of mappings.
+    - `stored`: attributes and variables that it assigns to.
     """
 
     outer: frozenset[str] = frozenset()
@@ -34,8 +38,8 @@ class Names:
     keys: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()
 
-    def __or__(self, other: Names) -> Names:
-        return Names(
+    def __or__(self, other: CodeNames) -> CodeNames:
+        return CodeNames(
             self.outer | other.outer,
             self.attributes | other.attributes,
             self.keys | other.keys,
@@ -43,14 +47,14 @@ class Names:
         )
 
 
-def names(code: CodeType) -> Names:
+def find_names(code: CodeType) -> CodeNames:
     """Return the names that `code`, and the functions defined in it, read and store.
 
     >>> def counting(self):
     ...     seen.append(table["key"])
     ...     self.calls += 1
     ...     return self.scale * factor
-    >>> found = names(counting.__code__)
+    >>> found = find_names(counting.__code__)
     >>> sorted(found.outer), sorted(found.attributes), sorted(found.keys)
     (['factor', 'table'], ['scale'], ['key'])
     """
@@ -72,7 +76,7 @@ def names(code: CodeType) -> Names:
         elif what == "LOAD_CONST" and isinstance(name, str):
             stored_at = after is not None and after.opname in ("COPY", "STORE_SUBSCR")  # d["n"] += 1 copies d and "n"
             keys.update([] if stored_at else [name])
-    found = Names(
+    found = CodeNames(
         frozenset(name for name, count in outer.items() if count > 0),
         frozenset(attributes),
         frozenset(keys),
@@ -80,5 +84,5 @@ def names(code: CodeType) -> Names:
     )
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found |= names(inner)
+            found |= find_names(inner)
     return found

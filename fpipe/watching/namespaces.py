@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The namespaces that code reads besides its arguments and the model: globals, closures, class attributes.
+
+Code that runs as Python in every step sees their current values. Recorded code, in a graph or in a module that is cut,
+doesn't look again; so for that code the namespaces are recorded here and compared before each step.
+
+Runs: namespaces are found when a pipeline is built, and compared in every step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fpipe.capture.eager_types import STAND_INS
+from fpipe.capture.guards import module_place
+from fpipe.watching.attribute_reads import Reads
+from fpipe.watching.containers import Expectations, ExpectedContainer, ExpectedEntries, select_relevant
+from fpipe.watching.expectation import Difference, Expectation, ExpectedValue
+from fpipe.watching.reachable_code import ReachableCode, closure_variables, is_users
+
+IGNORED_TYPES = (ModuleType, logging.Logger, logging.LoggerAdapter)
+"""Types whose contents don't affect results."""
+
+
+class Namespace(NamedTuple):
+    """A namespace that code reads: how to get it now, what is expected in it, and its name in errors."""
+
+    now: Callable[[], Mapping[str, Any]]
+    expected: ExpectedEntries
+    where: str
+
+    def holds(self) -> bool:
+        """Return whether it is unchanged."""
+        return self.expected.holds(self.now())
+
+    def differences(self) -> Iterator[Difference]:
+        """Yield what has changed."""
+        return self.expected.differences(self.now(), self.where)
+
+
+def find_namespaces(roots: Iterable[Any], reads: Reads, reached: ReachableCode) -> tuple[Namespace, ...]:
+    """Return the namespaces, as they are now, that the code `reached` from `roots` reads."""
+    return tuple(_NamespaceFinder(reads, reached).find(roots))
+
+
+class _NamespaceFinder:
+    """Finds the namespaces that reached code reads, and records the part of each that it reads."""
+
+    def __init__(self, reads: Reads, reached: ReachableCode) -> None:
+        self.reads, self.reached, self.expectations, self.seen = reads, reached, Expectations(), set[int]()
+
+    def find(self, roots: Iterable[Any]) -> Iterator[Namespace]:
+        """Yield all namespaces of which something is read."""
+        yield from self._closures()
+        for table, used in self._globals():
+            values = {name: table[name] for name in sorted(used)}
+            yield from self._namespace(partial(_same_table, table), values, f"module {table.get('__name__')}, global ")
+        for owner, names in self._owners():
+            read = [name for name in vars(owner) if name in names and not name.startswith("__")]
+            values = {name: vars(owner)[name] for name in read}
+            kind = "class" if isinstance(owner, type) else "module"
+            yield from self._namespace(partial(vars, owner), values, f"{kind} {owner.__name__}, attribute ")
+        for root in roots:
+            yield from self._root(root)
+
+    def _closures(self) -> Iterator[Namespace]:
+        """Yield the variables that functions close over, except functions and classes: these are reached themselves."""
+        for function in self.reached.functions:
+            variables = closure_variables(function)
+            values = {name: one for name, one in variables.items() if not isinstance(one, FunctionType | type)}
+            where = f"{function.__module__}.{function.__qualname__}, which closes over "
+            yield from self._namespace(partial(closure_variables, function), values, where)
+
+    def _globals(self) -> Iterable[tuple[dict[str, Any], set[str]]]:
+        """Return the global namespaces, and which of their names are read."""
+        found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        for function in self.reached.functions:
+            table = function.__globals__
+            names = self.reached.names_of(function.__code__).outer & table.keys()
+            found.setdefault(id(table), (table, set()))[1].update(names)
+        return found.values()
+
+    def _owners(self) -> Iterator[tuple[type | ModuleType, Collection[str]]]:
+        """Yield classes and Python modules, and which of their names are read."""
+        names = self.reached.names.attributes
+        for kind in self.reached.classes:
+            read = names | self.reads.read.get(kind, set())
+            yield from [(base, read) for base in kind.__mro__ if is_users(base)]
+        yield from [(module, names) for module in self.reached.modules]
+
+    def _root(self, root: Any) -> Iterator[Namespace]:
+        """Yield the namespaces of a loss that is a module or another object with attributes."""
+        if isinstance(root, nn.Module):
+            for path, module in root.named_modules():
+                table = vars(module)
+                values = {name: table[name] for name in self.reads.of(type(module), table) if name in table}
+                where = f"{module_place(path, module)} of the loss, attribute "
+                yield from self._namespace(partial(vars, module), values, where)
+        elif not isinstance(root, FunctionType):
+            yield from self._namespace(partial(dict, loss=root), {"loss": root}, "the ")
+
+    def _namespace(
+        self, now: Callable[[], Mapping[str, Any]], values: Mapping[str, Any], where: str
+    ) -> Iterator[Namespace]:
+        """Yield the namespace that has these `values`, if any of them can be compared."""
+        children = {name: child for name, one in values.items() if (child := self._expect(name, one)) is not None}
+        relevant = select_relevant(children, partial(is_relevant, self.reached), self.seen)
+        expected = {
+            name: child
+            for name, child in relevant.items()
+            if not (isinstance(child, ExpectedContainer) and not child.children)
+        }
+        if expected:
+            yield Namespace(now, ExpectedEntries.of(expected, None, "{!r}"), where)
+
+    def _expect(self, name: str, value: Any) -> Expectation | None:
+        """Expect a variable to stay as it is; return `None` if it can't be compared or needn't be."""
+        if any(value is stand_in for stand_in in STAND_INS):  # a capture is in progress
+            return None
+        is_code = isinstance(value, type) or (callable(value) and type(value).__module__ in ("builtins", "functools"))
+        expectation = ExpectedValue(value) if is_code else self.expectations.expect(value)
+        return None if name in self.reached.names.stored or isinstance(value, IGNORED_TYPES) else expectation
+
+
+def is_relevant(reached: ReachableCode, name: str, is_attribute: bool) -> bool:
+    """Return whether the reached code reads an attribute, or a key, of that name, and does not set it itself."""
+    names = reached.names
+    if is_attribute:
+        return name in names.attributes and name not in names.stored
+    return name in names.keys or name in names.attributes
+
+
+def _same_table(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    return table

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A quick check of all modules of a model at once.
+
+Problem. There are thousands of modules, and comparing each with its `ModuleState` takes microseconds, most of them
+spent on scattered memory reads.
+
+Idea. Collect the state of all modules in a few long lists, each filled in one sweep. As long as the lists equal those
+from a time when all module states held, all of them still hold. If not, the module states say what differs, or that the
+difference doesn't matter.
+
+Runs: in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from fpipe.watching.containers import ExpectedEntries
+from fpipe.watching.model_state import ModuleState, gradient_flag
+
+Lists: TypeAlias = tuple[list[Any], ...]
+
+_flatten, _parts = chain.from_iterable, itemgetter("_modules", "_parameters", "_buffers")
+
+
+@dataclass(frozen=True, eq=False)
+class QuickCheck:
+    """The lists collected when all module states held; `None` if there were no modules, or one no longer existed.
+
+    - `modules`: weak references.
+    - `empty`, `absent`: for each module, the names of attributes that were empty, or did not exist.
+    - `tables`: what the other attributes were, by position, for modules that have any.
+    """
+
+    modules: Sequence[Callable[[], nn.Module | None]]
+    empty: Sequence[tuple[str, ...]]
+    absent: Sequence[tuple[str, ...]]
+    tables: Sequence[tuple[int, ExpectedEntries]]
+    lists: Lists | None = None
+
+    @classmethod
+    def of(cls, states: Sequence[ModuleState]) -> QuickCheck:
+        """Return a check of the modules with these states, all of which must hold now."""
+        known = [
+            (k, state.attributes) for k, state in enumerate(states) if state.attributes.keys or state.attributes.inner
+        ]
+        check = cls(
+            modules=[state.ref for state in states],
+            empty=[state.attributes.empty for state in states],
+            absent=[state.attributes.absent for state in states],
+            tables=[(k, replace(table, empty=(), kinds=(), absent=())) for k, table in known],
+        )
+        return replace(check, lists=check._collect())
+
+    def passes(self) -> bool:
+        """Return whether all modules still exist and look the same."""
+        return self.lists is not None and self.lists == self._collect()
+
+    def _collect(self) -> Lists | None:
+        """Return the lists as they are now; `None` if a module no longer exists or its attributes have changed."""
+        modules = [ref() for ref in self.modules]
+        kinds = [*map(type, modules)]
+        if not modules or type(None) in kinds:
+            return None
+        attributes = [*map(vars, modules)]
+        if not all(table.holds(attributes[k]) for k, table in self.tables):
+            return None
+        inside, parameters, buffers = zip(*map(_parts, attributes), strict=True)
+        empty = [one.get(key) for one, keys in zip(attributes, self.empty, strict=True) for key in keys]
+        exists = [key in one for one, keys in zip(attributes, self.absent, strict=True) for key in keys]
+        children = [*_flatten(inside)], [*map(id, _flatten(map(dict.values, inside)))]
+        return kinds, [*map(type, empty)], [*map(bool, empty)], exists, *children, *_tensor_lists(parameters, buffers)
+
+
+def _tensor_lists(parameters: Sequence[dict[str, Tensor | None]], buffers: Sequence[dict[str, Tensor | None]]) -> Lists:
+    """Return the names of parameters and buffers, which of them exist, and the flags and hooks of gradients."""
+    found = [*_flatten(map(dict.values, parameters))]
+    flags = [gradient_flag(p) for p in found if p is not None]
+    missing = [(name, one is None) for table in buffers for name, one in table.items()]
+    return [*_flatten(parameters)], [*map(id, found)], flags, missing
