@@ -48,7 +48,7 @@ class Spec:
     def resize(self, shape: tuple[int, ...]) -> Spec:
         """Return this spec with another shape: dimensions in the same memory order, without gaps.
 
-        >>> Spec.of(torch.zeros(2, 3).t()).sized((5, 4)).stride
+        >>> Spec.of(torch.zeros(2, 3).t()).resize((5, 4)).stride
         (1, 5)
         """
         if shape == self.shape:
