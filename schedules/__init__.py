@@ -13,6 +13,7 @@ from schedules.errors import (
     ScheduleError,
     SizeError,
     TableError,
+    TimelineError,
     VocabularyError,
 )
 from schedules.families import (
@@ -80,6 +81,7 @@ __all__ = [
     "Span",
     "TableError",
     "Timeline",
+    "TimelineError",
     "U",
     "VocabularyError",
     "W",

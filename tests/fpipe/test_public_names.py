@@ -1,17 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users type does not change by accident."""
+"""What users type does not change by accident, and what they are shown imports public names only."""
 
+import ast
+import importlib
 import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import fpipe
 
-NAMES = """
+PLACES = {
+    "fpipe": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline PipelineError
 ScheduleError SizeError Step TransportError Verification VocabularyError __version__ costs evaluate pipeline reference
 safetensors timeline value_and_grad verify
-"""
+""",
+    "fpipe.errors": """
+CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
+TransportError VocabularyError
+""",
+    "schedules": """
+Action B C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
+ProgramError R Schedule ScheduleError SizeError Sizes Span TableError Timeline U VocabularyError W bidirectional
+breadth_first chain check chimera connect critical_path dag defer_weights drawing dualpipe dualpipe_v eager_1f1b
+estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
+memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule seq_1f1b
+TimelineError
+simulate spans split_backward summarize transform v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1 zb_h2 zb_v
+""",
+    "schedules.drawing": """
+ansi legend plain svg text texts trace
+""",
+    "schedules.files": """
+Listing own pipelining read_csv write_csv
+""",
+    "schedules.testing": """
+conformance costs graphs mutants orders require_bounds require_matching_ends require_round_trip require_same_times
+schedules sizes timed
+""",
+}
+HOME = Path(__file__).parents[2]
+PAGES = [*sorted(HOME.glob("*.md")), *(p for p in sorted((HOME / "docs").rglob("*.md")) if p.name != "front_ends.md")]
 
 SIGNATURES = {
     "pipeline": (
@@ -40,9 +73,45 @@ def text(function):
     return " ".join(found)
 
 
-def test_the_public_names():
-    assert sorted(fpipe.__all__) == sorted(NAMES.split())
-    assert all(hasattr(fpipe, name) for name in fpipe.__all__)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_public_names(place):
+    module = importlib.import_module(place)
+    assert sorted(module.__all__) == sorted(PLACES[place].split())
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def code(page):
+    """The Python of a page; of a session, what is typed."""
+    text = page.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    typed = re.findall(r"^ *(?:>>>|\.\.\.) ((?:from|import) .*)$", text, re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks] + typed
+
+
+def private_imports(tree: ast.AST) -> Iterator[str]:
+    """What is imported from our packages, but from no public place or not among its names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            place, _, last = name.rpartition(".")
+            ours = name.split(".")[0] in ("fpipe", "schedules")
+            if ours and name not in PLACES and last not in PLACES.get(place, "").split():
+                yield name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_import_public_names_only(page):
+    assert not [name for block in code(page) for name in private_imports(ast.parse(block))]
+
+
+@pytest.mark.parametrize("example", sorted((HOME / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_import_public_names_only(example):
+    assert not [*private_imports(ast.parse(example.read_text()))]
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
