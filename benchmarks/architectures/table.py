@@ -14,21 +14,21 @@ HEAD = """# Models
 
 Architectures of [transformers](https://github.com/huggingface/transformers) {version} as tiny random models, cut
 evenly, in two microbatches, at commit {commit}. Loss, outputs, all gradients and all buffers are compared, bit for bit,
-with the model's own eager loop on one device and with `fpipe.reference`; with dropout, which draws other numbers there,
-with the reference. Made by
+with the model's own eager loop on one device and with `fpipe.reference`. With dropout, which draws other numbers in an
+eager loop, they are compared with the reference only. Anyone can write this page again:
 
     python benchmarks/architectures
 
-which anyone can run again. Text has 64 tokens, heads are 32 wide, and keys and values have fewer heads where the
-configuration has a field for that and the model accepts it. Batches are padded; under 1F1B one without padding follows
-through the same pipeline. Models are used as their authors wrote them, with the attention that they choose by default,
-without caches (`use_cache=False`) and without layers that are dropped at random. Where a model computes a loss, that is
-the loss; else it is a sum of mean squares of the outputs. A model is tried if a plain eager step of it runs on a batch
-that the script can make up. A module that branches on data is named in `unsplittable`.
+Texts have 64 tokens, and heads are 32 wide. Keys and values have fewer heads if the configuration has a field for that
+and the model accepts it. Batches are padded; under 1F1B, a batch without padding follows through the same pipeline.
+Models are used as their authors wrote them, with their default attention, without caches (`use_cache=False`), and without
+layers that are dropped at random. If a model computes a loss, that is the loss; otherwise it is a sum of mean squares of
+the outputs. A model is tried if a plain eager step of it runs on a batch that the script can make up. A module that
+branches on data is named in `unsplittable`.
 
 There are six variants: {schedules}, each with `backward="autograd"` and with
-`"graph"`. All architectures are run in the first, then in the others, as far as the run got: a row that names variants
-was run in these alone.
+`"graph"`. All architectures are run in the first variant, then in the others, as far as the run got. A row that names
+variants was run in those only.
 """
 
 
@@ -43,10 +43,10 @@ def page(trials: Sequence[Trial], commit: str) -> str:
         [
             HEAD.format(version=transformers.__version__, commit=commit, schedules="; ".join(SCHEDULES)),
             *_table(("", "architectures"), _counts(equal, wrong, untried)),
-            "\n## Where not\n",
+            "\n## Not equal\n",
             *_table(("model type", "class", "in how many of the variants", "why"), map(_wrong, wrong)),
             "\n## Equal\n",
-            "Where the second of two stages begins: at the first operation of this module.\n",
+            "The second of two stages begins at the first operation of the module named here.\n",
             *_table(("model type", "class", "parameters", "heads", "batch", "second stage", ""), map(_row, equal)),
             "\n## Not tried\n",
             *_table(("model type", "class", "why"), left),

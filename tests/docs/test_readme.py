@@ -96,6 +96,11 @@ def test_the_two_commands_are_in_the_makefile():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
+def test_what_the_makefile_runs_is_here():
+    for target in re.findall(r"examples/\S+\.py|(?<=-m )benchmarks\b", (HOME / "Makefile").read_text()):
+        assert (HOME / target).is_file() or (HOME / target / "__main__.py").is_file()
+
+
 def test_links_lead_somewhere():
     broken = [
         f"{path.name}: {target}"

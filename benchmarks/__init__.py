@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks; `python -m benchmarks` runs them."""

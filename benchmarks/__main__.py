@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run all benchmarks and write one table of their measurements, with date, machine and versions.
+
+    python -m benchmarks                        # all, into docs/benchmarks.md: about twenty minutes
+    python -m benchmarks splitting throughput   # some, printed
+
+Each is a separate program that prints rows of the table, and may print more tables under a heading. Its docstring says
+what it measures. If one fails, the others still run; the table says so, and the run ends with an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from benchmarks.common.machine import machine
+from benchmarks.common.rows import HEADER
+
+FOLDER: Final = Path(__file__).parent
+PAGE: Final = FOLDER.parent / "docs" / "benchmarks.md"
+NAMES: Final = (
+    "splitting",
+    "overhead",
+    "throughput",
+    "llama",
+    "prediction",
+    "startup",
+    "memory",
+    "planning",
+    "profiling",
+    "agreement",
+)
+
+
+class Found(NamedTuple):
+    """The output of a benchmark: its rows, what comes below the table, and the `seconds` it ran."""
+
+    name: str
+    rows: str
+    details: str
+    failed: bool
+    seconds: float
+
+
+def run(name: str) -> Found:
+    """Run one benchmark."""
+    start = time.perf_counter()
+    command, here = [sys.executable, "-m", f"benchmarks.{name}"], FOLDER.parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=here, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    rows, _, details = done.stdout.partition("\n## ")
+    failed = done.returncode != 0
+    rows = rows.strip() or f"| {name}: failed | | | | | | |"
+    return Found(name, rows, f"## {details.strip()}" if details else "", failed, time.perf_counter() - start)
+
+
+def notes(name: str) -> str:
+    """Return the docstring of a benchmark under a heading; its command, being indented, shows as code."""
+    text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
+    return f"### `benchmarks/{name}.py`\n\n{text}"
+
+
+def page(found: list[Found]) -> str:
+    """Return the whole page."""
+    minutes = sum(one.seconds for one in found) / 60
+    head = (
+        "# Benchmarks\n\n`make bench` writes this page. The incumbent is `torch.distributed.pipelining` of the same "
+        "torch, in the same run. Where its column is empty, it has nothing to measure. One thread per process."
+        f"\n\n{machine()}; {minutes:.0f} minutes in all."
+    )
+    table = "\n".join([HEADER, *(one.rows for one in found)])
+    details = [one.details for one in found if one.details]
+    return "\n\n".join([head, table, *details, "## What was measured", *(notes(one.name) for one in found)]) + "\n"
+
+
+def main() -> int:
+    names = sys.argv[1:] or NAMES
+    found = []
+    for name in names:
+        found.append(run(name))
+        print(f"{name}: {found[-1].seconds:.0f} s", *found[-1][1:3], sep="\n", flush=True)
+    if not sys.argv[1:]:
+        PAGE.write_text(page(found))
+        print(f"written to {PAGE}")
+    return max(one.failed for one in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
