@@ -21,10 +21,10 @@ eager loop, they are compared with the reference only. Anyone can write this pag
 
 Texts have 64 tokens, and heads are 32 wide. Keys and values have fewer heads if the configuration has a field for that
 and the model accepts it. Batches are padded; under 1F1B, a batch without padding follows through the same pipeline.
-Models are used as their authors wrote them, with their default attention, without caches (`use_cache=False`), and without
-layers that are dropped at random. If a model computes a loss, that is the loss; otherwise it is a sum of mean squares of
-the outputs. A model is tried if a plain eager step of it runs on a batch that the script can make up. A module that
-branches on data is named in `unsplittable`.
+Models are used as their authors wrote them, with their default attention, without caches (`use_cache=False`), and
+without layers that are dropped at random. If a model computes a loss, that is the loss; otherwise it is a sum of mean
+squares of the outputs. A model is tried if a plain eager step of it runs on a batch that the script can make up. A
+module that branches on data is named in `unsplittable`.
 
 There are six variants: {schedules}, each with `backward="autograd"` and with
 `"graph"`. All architectures are run in the first variant, then in the others, as far as the run got. A row that names
