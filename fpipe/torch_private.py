@@ -94,6 +94,9 @@ NAMES: Final = (
     Name("torch._is_all_true", "distributions that check their arguments"),
     Name("torch._transformer_encoder_layer_fwd", "the fast path of torch's attention modules"),
     Name("torch._native_multi_head_attention", "the fast path of torch's attention modules"),
+    Name("torch._C._stash_obj_in_tls", "captures that run a backward in the threads of an accelerator"),
+    Name("torch._C._is_key_in_tls", "captures that run a backward in the threads of an accelerator"),
+    Name("torch._C._get_obj_in_tls", "captures that run a backward in the threads of an accelerator"),
     Name("torch.nn.modules.activation._is_make_fx_tracing", "the fast path of torch's attention modules"),
     Name("torch.utils.checkpoint._checkpoint_without_reentrant_generator", "activation checkpointing"),
     Name("torch.utils.checkpoint._checkpoint_hook", "activation checkpointing"),
@@ -256,6 +259,9 @@ set_grad_enabled: Any = torch._C._set_grad_enabled
 gelu: Any = torch._C._nn.gelu
 
 # what a capture replaces
+set_thread_local: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+has_thread_local: Callable[[str], bool] = torch._C._is_key_in_tls
+get_thread_local: Callable[[str], Any] = torch._C._get_obj_in_tls
 FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
 TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.eager_types import hide_fakes, tolist
 from fpipe.capture.fast_paths import allow_fast_paths
+from fpipe.patching import replace
 from fpipe.runtime.segments.branching import report_read
 from fpipe.tensors.fake import Fakes
 from fpipe.torch_private import (
@@ -145,8 +145,8 @@ def assume_values(mode: FakeTensorMode) -> Iterator[AssumedValues]:
     """Answer reads of values from fake tensors of `mode` inside; yield a record of whether there were any."""
     answers = AssumedValues()
     with (
-        patch.object(*TENSOR_CHECK, check_all),
-        patch.object(*ARGUMENT_CHECK, check_valid),
+        replace(*TENSOR_CHECK, check_all),
+        replace(*ARGUMENT_CHECK, check_valid),
         hide_fakes(),
         allow_fast_paths(answers.note_nested),
         _answer_nonzero(mode, answers),

@@ -13,10 +13,9 @@ answer of an eager run, because no compiler is active.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
-from unittest.mock import patch
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from fpipe.capture.guards import current_line
 from fpipe.errors import CaptureError
+from fpipe.patching import ByThread, replace, replace_value, share
 from fpipe.torch_private import FAKE_TENSOR, DataDependentOutputException, FakeTensor
 
 OURS = ("torch", "fpipe")
@@ -32,12 +32,16 @@ UNCONCERNED = sys.stdlib_module_names - {"__main__"} | {*OURS, "optree", "numpy"
 """Packages in which no model asks for a type."""
 
 
+HIDING: Final = ByThread()
+"""Whether fake tensors are hidden, by thread: all threads find the stand-ins in modules."""
+
+
 class _StandInMeta(type(FakeTensor)):  # type: ignore[misc]
     """The class of `StandIn`: fake tensors are its instances, but only if torch asks."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        return _is_ours(caller) and isinstance(instance, FakeTensor)
+        return (_is_ours(caller) or not HIDING.newest(False)) and isinstance(instance, FakeTensor)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> FakeTensor:
         return FakeTensor(*args, **kwargs)
@@ -51,7 +55,7 @@ class _TypeMeta(type):
     """The class of `Type`, which behaves like `type` in calls and instance checks."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or not isinstance(args[0], FakeTensor):
+        if len(args) != 1 or not isinstance(args[0], FakeTensor) or not HIDING.newest(False):
             return type(*args, **kwargs)
         if isinstance(args[0], nn.Parameter):
             raise CaptureError(
@@ -84,22 +88,24 @@ def hide_fakes() -> Iterator[None]:
     if FAKE_TENSOR.value is StandIn:
         yield
         return
-    spaces = [vars(module) for name, module in list(sys.modules.items()) if _is_foreign(name, module)]
-    with ExitStack() as stack:
-        stack.callback(_remove_type, spaces)
-        for space in spaces:
-            space["type"] = Type
-        stack.enter_context(patch.object(*FAKE_TENSOR, StandIn))
-        stack.enter_context(patch.object(FakeTensor, "tolist", tolist))
-        for module in _importers():
-            stack.enter_context(patch.object(module, "FakeTensor", StandIn))
-        yield
+    modules = list(sys.modules.items())
+    thread = HIDING.push(True)
+    try:
+        with (
+            share([vars(module) for name, module in modules if _is_foreign(name, module)], "type", Type),
+            share([vars(module) for name, module in modules if _is_importer(name, module)], "FakeTensor", StandIn),
+            replace_value(*FAKE_TENSOR, StandIn),
+            replace(FakeTensor, "tolist", tolist),
+        ):
+            yield
+    finally:
+        HIDING.pop(thread)
 
 
 @contextmanager
 def show_fakes() -> Iterator[None]:
     """Let dynamo, inside, find the class of fake tensors where it looks it up: it compares types."""
-    with patch.object(*FAKE_TENSOR, FakeTensor):
+    with replace_value(*FAKE_TENSOR, FakeTensor):
         yield
 
 
@@ -115,22 +121,13 @@ def tolist(tensor: Tensor) -> Any:
 def _is_foreign(name: str, module: Any) -> bool:
     """Return whether a module is a user's, or of a library that runs models, and has no `type` of its own."""
     package = name.partition(".")[0]
-    return package not in UNCONCERNED and "type" not in getattr(module, "__dict__", {"type": None})
+    return package not in UNCONCERNED and getattr(module, "__dict__", {"type": None}).get("type", Type) is Type
 
 
-def _remove_type(spaces: Iterable[dict[str, Any]]) -> None:
-    for space in spaces:
-        space.pop("type", None)
-
-
-def _importers() -> list[Any]:
-    """Return the modules outside of `OURS` that have imported `FakeTensor`."""
-    found = [(name, module) for name, module in sys.modules.items() if _names_it(module)]
-    return [module for name, module in found if not _is_ours(name)]
-
-
-def _names_it(module: Any) -> bool:
-    return getattr(module, "__dict__", {}).get("FakeTensor") is FakeTensor
+def _is_importer(name: str, module: Any) -> bool:
+    """Return whether a module outside of `OURS` has imported `FakeTensor`."""
+    found = getattr(module, "__dict__", {}).get("FakeTensor")
+    return (found is FakeTensor or found is StandIn) and not _is_ours(name)
 
 
 def _is_ours(module: str) -> bool:

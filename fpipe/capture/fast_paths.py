@@ -11,16 +11,15 @@ do not support. It takes the slow path on fake tensors, and the recorder is noti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from fpipe.patching import caller, replace
 from fpipe.torch_private import FUSED_ATTENTION, IS_TRACING, FakeTensor, fused_encoder_layer
 
 TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor)
@@ -34,24 +33,24 @@ def allow_fast_paths(nested: Callable[[], None] = lambda: None) -> Iterator[None
     """Answer torch's modules inside as in an eager run; call `nested` where that would make nested tensors."""
 
     def answered(tensors: Iterable[Any]) -> Any:
-        caller = sys._getframe(1)
-        if not caller.f_globals.get("__name__", "").startswith("torch.nn.modules."):
+        asking = caller()
+        if not asking.f_globals.get("__name__", "").startswith("torch.nn.modules."):
             return has_torch_function(tensors)
-        if _is_encoder(caller):
+        if _is_encoder(asking):
             if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
                 nested()
             return True
         return any(isinstance(tensor, Tensor) and type(tensor) not in TENSOR_TYPES for tensor in tensors)
 
     with (
-        patch.object(torch.overrides, "has_torch_function", answered),
-        patch.object(*IS_TRACING, lambda: False),
+        replace(torch.overrides, "has_torch_function", answered),
+        replace(*IS_TRACING, lambda: False),
     ):
         yield
 
 
-def _is_encoder(caller: FrameType) -> bool:
-    return caller.f_code is nn.TransformerEncoder.forward.__code__
+def _is_encoder(frame: FrameType) -> bool:
+    return frame.f_code is nn.TransformerEncoder.forward.__code__
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import optree
 import torch
@@ -38,6 +37,7 @@ from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured
 from fpipe.ir.objective import Objective, call_model
 from fpipe.model.stateless import on_meta, skeleton
+from fpipe.patching import current, replace
 from fpipe.tensors.tree import Structure, flatten, flatten_all
 from fpipe.torch_private import TorchDispatchMode
 
@@ -153,7 +153,7 @@ class _ProxyTracer(torch.fx.Tracer):
 @contextmanager
 def _allow_in_place() -> Iterator[None]:
     """Allow `self.buffer += x`, which assigns the buffer to itself."""
-    assign: Any = nn.Module.__setattr__
+    assign: Any = current(nn.Module, "__setattr__")
 
     def assigning(module: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, _Proxy) and value.node.target in IN_PLACE:
@@ -162,7 +162,7 @@ def _allow_in_place() -> Iterator[None]:
                 return
         assign(module, name, value)
 
-    with patch.object(nn.Module, "__setattr__", assigning):
+    with replace(nn.Module, "__setattr__", assigning):
         yield
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fpipe.errors import CaptureError
+from fpipe.patching import current, replace
 from fpipe.tensors.attributes import refuse_marks
 from fpipe.tensors.settings import changes_since, settings
 from fpipe.tensors.tree import Structure, flatten
@@ -86,11 +86,11 @@ def guard(model: nn.Module) -> Iterator[None]:
         refuse_in_graph(f"an assignment to the {kind} {name!r}", where, "the new value would be lost")
 
     with (
-        patch.object(torch.autograd.Function, "apply", classmethod(custom_function)),
-        patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
-        patch.object(Tensor, "register_hook", tensor_hook),
-        patch.object(torch, "manual_seed", seed),
-        patch.object(torch.random, "manual_seed", seed),
+        replace(torch.autograd.Function, "apply", custom_function),
+        replace(torch.autograd.graph.saved_tensors_hooks, "__enter__", saved_tensor_hooks),
+        replace(Tensor, "register_hook", tensor_hook),
+        replace(torch, "manual_seed", seed),
+        replace(torch.random, "manual_seed", seed),
         _assignments(modules, lambda old, new: not _is_harmless(old, new), assignment),
         _NoForeignParameters(modules, "the loss"),
         _SameSettings(modules),
@@ -110,7 +110,7 @@ def refuse_autocast(model: nn.Module) -> Iterator[None]:
             'capture="trace", where modules run as they are.'
         )
 
-    with patch.object(torch.autocast, "__enter__", enter):
+    with replace(torch.autocast, "__enter__", enter):
         yield
 
 
@@ -121,7 +121,7 @@ def _assignments(
     refuse: Callable[[nn.Module, str, str], NoReturn],
 ) -> Iterator[None]:
     """Call `refuse(module, name, where)` for each assignment to one of `modules` of an unwanted (old, new) value."""
-    assign: Callable[..., None] = nn.Module.__setattr__
+    assign: Callable[..., None] = current(nn.Module, "__setattr__")
 
     def watching(module: nn.Module, name: str, value: object) -> None:
         where = modules.get(_identity(module))
@@ -129,7 +129,7 @@ def _assignments(
             refuse(module, name, where)
         assign(module, name, value)
 
-    with patch.object(nn.Module, "__setattr__", watching):
+    with replace(nn.Module, "__setattr__", watching):
         yield
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
-from unittest.mock import patch
 
 from torch import Tensor, nn
 
 from fpipe.errors import CaptureError
+from fpipe.patching import replace
 from fpipe.torch_private import FakeTensor
 
 MARKS: Final = "_original_attributes"
@@ -47,5 +47,5 @@ def refuse_marks() -> Iterator[None]:
             )
         raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
 
-    with patch.object(FakeTensor, "__getattr__", missing, create=True):
+    with replace(FakeTensor, "__getattr__", missing):
         yield

@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
+
+from fpipe.patching import current, replace
 
 REGISTRATIONS = {
     "register_buffer": "_buffers",
@@ -56,7 +57,7 @@ def record_reads(originals: Mapping[int, str]) -> Iterator[Reads]:
     `originals`: the ids of the original model's modules, and what to call them.
     """
     read, written, original = defaultdict[type, set[str]](set), defaultdict[type, set[str]](set), set[str]()
-    get: Any = object.__getattribute__
+    get: Any = current(nn.Module, "__getattribute__")
 
     def get_and_record(module: nn.Module, name: str) -> Any:
         read[type(module)].add(name)
@@ -69,12 +70,12 @@ def record_reads(originals: Mapping[int, str]) -> Iterator[Reads]:
             written[type(module)].add(args[0] if name is None else name)
             return function(module, *args, **kwargs)
 
-        return patch.object(nn.Module, method, call_and_record)
+        return replace(nn.Module, method, call_and_record)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(nn.Module, "__getattribute__", get_and_record))
+        stack.enter_context(replace(nn.Module, "__getattribute__", get_and_record))
         for method in ("__setattr__", "__delattr__"):
-            stack.enter_context(record_writes(method, getattr(nn.Module, method), None))
+            stack.enter_context(record_writes(method, current(nn.Module, method), None))
         for method, name in REGISTRATIONS.items():
-            stack.enter_context(record_writes(method, getattr(nn.Module, method), name))
+            stack.enter_context(record_writes(method, current(nn.Module, method), name))
         yield Reads(read, written, original)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from torch import nn
 
 from fpipe.capture.trace.call_stack import CallStack
 from fpipe.ir.tape import Frame
+from fpipe.patching import current, replace
 from fpipe.tensors.tree import PLAIN
 
 
@@ -46,7 +46,7 @@ class Decisions:
         self.made[id(module), name] = Decision(self.stack.paths.get(id(module), ""), [*self.stack.frames])
 
     def _notice_reads(self) -> None:
-        get: Any = nn.Module.__getattribute__
+        get: Any = current(nn.Module, "__getattribute__")
 
         def getting(module: nn.Module, name: str) -> Any:
             decision = self.made.get((id(module), name))
@@ -54,7 +54,7 @@ class Decisions:
                 self._read(name, decision)
             return get(module, name)
 
-        self.exits.enter_context(patch.object(nn.Module, "__getattribute__", getting))
+        self.exits.enter_context(replace(nn.Module, "__getattribute__", getting))
 
     def _read(self, name: str, decision: Decision) -> None:
         """Seal the innermost call that contains both the assignment and this read."""

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from fpipe.capture.trace.decisions import Decisions
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.reentrant_checks import require_explicit_arguments
 from fpipe.errors import CaptureError
+from fpipe.patching import current, original, replace
 from fpipe.runtime.segments.reentrant import CheckpointNode, Reentrant
 from fpipe.tensors.attributes import refuse_marks
 from fpipe.torch_private import (
@@ -42,6 +42,8 @@ TRANSFORMS = (
     *INNER_TRANSFORMS,
     *(Place(torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
 )
+SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
+"""Where forwards find the function that seeds the generators."""
 SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
@@ -52,7 +54,7 @@ def intercepted(recorder: Recorder, model: nn.Module, whole: Collection[str]) ->
     with ExitStack() as stack:
         watching = _Watching(recorder, model, whole, patched, Decisions(recorder.stack, stack))
         for owner, name, function in watching.replacements():
-            stack.enter_context(patch.object(owner, name, function))
+            stack.enter_context(replace(owner, name, function))
         stack.enter_context(refuse_marks())
         stack.enter_context(hide_fakes())
         stack.enter_context(allow_fast_paths(watching.nests))
@@ -79,15 +81,15 @@ class _Patched(NamedTuple):
     @classmethod
     def now(cls) -> _Patched:
         return cls(
-            nn.Module.__call__,
-            torch.autograd.Function.apply,
-            nn.Module.__setattr__,
-            nn.Module.register_buffer,
-            torch.autograd.graph.saved_tensors_hooks.__enter__,
-            torch.autocast.__enter__,
-            torch.autocast.__exit__,
-            CHECKPOINT.value,
-            torch.jit.ScriptFunction.__call__,
+            current(nn.Module, "__call__"),
+            original(torch.autograd.Function, "apply"),
+            current(nn.Module, "__setattr__"),
+            current(nn.Module, "register_buffer"),
+            current(torch.autograd.graph.saved_tensors_hooks, "__enter__"),
+            current(torch.autocast, "__enter__"),
+            current(torch.autocast, "__exit__"),
+            current(*CHECKPOINT),
+            current(torch.jit.ScriptFunction, "__call__"),
         )
 
 
@@ -117,21 +119,22 @@ class _Watching:
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield each patched owner, the name there, and the replacement."""
-        yield nn.Module, "__call__", _function(self._called)
-        yield nn.Module, "__setattr__", _function(self._assigned)
-        yield nn.Module, "register_buffer", _function(self._registered)
-        yield torch.autograd.Function, "apply", classmethod(_function(self._applied))
-        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", _function(self._saved)
-        yield torch.autocast, "__enter__", _function(self._entered)
-        yield torch.autocast, "__exit__", _function(self._left)
-        yield torch.jit.ScriptFunction, "__call__", _function(self._scripted)
-        yield torch, "manual_seed", self._seeded
+        yield nn.Module, "__call__", self._called
+        yield nn.Module, "__setattr__", self._assigned
+        yield nn.Module, "register_buffer", self._registered
+        yield torch.autograd.Function, "apply", self._applied
+        yield torch.autograd.graph.saved_tensors_hooks, "__enter__", self._saved
+        yield torch.autocast, "__enter__", self._entered
+        yield torch.autocast, "__exit__", self._left
+        yield torch.jit.ScriptFunction, "__call__", self._scripted
+        for owner, name in SEEDING:
+            yield owner, name, self._seeded
         yield *TENSOR_CHECK, self._transform(check_all)
         yield *ARGUMENT_CHECK, self._transform(check_valid)
         yield *FUSED_ATTENTION, self._transform(attention)
         yield *CHECKPOINT, self._checkpointed
         for owner, name in TRANSFORMS:
-            yield owner, name, self._transform(getattr(owner, name))
+            yield owner, name, self._transform(current(owner, name))
 
     def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         path = self.stack.paths.get(id(module))
@@ -167,7 +170,7 @@ class _Watching:
     def _applied(self, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction and not self.idle:
             return self._reentrant(*args)
-        function = self.torch.apply.__func__.__get__(cls)
+        function = self.torch.apply.__get__(None, cls)
         unseen = self.idle or cls is CheckpointNode
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
@@ -268,15 +271,6 @@ class _Watching:
         if frame.stream is not None or self.recorder.draws.has_from(frame.first_tick):
             how["preserve_rng_state"] = True  # else the rerun draws from whatever state the schedule left
         yield from generator
-
-
-def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bound method as a plain function, to become a method of another class."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return function
 
 
 def _backward_hook(module: nn.Module) -> str:

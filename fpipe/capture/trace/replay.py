@@ -25,7 +25,6 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +33,12 @@ from torch.overrides import TorchFunctionMode
 from fpipe.capture.assumed_values import FINITE
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.capture.fast_paths import allow_fast_paths
-from fpipe.capture.trace.patches import TRANSFORMS
+from fpipe.capture.trace.patches import SEEDING, TRANSFORMS
 from fpipe.capture.trace.recorder import SEALING
 from fpipe.ir.modes import contexts, current_modes
 from fpipe.ir.tape import CallResult, Frame, Tape, constants_at, tensors_at
 from fpipe.model.snapshot import restore_attributes
+from fpipe.patching import current, replace
 from fpipe.tensors.attributes import MARKS
 from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import Fakes
@@ -64,8 +64,10 @@ NUMBERS = frozenset({bool, int, float, NoneType})
 CLASSES = (complex, str, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
 DATA = NUMBERS.union(CLASSES)
 """Classes of arguments in which neither code nor state can hide. Subclasses do not count."""
+CHECKED = ("__call__", "__setattr__", "register_buffer")
+"""The methods of modules whose calls are compared with those of the recording."""
 ENDING = (
-    *((torch, "manual_seed"), TENSOR_CHECK, ARGUMENT_CHECK),
+    *(*SEEDING, TENSOR_CHECK, ARGUMENT_CHECK, (torch.autograd.Function, "apply")),
     *(FUSED_ATTENTION, (torch.jit.ScriptFunction, "__call__")),
     (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
     CHECKPOINT,
@@ -95,7 +97,7 @@ class Replay(TorchFunctionMode):
         self.attributes = {PARAMETER_MARK, FINITE, MARKS}.union(*mode.states.values())
         self._unmark()
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.call, self.assign, self.register = nn.Module.__call__, nn.Module.__setattr__, nn.Module.register_buffer
+        self.call, self.assign, self.register = (current(nn.Module, name) for name in CHECKED)
         self.effects = Effects()
         self.effects.observer = self._dispatched
         self.expected: dict[int, list[Any]] = {}
@@ -109,7 +111,7 @@ class Replay(TorchFunctionMode):
         with ExitStack() as stack:
             stack.enter_context(self.mode.note(self.effects))
             for owner, name, function in self._replacements():
-                stack.enter_context(patch.object(owner, name, function))
+                stack.enter_context(replace(owner, name, function))
             stack.enter_context(hide_fakes())
             stack.enter_context(allow_fast_paths(self.end))
             stack.enter_context(self)
@@ -132,13 +134,11 @@ class Replay(TorchFunctionMode):
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield each patched owner, the name there, and the replacement."""
-        yield nn.Module, "__call__", _function(self._called)
-        yield nn.Module, "__setattr__", _function(self._assigned)
-        yield nn.Module, "register_buffer", _function(self._registered)
-        apply: Any = torch.autograd.Function.apply
-        yield torch.autograd.Function, "apply", classmethod(self._ending(apply.__func__))
+        yield nn.Module, "__call__", self._called
+        yield nn.Module, "__setattr__", self._assigned
+        yield nn.Module, "register_buffer", self._registered
         for owner, name in ENDING:
-            yield owner, name, self._ending(getattr(owner, name))
+            yield owner, name, self._ending(current(owner, name))
 
     def _ending(self, function: Callable[..., Any]) -> Any:
         def ending(*args: Any, **kwargs: Any) -> Any:
@@ -286,12 +286,3 @@ def _is_torchs(function: Any) -> bool:
     if isinstance(function, FunctionType):
         return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
     return isinstance(function, BUILTIN)
-
-
-def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bound method as a plain function, to become a method of another class."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return function

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replace functions of torch, for one thread.
+
+Problem. A capture must see and answer calls for which torch has no hook, so it replaces functions at their one place in
+torch. All threads share that place, and a new batch shape captures in the middle of training: a data loader's thread
+that calls `torch.manual_seed` at that moment must get torch's own function.
+
+Idea. What is put there is a switch, which calls the newest replacement of the thread that calls, or the original if the
+thread has none. Nothing else in fpipe replaces functions of torch. Runs at build time only.
+
+Invariants. A thread sees its own replacements, and so do the threads in which torch runs a backward for it; no other
+thread does. When the last replacement of a place ends, whichever thread's that is, the place is as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock, get_ident
+from types import FrameType, ModuleType
+from typing import Any, Final
+
+from fpipe.torch_private import get_thread_local, has_thread_local, set_thread_local
+
+OWNER: Final = "fpipe: the thread that captures"
+"""The key of a number that torch hands to the threads in which it runs a backward."""
+MISSING: Final = object()
+"""Stands for a name that its place does not have."""
+CLASS_METHODS: Final = (classmethod, type(vars(dict)["fromkeys"]))
+"""Class methods, written in Python or in C."""
+
+
+class ByThread:
+    """A stack of values for each thread; an engine thread sees the stack of the thread that it works for."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[int, list[Any]] = {}
+
+    def newest(self, otherwise: Any) -> Any:
+        """Return the newest value of the calling thread, or `otherwise` if it has none."""
+        stack = self.stacks.get(get_ident())
+        if stack is None and has_thread_local(OWNER):
+            stack = self.stacks.get(get_thread_local(OWNER))
+        return stack[-1] if stack else otherwise
+
+    def push(self, value: Any) -> int:
+        """Add a value of the calling thread; return the thread, which `pop` needs."""
+        thread = get_ident()
+        set_thread_local(OWNER, thread)
+        self.stacks.setdefault(thread, []).append(value)
+        return thread
+
+    def pop(self, thread: int) -> None:
+        """Remove the newest value of a thread."""
+        self.stacks[thread].pop()
+        if not self.stacks[thread]:
+            del self.stacks[thread]
+
+
+class _Switch(ByThread):
+    """What stands at a place while any thread replaces it."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+        self.before = vars(owner).get(name, MISSING)
+        self.original = _callable(owner, name, self.before)
+
+    def install(self) -> None:
+        """Put the switch in its place."""
+        newest, original = self.newest, self.original
+
+        def switch(*args: Any, **kwargs: Any) -> Any:
+            return newest(original)(*args, **kwargs)
+
+        function = classmethod(switch) if isinstance(self.before, CLASS_METHODS) else switch
+        setattr(self.owner, self.name, function)
+
+    def remove(self) -> None:
+        """Leave the place as it was."""
+        if self.before is MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
+class _ValueSwitch(_Switch):
+    """The same for a module's attribute that is not called: the module looks it up for every thread."""
+
+    def install(self) -> None:
+        """Take the attribute out of the module, and answer for it."""
+
+        def missing(name: str) -> Any:
+            if name == self.name:
+                return self.newest(self.before)
+            raise AttributeError(f"module {self.owner.__name__!r} has no attribute {name!r}")
+
+        self.owner.__getattr__ = missing
+        delattr(self.owner, self.name)
+
+    def remove(self) -> None:
+        """Put the attribute back."""
+        setattr(self.owner, self.name, self.before)
+        del self.owner.__getattr__
+
+
+# The only mutable state in fpipe's modules: what is replaced now, which is a fact about the process.
+_SWITCHES: dict[tuple[int, str], _Switch] = {}
+_SHARED: dict[tuple[int, str], _Shared] = {}
+_LOCK = RLock()
+
+
+@contextmanager
+def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Call `replacement` inside, wherever this thread calls the function `name` of a class or module.
+
+    A replacement of a class method gets the class as its first argument.
+    """
+    with _replace(_Switch, owner, name, replacement):
+        yield
+
+
+@contextmanager
+def replace_value(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Let this thread find `value` inside, where it looks up an attribute of a module; imports look it up, too."""
+    with _replace(_ValueSwitch, module, name, value):
+        yield
+
+
+@contextmanager
+def _replace(kind: type[_Switch], owner: Any, name: str, value: Any) -> Iterator[None]:
+    place = id(owner), name
+    with _LOCK:
+        switch = _SWITCHES.get(place)
+        if switch is None:
+            switch = _SWITCHES[place] = kind(owner, name)
+            switch.install()
+        thread = switch.push(value)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            switch.pop(thread)
+            if not switch.stacks:
+                del _SWITCHES[place]
+                switch.remove()
+
+
+@dataclass
+class _Shared:
+    """A name in a namespace that some threads share: what it was, and how many contexts need it."""
+
+    space: dict[str, Any]
+    before: Any
+    count: int = 0
+
+
+@contextmanager
+def share(spaces: Iterable[dict[str, Any]], name: str, value: Any) -> Iterator[None]:
+    """Put `value` into the namespaces of modules inside.
+
+    Functions look up their globals without asking anyone, so every thread finds it: the value itself must ask which
+    thread uses it (see `ByThread`).
+    """
+    with _LOCK:
+        shared = [_SHARED.setdefault((id(space), name), _Shared(space, space.get(name, MISSING))) for space in spaces]
+        for one in shared:
+            one.count += 1
+            one.space[name] = value
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for one in shared:
+                one.count -= 1
+                if not one.count:
+                    _unshare(one, name)
+
+
+def _unshare(one: _Shared, name: str) -> None:
+    del _SHARED[id(one.space), name]
+    if one.before is MISSING:
+        one.space.pop(name, None)
+    else:
+        one.space[name] = one.before
+
+
+def current(owner: Any, name: str) -> Any:
+    """Return the function that a call from this thread would reach: what a new replacement hands on to.
+
+    A class method takes the class as its first argument.
+    """
+    switch = _SWITCHES.get((id(owner), name))
+    return _callable(owner, name, vars(owner).get(name, MISSING)) if switch is None else switch.newest(switch.original)
+
+
+def original(owner: Any, name: str) -> Any:
+    """Return what a place holds if nothing is replaced, as it stands in the class or module: a class method, say."""
+    switch = _SWITCHES.get((id(owner), name))
+    return vars(owner).get(name, MISSING) if switch is None else switch.before
+
+
+def replaced_places() -> list[tuple[Any, str]]:
+    """Return the places that any thread replaces now: the owner or namespace, and the name there."""
+    with _LOCK:
+        shared = [(one.space, name) for (_, name), one in _SHARED.items()]
+        return [*((switch.owner, switch.name) for switch in _SWITCHES.values()), *shared]
+
+
+def caller() -> FrameType:
+    """Return the frame that called the function whose replacement calls this."""
+    frame: Any = sys._getframe(2)
+    while frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    found: FrameType = frame
+    return found
+
+
+def _callable(owner: Any, name: str, before: Any) -> Any:
+    """Return what to call for threads that replace nothing."""
+    if isinstance(before, CLASS_METHODS):
+        return lambda cls, /, *args, **kwargs: before.__get__(None, cls)(*args, **kwargs)
+    if before is not MISSING:
+        return before
+    return getattr(owner, name, _no_attribute) if name == "__getattr__" else getattr(owner, name)
+
+
+def _no_attribute(instance: Any, name: str) -> Any:
+    raise AttributeError(f"{type(instance).__name__!r} object has no attribute {name!r}")
