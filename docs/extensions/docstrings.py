@@ -2,15 +2,21 @@
 """Turn the docstrings of this repository into reStructuredText, so that autodoc can show them.
 
 Our docstrings are written for people at a prompt: paragraphs, `code` in single backticks, bullets, doctests, and
-indented examples. Sphinx wants double backticks, escaped stars, and `::` before an example.
+indented examples. Sphinx wants double backticks, escaped stars, and `::` before an example. Full names, such as
+`fpipe.verify`, become links.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
+PUBLIC = re.compile(r"(fpipe|schedules)\.[\w.]+")
 CODE = re.compile(r"`([^`]+)`")
 SPECIAL = re.compile(r"([*|]|_\b)")  # would begin emphasis, a substitution or a link
 
@@ -47,6 +53,11 @@ def paragraph(lines: list[str]) -> Iterator[str]:
 
 
 def escape(line: str) -> str:
-    """Return a line of text with its code in double backticks and everything else taken literally."""
+    """Return a line of text with its code marked and everything else taken literally."""
     parts = CODE.split(line)  # text and code in turn
-    return "".join(f"``{part}``" if k % 2 else SPECIAL.sub(r"\\\1", part) for k, part in enumerate(parts))
+    return "".join(mark(part) if k % 2 else SPECIAL.sub(r"\\\1", part) for k, part in enumerate(parts))
+
+
+def mark(code: str) -> str:
+    """Return code in double backticks, and a full name as a link."""
+    return f":py:obj:`{code}`" if PUBLIC.fullmatch(code) else f"``{code}``"
