@@ -32,7 +32,7 @@ from benchmarks.common.turns import Function, device, medians
 from fpipe.autodiff.backends import Backward
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
-from fpipe.runtime.executor import Execution, Inputs, Port, StageLike
+from fpipe.runtime.executor import Crossing, Execution, Inputs, StageLike
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.transport.local import LocalRanks
@@ -108,24 +108,27 @@ def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> No
         if kind == "I":
             values[s - 1, i], kept[s, i] = stage.backward_input(kept.pop((s, i)), values.pop((s, i)))
             continue
-        onto = totals[s]
         if kind == "B":
-            values[s - 1, i], grads = stage.backward(kept.pop((s, i)), values.pop((s, i)), onto)
+            values[s - 1, i], totals[s] = stage.backward(kept.pop((s, i)), values.pop((s, i)), totals[s])
         else:
-            grads = stage.backward_weight(kept.pop((s, i)), onto)
-        totals[s] = grads if onto else stage.accumulate((), grads, 0)
+            totals[s] = stage.backward_weight(kept.pop((s, i)), totals[s])
+
+
+def _crossing(source: int, target: int) -> Crossing:
+    return Crossing(source, target, (None,), ((),))
 
 
 class Empty:
     """A stage of a chain whose functions return immediately, to measure the executor's own time."""
 
     def __init__(self, s: int) -> None:
-        before, after = [Port(s - 1, ((),))] * (s > 0), [Port(s + 1, ((),))] * (s < STAGES - 1)
-        self.gets, self.gives, self.pulls, self.pulled_by = before, after, before, after
-        self.shares: list[Port] = []
-        self.shared_by: list[Port] = []
+        first, last = s == 0, s == STAGES - 1
+        self.gets, self.pulls = [_crossing(s - 1, s)] * (not first), [_crossing(s, s - 1)] * (not first)
+        self.gives, self.pulled_by = [_crossing(s, s + 1)] * (not last), [_crossing(s + 1, s)] * (not last)
+        self.shares: list[Crossing] = []
+        self.shared_by: list[Crossing] = []
         self.totals: tuple[()] = ()
-        self.results = ((),) * (not after)
+        self.results = ((),) * last
 
     def forward(self, *_: object) -> tuple[tuple[int], tuple[()], int]:
         """Return one output."""
@@ -147,15 +150,15 @@ class Empty:
         """Return no gradients."""
         return ()
 
-    def accumulate(self, *_: object) -> tuple[()]:
+    def add(self, *_: object) -> tuple[()]:
         """Return no gradients."""
         return ()
 
-    def finished(self, total: object) -> object:
+    def complete(self, total: object) -> object:
         """Return the sum."""
         return total
 
-    def shared(self, *_: object) -> tuple[()]:
+    def gradients_for(self, *_: object) -> tuple[()]:
         """Return no gradients."""
         return ()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fpipe.autodiff.backends import Backward, way
+from fpipe.autodiff.backends import Backward, backend_of
 from fpipe.batching.batch import Batching
 from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
@@ -128,7 +128,7 @@ def pipeline(
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
     }
-    batch, how = batchings[True].split_batch(example, targets), way(backward)
+    batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
     ranks = join_ranks(schedule.ranks, group, batchings[True].home)
     builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, Caches())
     return builder.first(module, batch)

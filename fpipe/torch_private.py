@@ -114,7 +114,6 @@ NAMES: Final = (
     Name("torch._C._functorch.maybe_current_level", "refusing tensors inside transforms of torch.func"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", "refusing tensors inside transforms of torch.func"),
     Name("torch._foreach_add_", "adding gradients in one call"),
-    Name("torch._C._storage_Use_Count", "adding gradients in place"),
     # process groups
     Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
     Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
@@ -131,10 +130,8 @@ NAMES: Final = (
 
 ATTRIBUTES: Final = (
     Name("torch._subclasses.fake_tensor.FakeTensor._has_symbolic_sizes_strides", "caching results on fake tensors"),
-    Name("torch.Tensor._base", "adding gradients in place"),
     Name("torch.Tensor._version", "noticing tensors that were modified"),
     Name("torch.Tensor._is_view", "noticing views"),
-    Name("torch.Tensor._use_count", "adding gradients in place"),
     Name("torch.Tensor._make_subclass", "making fake and absent tensors"),
     Name("torch.Tensor._backward_hooks", "hooks on the gradients of parameters"),
     Name("torch.Tensor._post_accumulate_grad_hooks", "hooks on the gradients of parameters"),
@@ -289,7 +286,6 @@ bypass_autograd: Any = torch._C._AutoDispatchBelowAutograd
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 foreach_add_: Any = torch._foreach_add_
-count_storages: Callable[[int], int] = torch._C._storage_Use_Count
 
 # settings
 get_deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms

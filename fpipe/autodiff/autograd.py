@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from fpipe.autodiff.accumulation import Gradients, added, alone, copied, summed
-from fpipe.autodiff.interface import Wiring
-from fpipe.autodiff.split_backward import Graph, Half, Splitter
+from fpipe.autodiff.accumulation import Gradients, add_all, own
+from fpipe.autodiff.interface import ArgumentIndex, WeightIndex, Wiring
+from fpipe.autodiff.split_backward import Half, Splitter
+from fpipe.autodiff.trail import AutogradGraph
 from fpipe.errors import InputError
 from fpipe.ir.captured import Function, Hook, Tensors
 from fpipe.tensors.spec import OptionalSpec, Spec
@@ -41,18 +42,19 @@ class Residuals(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """The input half's state for the weight half: `half`, and the gradients it `found` for it."""
+    """The input half's state for the weight half: `half`, and the gradients that it `requested`."""
 
     weights: Tensors
     half: Half
-    found: Gradients
+    requested: Gradients
 
 
 @dataclass(frozen=True)
 class Autograd:
-    """The functions of a stage, by autograd. The input half frees what it can; see `splitting`.
+    """The functions of a stage, by autograd. The input half frees what it can; see `split_backward`.
 
     - `undeferred`: the gradients that the input half computes, and why.
+    - `fresh`: the weights whose gradients are fresh, as `accumulation` defines it.
     - `varying`: whether the stage's operations may depend on the values of tensors.
     - `unrecordable`: why no graph can do the same; empty if one may.
     - `hooks`: per parameter, the hooks to call with the gradient of each microbatch.
@@ -62,10 +64,11 @@ class Autograd:
     function: Function
     wiring: Wiring
     constants: Tensors
-    undeferred: Mapping[int, str]
+    undeferred: Mapping[WeightIndex, str]
+    fresh: frozenset[WeightIndex]
     varying: bool
     unrecordable: str = ""
-    hooks: Mapping[int, tuple[Hook, ...]] = field(default_factory=dict)
+    hooks: Mapping[ArgumentIndex, tuple[Hook, ...]] = field(default_factory=dict)
     remark: str = ""
 
     @property
@@ -108,8 +111,8 @@ class Autograd:
             self._require_unwritten(arguments, before)
         values = (*made, *[arguments[k] for k in wiring.passed])
         new = arguments[len(params) : len(params) + len(buffers)] if wiring.modified else [*buffers]
-        for k, value in wiring.reassigned:
-            new[k] = _carried(values[value], buffers[k])
+        for buffer, value in wiring.reassigned:
+            new[buffer] = _new_buffer(values[value], buffers[buffer])
         outputs = tuple([spec.like(values[k].detach()) for k, spec in wiring.outputs])
         scoped = (*given[: len(params)], *new, *given[len(params) + len(buffers) :])
         return outputs, tuple(new), self._residuals(start, values, given, scoped, foreign) if wiring.leaves else None
@@ -158,37 +161,49 @@ class Autograd:
         """Return one microbatch's gradients: cotangents for earlier stages, and those of this stage's parameters."""
         if residuals is None:
             return (), ()
-        residuals, cotangents = self._entering(residuals, cotangents)
-        if onto and self._laid_out(residuals.leaves):
-            return self._added(residuals, cotangents, onto)
-        found = self._grad(residuals, residuals.leaves, cotangents)
-        split = len(self.wiring.cotangents)
-        grads = summed(onto, found[split:], 1) if onto else found[split:]
-        return self._outgoing(found[:split]), grads
+        if not onto:
+            outgoing, grads = self.differentiate(residuals, cotangents)
+            return outgoing, own(grads, self.fresh)
+        if self._has_layouts(residuals.leaves):
+            return self._accumulate(residuals, cotangents, onto)
+        outgoing, grads = self.differentiate(residuals, cotangents)
+        return outgoing, add_all(onto, tuple(grads))
 
-    def _laid_out(self, leaves: Tensors) -> bool:
+    def differentiate(
+        self, residuals: Residuals | None, cotangents: Gradients
+    ) -> tuple[Gradients, list[Tensor | None]]:
+        """Return cotangents and gradients as autograd returns them: they may share memory with anything."""
+        if residuals is None:
+            return (), []
+        residuals, cotangents = self._entering(residuals, cotangents)
+        split, found = len(self.wiring.cotangents), self._grad(residuals, residuals.leaves, cotangents)
+        return self._outgoing(found[:split]), [*found[split:]]
+
+    def _has_layouts(self, leaves: Tensors) -> bool:
         """Return whether cotangents have the layout of their values; autograd would copy them into any other."""
         pairs = zip(self.wiring.cotangents, leaves, strict=False)
         return all(spec.stride == leaf.stride() for spec, leaf in pairs)
 
-    def _added(self, residuals: Residuals, cotangents: Gradients, onto: Gradients) -> tuple[Gradients, Gradients]:
-        """Let autograd accumulate each gradient into `.grad` right away, while it is in the processor's caches.
+    def _accumulate(self, residuals: Residuals, cotangents: Gradients, onto: Gradients) -> tuple[Gradients, Gradients]:
+        """Let autograd add each gradient to its sum right away, while it is in the processor's caches.
 
-        Leaves are named only if the graph might reach others, since autograd looks them up at every node. The sums stay
-        with the weights, which are leaves of this step only.
+        Autograd adds to `.grad` in place if that is set. The weights are leaves of this step only, so theirs can stay.
         """
+        residuals, cotangents = self._entering(residuals, cotangents)
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
         for weight, total in zip(weights, onto, strict=True):
             weight.grad = total
         if residuals.roots:
+            # Name the leaves only if the graph might reach others: autograd looks them up at every node.
             self._walk(residuals, residuals.leaves if residuals.foreign else (), cotangents, into_leaves=True)
-        made = [weight.grad for weight in weights]  # dense + sparse makes a new tensor
-        totals = [total if one is total else copied(one) for total, one in zip(onto, made, strict=True)]
+        sums = [weight.grad for weight in weights]
+        # A first gradient may share its memory; sparse + dense makes a new tensor.
+        kept = {k for k, (total, one) in enumerate(zip(onto, sums, strict=True)) if one is total}
         outgoing = self._outgoing([leaf.grad for leaf in inputs])
-        for leaf in inputs:  # one may be a parameter, which is a leaf of the whole step
+        for leaf in inputs:  # one may be a parameter, whose `.grad` would be there in the next microbatch
             leaf.grad = None
-        return outgoing, tuple(totals)
+        return outgoing, own(sums, kept)
 
     def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Deferred | None]:
         """Return the cotangents for earlier stages, and what the weight half needs."""
@@ -198,7 +213,7 @@ class Autograd:
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
         roots: Any = residuals.roots
-        edges, half = self.splitter.half(Graph(roots, residuals.start), weights)
+        edges, half = self.splitter.half(AutogradGraph(roots, residuals.start), weights)
         found = self._grad(residuals, (*inputs, *[weights[k] for k in half.split.now], *edges), cotangents)
         return self._outgoing(found[:split]), Deferred(weights, half, found[split:])
 
@@ -206,10 +221,8 @@ class Autograd:
         """Return the gradients of this stage's parameters."""
         if deferred is None:
             return ()
-        weights, half, found = deferred
-        if onto:
-            return half.grads(found, weights, [*onto], added)
-        return half.grads(found, weights, [None] * len(weights), alone)
+        weights, half, requested = deferred
+        return half.grads(requested, weights, onto)
 
     def _outgoing(self, found: Sequence[Tensor | None]) -> Gradients:
         """Return the cotangents as they are sent; autograd has checked their shapes and dtypes."""
@@ -245,7 +258,7 @@ class Autograd:
         return self.function.scope(tuple([t.clone() if k in modified else t for k, t in enumerate(given)]))
 
 
-def _carried(new: Tensor, old: Tensor) -> Tensor:
+def _new_buffer(new: Tensor, old: Tensor) -> Tensor:
     """Return a copy of what a buffer is assigned; it may share memory with the batch."""
     if new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
         got = f"{Spec.of(new)}{' that requires a gradient' if new.requires_grad else ''}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to differentiate a stage, by the names that users pass.
+"""The backends that differentiate a stage, by the names that users pass. Runs when a pipeline is built.
 
 - `"autograd"`: by autograd, for every microbatch. Works for every model as it is.
 - `"graph"`: forward and backward are recorded once, and from then on only torch's operators are called: the same bits
@@ -8,7 +8,7 @@
 - `"inductor"`, or any other backend of `torch.compile`, by name or as a callable: the same graphs, compiled. The
   results are close, but not the same bits.
 
-A stage that can't be recorded is left to autograd, and says so (`print(pipe)`).
+A stage that can't be recorded is left to autograd; `print(pipe)` says why.
 """
 
 from __future__ import annotations
@@ -19,61 +19,67 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.graph.codegen import Run, adding, function
-from fpipe.autodiff.graph.compiler import Compiler, added, compiled
+from fpipe.autodiff.graph.codegen import PhaseFunction, generate, generate_adding
+from fpipe.autodiff.graph.compiler import Compiler, compile_adding, compile_phase
 from fpipe.autodiff.graph.joint_graph import Examples, record
 from fpipe.autodiff.graph.phases import Phase, divide
-from fpipe.autodiff.interface import Functions
+from fpipe.autodiff.interface import StageFunctions
 from fpipe.autodiff.recorded import Recorded
 from fpipe.errors import InputError
 from fpipe.torch_private import find_compiler, list_compilers
 
 Backward: TypeAlias = str | Compiler
-Way: TypeAlias = Callable[[Autograd, Examples], Functions]
-Make: TypeAlias = Callable[[Phase], Run]
+Backend: TypeAlias = Callable[[Autograd, Examples], StageFunctions]
+"""`backend(eager, examples)` returns the functions of a stage that compute the same as `eager`."""
 
 
-def way(backward: Backward) -> Way | None:
+def backend_of(backward: Backward) -> Backend | None:
     """Return how to differentiate stages, `None` for plain autograd; raise `InputError` for an unknown name."""
     if backward == "autograd":
         return None
     if backward == "graph":
-        return partial(recorded, function, adding, "as a graph")
-    compiler, name = _compiler(backward), backward if isinstance(backward, str) else repr(backward)
-    run, add = partial(compiled, compiler=compiler), partial(added, compiler=compiler)
-    return partial(recorded, run, add, f"as a graph, compiled by {name}")
+        return partial(record_stage, generate, generate_adding, "as a graph")
+    compiler, name = _compiler_of(backward), backward if isinstance(backward, str) else repr(backward)
+    run, add = partial(compile_phase, compiler=compiler), partial(compile_adding, compiler=compiler)
+    return partial(record_stage, run, add, f"as a graph, compiled by {name}")
 
 
-def _compiler(backward: Backward) -> Compiler:
+def _compiler_of(backward: Backward) -> Compiler:
     if callable(backward):
         return backward
     known = ["autograd", "graph", *list_compilers()]
     if backward not in known:
         raise InputError(
-            f"backward: got {backward!r}, expected one of {', '.join(known)}, or a backend of torch.compile itself. "
-            "Choose one of them."
+            f"backward: got {backward!r}, expected one of {', '.join(known)}, or a callable that is a backend of "
+            "torch.compile. Pass one of these."
         )
     return cast("Compiler", find_compiler(backward))
 
 
-def recorded(run: Make, add: Make, remark: str, eager: Autograd, examples: Examples) -> Functions:
+def record_stage(
+    run: Callable[[Phase], PhaseFunction],
+    add: Callable[[Phase], PhaseFunction],
+    remark: str,
+    eager: Autograd,
+    examples: Examples,
+) -> StageFunctions:
     """Return the functions of a stage as phases of a graph; or `eager`, with the reason, if that fails.
 
-    `run` turns a phase into a function, and `add` into one that may be given sums to add to.
+    `run` turns a phase into a function, and `add` into one that can be given sums to add to.
     """
     if eager.unrecordable:
         return replace(eager, remark=f"by autograd: {eager.unrecordable}")
     try:
         phases = divide(record(eager, examples), eager.wiring)
         return Recorded(
-            views=function(phases.views),
+            views=generate(phases.views),
             forward=run(phases.forward),
             backward=add(phases.backward),
             backward_input=run(phases.input),
             backward_weight=add(phases.weight),
             evaluation=partial(run, phases.evaluation),
             undeferred=phases.early,
-            below_autograd=run is function,
+            below_autograd=run is generate,
             remark=remark,
         )
     except Exception as error:  # whatever tracers or compilers reject, autograd can run

@@ -8,61 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NewType, Protocol
 
 from fpipe.autodiff.accumulation import Gradients
 from fpipe.ir.captured import Tensors
 from fpipe.tensors.spec import Spec
 
+ArgumentIndex = NewType("ArgumentIndex", int)
+"""A position among the arguments of a stage's function: parameters, buffers, constants, batch, received values."""
+OutputIndex = NewType("OutputIndex", int)
+"""A position among the outputs of a stage's function, followed by the arguments that `Wiring.passed` lists."""
+BufferIndex = NewType("BufferIndex", int)
+"""A position among a stage's buffers."""
+WeightIndex = NewType("WeightIndex", int)
+"""A position among the parameters whose gradients a stage computes."""
+
 
 @dataclass(frozen=True)
 class Wiring:
-    """The role of every tensor inside a stage.
-
-    Arguments are numbered in the order parameters, buffers, constants, batch, received values; values are the
-    function's outputs, then the arguments listed in `passed`.
+    """The role of every tensor inside a stage: positions among the arguments and outputs of its function.
 
     - `parameters`, `buffers`: how many there are.
     - `trained`: arguments that are parameters and need a gradient; `differentiated`: received values that need one.
     - `inner`: those of them that the function must not see as leaves, since they aren't leaves on one device: autocast
       caches its casts of leaves, and then their gradients are summed before they are cast back.
     - `modified`: arguments that the function modifies in place; they are cloned first.
-    - `reassigned`: pairs of a buffer's number and the number of the value it has afterwards.
+    - `reassigned`: buffers that are assigned anew, and the outputs that they become.
     - `passed`: arguments that are needed after the function: values passed on, shared parameters.
-    - `outputs`: the values that leave, in order, and their layouts.
-    - `loss`: the value at which the backward starts, on the stage that computes the loss.
-    - `roots`: the values at which cotangents enter, in the order in which they are received.
+    - `outputs`: what leaves the stage, in order, and its layout.
+    - `loss`: where the backward starts, on the stage that computes the loss.
+    - `roots`: where cotangents enter, in the order in which they are received.
     - `leaves`: arguments whose gradients are returned: first those for earlier stages, laid out as `cotangents`, then
       the stage's own.
     """
 
     parameters: int
     buffers: int
-    trained: frozenset[int]
-    differentiated: tuple[int, ...]
-    inner: tuple[int, ...]
-    modified: tuple[int, ...]
-    reassigned: tuple[tuple[int, int], ...]
-    passed: tuple[int, ...]
-    outputs: tuple[tuple[int, Spec], ...]
-    loss: int | None
-    roots: tuple[int, ...]
-    leaves: tuple[int, ...]
+    trained: frozenset[ArgumentIndex]
+    differentiated: tuple[ArgumentIndex, ...]
+    inner: tuple[ArgumentIndex, ...]
+    modified: tuple[ArgumentIndex, ...]
+    reassigned: tuple[tuple[BufferIndex, OutputIndex], ...]
+    passed: tuple[ArgumentIndex, ...]
+    outputs: tuple[tuple[OutputIndex, Spec], ...]
+    loss: OutputIndex | None
+    roots: tuple[OutputIndex, ...]
+    leaves: tuple[ArgumentIndex, ...]
     cotangents: tuple[Spec, ...]
 
     @property
-    def changed(self) -> frozenset[int]:
-        """The numbers of the buffers that a forward changes."""
-        modified = {k - self.parameters for k in self.modified} & {*range(self.buffers)}
+    def changed(self) -> frozenset[BufferIndex]:
+        """The buffers that a forward changes."""
+        first, stop = self.parameters, self.parameters + self.buffers
+        modified = {BufferIndex(k - first) for k in self.modified if first <= k < stop}
         return frozenset(modified | {buffer for buffer, _ in self.reassigned})
 
 
-class Functions(Protocol):
+class StageFunctions(Protocol):
     """The functions of a stage, as described in `fpipe.stages.stage`. They don't modify their arguments."""
 
     @property
-    def undeferred(self) -> Mapping[int, str]:
-        """The gradients that the input half computes, by their number among the stage's own, and why."""
+    def undeferred(self) -> Mapping[WeightIndex, str]:
+        """The gradients that the input half computes, and why."""
 
     @property
     def remark(self) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fpipe.autodiff.graph.codegen import Run
+from fpipe.autodiff.graph.codegen import PhaseFunction
+from fpipe.autodiff.interface import WeightIndex
 from fpipe.ir.captured import Tensors
 
 
@@ -25,18 +26,18 @@ class Recorded:
     - `remark`: how the phases are run.
     """
 
-    views: Run
-    forward: Run
-    backward: Run
-    backward_input: Run
-    backward_weight: Run
-    evaluation: Callable[[], Run]
-    undeferred: Mapping[int, str]
+    views: PhaseFunction
+    forward: PhaseFunction
+    backward: PhaseFunction
+    backward_input: PhaseFunction
+    backward_weight: PhaseFunction
+    evaluation: Callable[[], PhaseFunction]
+    undeferred: Mapping[WeightIndex, str]
     below_autograd: bool
     remark: str
 
     @cached_property
-    def evaluate(self) -> Run:
+    def evaluate(self) -> PhaseFunction:
         """The forward that keeps nothing, made at its first use."""
         return self.evaluation()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fpipe.autodiff.accumulation import Gradients, owned
+from fpipe.autodiff.accumulation import Gradients
 from fpipe.autodiff.interface import Wiring
 from fpipe.autodiff.recorded import Recorded
 
 
-def skipping(stage: Recorded, wiring: Wiring) -> Recorded:
+def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
     """Return the same stage, with a backward that returns no gradients for an absent cotangent."""
     outgoing = (None,) * len(wiring.cotangents)
     grads = (None,) * (len(wiring.leaves) - len(outgoing))
@@ -26,8 +26,8 @@ def skipping(stage: Recorded, wiring: Wiring) -> Recorded:
         if _is_sum(onto):
             found: tuple[Gradients, Gradients] = stage.backward(residuals, cotangents, onto)
             return found
-        made, first = stage.backward(residuals, cotangents)
-        return made, owned(first) if onto else first
+        first: tuple[Gradients, Gradients] = stage.backward(residuals, cotangents)
+        return first
 
     def backward_input(residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
         if cotangents[0] is None:
@@ -42,7 +42,7 @@ def skipping(stage: Recorded, wiring: Wiring) -> Recorded:
             totals: Gradients = stage.backward_weight(*deferred, onto)
             return totals
         first: Gradients = stage.backward_weight(*deferred)
-        return owned(first) if onto else first
+        return first
 
     return replace(stage, backward=backward, backward_input=backward_input, backward_weight=backward_weight)
 

@@ -4,145 +4,118 @@
 Problem. If autograd is called twice, it keeps all that the forward saved until the second call, and walks most of the
 graph twice.
 
-Idea. It is called once, for everything except the gradients of the *deferred* weights, and in addition for the
-gradients that enter the nodes that would compute those. Since these nodes aren't asked for the weights' gradients, they
-skip them. Their saved tensors are kept, and `formulas` does their work later. So only the inputs of linear layers and
-the gradients of their outputs are held between the halves.
+Idea. Call it once, for everything except the gradients of the *deferred* weights, and in addition for the gradients
+that enter the nodes that would compute those. Since nobody requests the weights' gradients from these nodes, they skip
+them. Their saved tensors are kept, and `derivatives` does their work later. So only the inputs of linear layers and the
+gradients of their outputs are held between the halves.
 
-A weight is deferred if only one node uses it, and that node has a formula. Views and casts in between don't count;
+A weight is deferred if only one node uses it, and `derivatives` has that node. Views and casts in between don't count;
 autograd does them, later. All other weights get their gradients in the first half, which is always correct.
 
-A stage makes the same graph for every microbatch. So it is searched once, and from then on only the shortest paths to
-the relevant nodes are followed, which are few. This also verifies that the graph is the same: its number of nodes, the
-classes of the nodes on the paths, which of them are relevant, and the weights. If not, it is searched again. It is
-always searched if the stage reads the values of tensors, since its graph may depend on them.
+A stage makes the same graph for every microbatch. So it is searched once, and from then on only a `Trail` is followed.
+If that notices another graph, it is searched again. It is always searched if the stage reads the values of tensors,
+since its graph may depend on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, NewType, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from fpipe.autodiff.accumulation import Gradients, Put
-from fpipe.autodiff.formulas import Formula, Kept, Node, Operand, formula_of
+from fpipe.autodiff.accumulation import Gradients, add, add_fresh
+from fpipe.autodiff.derivatives import AutogradNode, Derivative, InputIndex, Kept, Operand, derivative_of
+from fpipe.autodiff.interface import WeightIndex
+from fpipe.autodiff.trail import AutogradGraph, NodeIndex, Trail
 from fpipe.torch_private import AccumulateGrad
 
-Root: TypeAlias = Tensor | GradientEdge
 Edges: TypeAlias = tuple[GradientEdge, ...]
-VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand", "Alias")
-BETWEEN = frozenset(f"{name}Backward0" for name in (*VIEWS, "ToCopy"))
+RequestIndex = NewType("RequestIndex", int)
+"""A position among the gradients that the first half computes for the second."""
+VIEW_NODES = (
+    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias"),
+    *("Unsqueeze", "Squeeze", "Expand", "Alias"),
+)
+BETWEEN = frozenset(f"{name}Backward0" for name in (*VIEW_NODES, "ToCopy"))
 """The nodes allowed between a weight and its user: each takes one tensor and saves nothing of it."""
 
 
 class Task(NamedTuple):
-    """Gradients that one formula computes for one node.
+    """Gradients that one derivative computes for one node.
 
-    - `place`: the node's place; `incoming`: which of the first half's gradients enters it.
+    - `node`: the node; `incoming`: the gradient that enters it, which the first half computes.
     - `operands`: the weights that the node reads.
     """
 
-    place: int
-    incoming: int
-    formula: Formula
+    node: NodeIndex
+    incoming: RequestIndex
+    derivative: Derivative
     operands: tuple[Operand, ...]
 
 
-class Graph(NamedTuple):
-    """An autograd graph: the nodes from number `start` up to those of `roots`."""
+class Split(NamedTuple):
+    """A stage's backward in two parts.
 
-    roots: Sequence[Root]
-    start: int
-
-    def nodes(self) -> list[Node]:
-        """Return the nodes of the roots; a leaf's is the one that accumulates its gradient."""
-        return [r.node if isinstance(r, GradientEdge) else r.grad_fn or get_gradient_edge(r).node for r in self.roots]
-
-
-@dataclass(frozen=True)
-class Split:
-    """The deferred part of a stage's backward, and how to find it.
-
-    - `hops`: from the roots to the nodes that compute deferred gradients, and on to the weights: the place of a node
-      reached so far, and the inputs to follow from it. `kinds`: the classes of all reached nodes, by place.
-    - `sites`: the places of the nodes that compute deferred gradients; `ends`: those of the weights; `ages`: how many
-      nodes were made before each site and each root.
-    - `tasks`: what to compute from the nodes' saved tensors; `behind`: for operands computed from a weight, that
-      weight, the place and the input.
-    - `now`: the weights that are not deferred; `reasons`: why.
+    - `trail`: how to find the nodes in the next microbatch's graph.
+    - `now`: the weights whose gradients the first half computes, its first requests; `reasons`: why.
+    - `sites`: the nodes whose incoming gradients are its other requests.
+    - `tasks`: what the second half computes from these.
     """
 
-    hops: tuple[tuple[int, tuple[int, ...]], ...]
-    kinds: tuple[type[Any], ...]
-    sites: tuple[int, ...]
-    ends: tuple[tuple[int, int], ...]
-    ages: tuple[tuple[int, int], ...]
+    trail: Trail
+    now: tuple[WeightIndex, ...]
+    reasons: Mapping[WeightIndex, str]
+    sites: tuple[NodeIndex, ...]
     tasks: tuple[Task, ...]
-    behind: tuple[tuple[int, int, int], ...]
-    now: tuple[int, ...]
-    reasons: Mapping[int, str]
 
-    def follow(self, graph: Graph, weights: Sequence[Tensor]) -> list[Node] | None:
-        """Return the nodes by place, or `None` if the graph differs from the one that was searched."""
-        if not self.sites:
-            return []
-        nodes, start = graph.nodes(), graph.start
-        try:
-            for place, numbers in self.hops:
-                after = nodes[place].next_functions
-                for number in numbers:
-                    nodes.append(after[number][0])
-        except (AttributeError, IndexError):
-            return None
-        if tuple(map(type, nodes)) != self.kinds:
-            return None
-        for place, age in self.ages:
-            if nodes[place]._sequence_nr() - start != age:
-                return None
-        for place, k in self.ends:
-            if nodes[place].variable is not weights[k]:
-                return None
-        return nodes
+    @property
+    def fresh(self) -> frozenset[WeightIndex]:
+        """The weights whose gradients are fresh (see `accumulation`): one operation alone computes each of them."""
+        return frozenset(operand.weight for task in self.tasks for operand in task.operands if task.derivative.fresh)
+
+    def nodes(self, graph: AutogradGraph, weights: Sequence[Tensor]) -> list[AutogradNode] | None:
+        """Return the nodes of the trail, as far as needed, or `None` if the graph is another one."""
+        return self.trail.follow(graph, weights) if self.tasks else []
 
 
 class Half(NamedTuple):
     """The state kept for the second half.
 
     - `tasks`: what to compute, each with what it needs.
-    - `behind`: where autograd continues, for weights that operands are computed from.
+    - `onward`: where autograd continues, for weights that operands are computed from.
     """
 
     split: Split
     tasks: tuple[tuple[Task, Kept], ...]
-    behind: Mapping[int, GradientEdge]
+    onward: Mapping[WeightIndex, GradientEdge]
 
-    def grads(self, found: Gradients, weights: Sequence[Tensor], totals: list[Tensor | None], put: Put) -> Gradients:
-        """Return the gradients of all weights; each is `put` to its total as soon as it is computed.
+    def grads(self, requested: Gradients, weights: Sequence[Tensor], onto: Gradients = ()) -> Gradients:
+        """Return the sums `onto` plus the gradients of all weights, each added as soon as it is computed.
 
-        `found` are the gradients that the first half asked for. A node that received no gradient produces none.
+        `requested` are the gradients that the first half computed. A node that received no gradient produces none.
         """
-        onward: list[tuple[int, GradientEdge, Tensor]] = []
-        for place, k in enumerate(self.split.now):
-            totals[k] = put(totals[k], found[place])
-        for (_, place, formula, operands), kept in self.tasks:
-            incoming = found[place]
+        totals: list[Tensor | None] = [*onto] if onto else [None] * len(weights)
+        late: list[tuple[WeightIndex, Tensor, bool]] = []
+        for k, grad in zip(self.split.now, requested, strict=False):
+            totals[k] = add(totals[k], grad)
+        for (_, request, derivative, operands), kept in self.tasks:
+            incoming = requested[request]
             if incoming is None:
                 continue
-            for operand, grad in zip(operands, formula.grads(incoming, kept, operands), strict=True):
+            for operand, grad in zip(operands, derivative.grads(incoming, kept, operands), strict=True):
                 k = operand.weight
                 if operand.between:
-                    onward.append((k, self.behind[k], grad))
+                    late.append((k, grad, derivative.fresh))
                 else:
-                    totals[k] = put(totals[k], grad)
-        if onward:
-            numbers, edges, grads = zip(*onward, strict=True)
-            ends = [weights[k] for k in numbers]
-            for k, grad in zip(numbers, torch.autograd.grad(edges, ends, grads), strict=True):
-                totals[k] = put(totals[k], grad)
+                    totals[k] = add_fresh(totals[k], grad) if derivative.fresh else add(totals[k], grad)
+        if late:
+            edges, ends = [self.onward[k] for k, _, _ in late], [weights[k] for k, _, _ in late]
+            grads = torch.autograd.grad(edges, ends, [grad for _, grad, _ in late])
+            for (k, _, fresh), grad in zip(late, grads, strict=True):
+                totals[k] = add_fresh(totals[k], grad) if fresh else add(totals[k], grad)
         return tuple(totals)
 
 
@@ -154,134 +127,164 @@ class Splitter:
     - `split`: the split of the last graph.
     """
 
-    def __init__(self, refused: Mapping[int, str], alike: bool) -> None:
+    def __init__(self, refused: Mapping[WeightIndex, str], alike: bool) -> None:
         self.refused, self.alike = refused, alike
         self.split: Split | None = None
 
-    def half(self, graph: Graph, weights: Sequence[Tensor]) -> tuple[Edges, Half]:
-        """Return the edges whose gradients the first half must request besides those of `split.now`, and what to keep.
+    def half(self, graph: AutogradGraph, weights: Sequence[Tensor]) -> tuple[Edges, Half]:
+        """Return the edges whose gradients the first half must request after those of `split.now`, and what to keep.
 
         Call it while the graph still has what it saved. Don't keep the edges: they keep the whole graph alive, and the
         tensors at its leaves.
         """
-        nodes = self.split.follow(graph, weights) if self.split is not None and self.alike else None
+        nodes = self.split.nodes(graph, weights) if self.split is not None and self.alike else None
         if self.split is None or nodes is None:
             self.split = search(graph, weights, self.refused)
-            nodes = self.split.follow(graph, weights)
+            nodes = self.split.nodes(graph, weights)
             assert nodes is not None, "a graph is like itself"
         split = self.split
-        tasks = tuple([(task, task.formula.keep(nodes[task.place])) for task in split.tasks])
-        behind = {weight: GradientEdge(*nodes[k].next_functions[number]) for weight, k, number in split.behind}
-        return tuple([GradientEdge(nodes[place], 0) for place in split.sites]), Half(split, tasks, behind)
+        tasks = tuple([(task, task.derivative.keep(nodes[task.node])) for task in split.tasks])
+        onward = {
+            operand.weight: GradientEdge(*nodes[task.node].next_functions[operand.input])
+            for task in split.tasks
+            for operand in task.operands
+            if operand.between
+        }
+        return tuple([GradientEdge(nodes[site], 0) for site in split.sites]), Half(split, tasks, onward)
 
 
-def search(graph: Graph, weights: Sequence[Tensor], refused: Mapping[int, str]) -> Split:
+class Use(NamedTuple):
+    """How the only node that uses a weight does so."""
+
+    node: AutogradNode
+    derivative: Derivative
+    operand: Operand
+
+
+def search(graph: AutogradGraph, weights: Sequence[Tensor], refused: Mapping[WeightIndex, str]) -> Split:
     """Return what the backward can defer; the `refused` weights are not deferred, each for the reason given."""
-    users = _Search(graph, weights)
-    reasons, tasks = dict(refused), dict[tuple[Node, Formula], list[Operand]]()
+    found = _Search(graph, weights)
+    reasons, tasks = dict(refused), dict[tuple[AutogradNode, Derivative], list[Operand]]()
     for k, weight in enumerate(weights):
-        if k not in refused:
-            found = users.use(weight, k)
-            if isinstance(found, str):
-                reasons[k] = found
-            else:
-                node, formula, operand = found
-                tasks.setdefault((node, formula), []).append(operand)
-    for (node, formula), operands in list(tasks.items()):
-        if formula.together and len(operands) < sum(node.next_functions[k][0] is not None for k in formula.numbers):
+        index = WeightIndex(k)
+        if index in refused:
+            continue
+        use = found.use(weight, index)
+        if isinstance(use, str):
+            reasons[index] = use
+        else:
+            tasks.setdefault((use.node, use.derivative), []).append(use.operand)
+    for (node, derivative), operands in list(tasks.items()):
+        wanted = sum(node.next_functions[k][0] is not None for k in derivative.inputs)
+        if derivative.together and len(operands) < wanted:
             reasons |= {operand.weight: f"{node.name()} computes others too" for operand in operands}
-            del tasks[node, formula]
-    return users.split(tasks, dict(sorted(reasons.items())))
+            del tasks[node, derivative]
+    return found.split(tasks, dict(sorted(reasons.items())))
 
 
 class _Search:
     """An autograd graph, searched breadth first.
 
-    - `first`: the node and input through which each node was found first.
+    - `first`: the node and input through which each node was reached first.
     - `users`: the nodes and inputs through which each node is reached; a root is also used from outside.
+    - `weights`: the nodes that accumulate the weights' gradients.
     """
 
-    def __init__(self, graph: Graph, weights: Sequence[Tensor]) -> None:
+    def __init__(self, graph: AutogradGraph, weights: Sequence[Tensor]) -> None:
         self.graph, self.starts = graph, graph.nodes()
-        self.first: dict[Node, tuple[Node, int]] = {}
-        self.users: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.starts}
-        self.weights: dict[int, Node] = {}
-        numbers = {id(weight): k for k, weight in enumerate(weights)}
+        self.first: dict[AutogradNode, tuple[AutogradNode, InputIndex]] = {}
+        self.users: dict[AutogradNode, list[tuple[AutogradNode, InputIndex]]] = {node: [] for node in self.starts}
+        self.weights: dict[WeightIndex, AutogradNode] = {}
+        indices = {id(weight): WeightIndex(k) for k, weight in enumerate(weights)}
         queue = list(dict.fromkeys(self.starts))
         for node in queue:
-            if isinstance(node, AccumulateGrad) and id(node.variable) in numbers:
-                self.weights[numbers[id(node.variable)]] = node
-            for number, (after, _) in enumerate(node.next_functions):
-                if after is not None:
-                    if after not in self.users:
-                        self.users[after] = []
-                        self.first[after] = node, number
-                        queue.append(after)
-                    self.users[after].append((node, number))
+            if isinstance(node, AccumulateGrad) and id(node.variable) in indices:
+                self.weights[indices[id(node.variable)]] = node
+            for k, (after, _) in enumerate(node.next_functions):
+                if after is None:
+                    continue
+                if after not in self.users:
+                    self.users[after] = []
+                    self.first[after] = node, InputIndex(k)
+                    queue.append(after)
+                self.users[after].append((node, InputIndex(k)))
 
-    def use(self, weight: Tensor, k: int) -> tuple[Node, Formula, Operand] | str:
-        """Return the only node that uses a weight, and how; or why there is none."""
-        node = self.weights.get(k)
+    def use(self, weight: Tensor, index: WeightIndex) -> Use | str:
+        """Return the only use of a weight, or why its gradient cannot be deferred."""
+        node = self.weights.get(index)
         between: list[str] = []
         while node is not None:
             if node in self.starts:
                 return "also used by other stages"
             if len(self.users[node]) > 1:
                 return f"used {len(self.users[node])} times"
-            ((user, number),) = self.users[node]
-            name, formula = user.name(), formula_of(user.name(), number)
-            if formula is not None:
-                transposed = formula.transposes and between == ["TBackward0"]
+            ((user, k),) = self.users[node]
+            name, derivative = user.name(), derivative_of(user.name(), k)
+            if derivative is not None:
+                transposed = derivative.transposes and between == ["TBackward0"]
                 shape, rest = tuple(node._input_metadata[0].shape), () if transposed else tuple(between)
-                return _refusal(user, formula, weight) or (user, formula, Operand(k, number, shape, transposed, rest))
+                operand = Operand(index, k, shape, transposed, rest)
+                return _refusal(user, derivative, weight) or Use(user, derivative, operand)
             if name not in BETWEEN:
                 return f"computed by {name}"
             between.append(name)
             node = user
         return "not reached"
 
-    def split(self, tasks: Mapping[tuple[Node, Formula], Sequence[Operand]], reasons: Mapping[int, str]) -> Split:
-        """Return the split with these tasks."""
-        nodes = list(dict.fromkeys(node for node, _ in tasks))
-        ends = {o.weight: self.weights[o.weight] for operands in tasks.values() for o in operands}
-        hops, ways = self._ways([*nodes, *ends.values()])
-        places = {node: k for k, node in enumerate(ways)}
-        aged = [n for n in dict.fromkeys((*self.starts, *nodes)) if not isinstance(n, AccumulateGrad)]
-        sites = {node: len(reasons) + k for k, node in enumerate(nodes)}
-        found = tuple(Task(places[n], sites[n], formula, tuple(using)) for (n, formula), using in tasks.items())
+    def split(
+        self, tasks: Mapping[tuple[AutogradNode, Derivative], Sequence[Operand]], reasons: Mapping[WeightIndex, str]
+    ) -> Split:
+        """Return the split with these tasks; `reasons` has all other weights."""
+        sites = list(dict.fromkeys(node for node, _ in tasks))
+        weights = [operand.weight for operands in tasks.values() for operand in operands]
+        trail, indices = self._trail(sites, weights)
+        requests = {node: RequestIndex(len(reasons) + k) for k, node in enumerate(sites)}
         return Split(
-            tuple((place, tuple(numbers)) for place, numbers in hops.items()),
-            tuple(map(type, ways)),
-            tuple(places[node] for node in nodes),
-            tuple((places[node], weight) for weight, node in ends.items()),
-            tuple((places[node], node._sequence_nr() - self.graph.start) for node in aged),
-            found,
-            tuple((o.weight, task.place, o.number) for task in found for o in task.operands if o.between),
-            tuple(reasons),
-            reasons,
+            trail,
+            now=tuple(reasons),
+            reasons=reasons,
+            sites=tuple(indices[node] for node in sites),
+            tasks=tuple(
+                Task(indices[node], requests[node], derivative, tuple(operands))
+                for (node, derivative), operands in tasks.items()
+            ),
         )
 
-    def _ways(self, targets: Sequence[Node]) -> tuple[dict[int, list[int]], list[Node]]:
-        """Return the shortest paths from the roots to the targets: the hops in order, and the nodes by place."""
-        needed = set[Node]()
+    def _trail(
+        self, sites: Sequence[AutogradNode], weights: Sequence[WeightIndex]
+    ) -> tuple[Trail, Mapping[AutogradNode, NodeIndex]]:
+        """Return the trail to these nodes and weights, and the position of each node on it."""
+        nodes, hops = [*self.starts], dict[NodeIndex, list[InputIndex]]()
+        indices = {node: NodeIndex(k) for k, node in enumerate(nodes)}
+        needed = self._on_the_way([*sites, *[self.weights[k] for k in weights]])
+        for node, (before, k) in self.first.items():
+            if node in needed:
+                hops.setdefault(indices[before], []).append(k)
+                indices[node] = NodeIndex(len(nodes))
+                nodes.append(node)
+        aged = [node for node in dict.fromkeys((*self.starts, *sites)) if not isinstance(node, AccumulateGrad)]
+        trail = Trail(
+            hops=tuple((node, tuple(inputs)) for node, inputs in hops.items()),
+            kinds=tuple(map(type, nodes)),
+            ages=tuple((indices[node], node._sequence_nr() - self.graph.start) for node in aged),
+            weights=tuple((indices[self.weights[k]], k) for k in weights),
+        )
+        return trail, indices
+
+    def _on_the_way(self, targets: Sequence[AutogradNode]) -> set[AutogradNode]:
+        """Return the nodes on the shortest paths from the roots to the targets, without the roots."""
+        needed = set[AutogradNode]()
         for node in targets:
             while node in self.first and node not in needed:
                 needed.add(node)
                 node, _ = self.first[node]
-        nodes, hops = [*self.starts], dict[int, list[int]]()
-        places = {node: k for k, node in enumerate(nodes)}
-        for node, (before, number) in self.first.items():
-            if node in needed:
-                hops.setdefault(places[before], []).append(number)
-                places[node] = len(nodes)
-                nodes.append(node)
-        return hops, nodes
+        return needed
 
 
-def _refusal(node: Node, formula: Formula, weight: Tensor) -> str:
+def _refusal(node: AutogradNode, derivative: Derivative, weight: Tensor) -> str:
     """Return why the gradient that this node computes can't be deferred; empty if it can."""
     if weight.is_complex():
         return "complex"
     if any(getattr(node, name).unpack_hook is not None for name in dir(node) if name.startswith("_raw_saved_")):
         return "checkpointed"
-    return "" if formula.fits(node) else f"computed by {node.name()} with factors or as a sparse tensor"
+    return "" if derivative.fits(node) else f"computed by {node.name()} with factors or as a sparse tensor"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages forbidden because one modifies in place what another uses.
 
-`graph.layouts` refuses such cuts one at a time. The reason lies in where a value is made, modified and used, so one
-refusal forbids many stages, by where they begin and where they stop.
+`route` refuses such cuts one at a time. The reason is where a value is made, modified, and used. So one refusal forbids
+many stages, by where they begin and where they stop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from fpipe.cutting.balance import Forbidden, Positions, Refusal
-from fpipe.cutting.routing import ClashError, layouts
+from fpipe.cutting.routing import ClashError, route
 from fpipe.ir.captured import Buffer, Captured, Constant, Observed, Parameter, Value
 from fpipe.ir.observation import observe
 
@@ -23,7 +23,7 @@ def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
 
     def refusal(positions: Positions) -> Refusal | None:
         try:
-            layouts(captured, observed, positions, results)
+            route(captured, observed, positions, results)
         except ClashError as clash:
             start, stop = list(pairwise([0, *positions, len(captured.units)]))[clash.stage]
             return Refusal(str(clash), tuple(_forbidden(captured, observed, results, clash.value, start, stop)))

@@ -35,8 +35,8 @@ class ClashError(CutError):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The values of one stage. `gets` and `gives` are keyed by the stage at the other end, in stage order.
+class Piece:
+    """The units of one stage, and its values. Routes are keyed by the stage at the other end, in stage order.
 
     - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads.
     - `gets`, `gives`: what travels forward, from earlier and to later stages.
@@ -72,14 +72,20 @@ class Layout:
         """All values that leave the stage forward, in order: results, then what each later stage is given."""
         return (*self.results, *[value for values in self.gives.values() for value in values])
 
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """The values that the stage's function returns: all that it makes and that leave or become buffers, once."""
+        inputs, needed = self.inputs, dict.fromkeys((*self.leaving, *self.reassigned.values()))
+        return tuple(value for value in needed if value not in inputs)
 
-def layouts(
+
+def route(
     captured: Captured,
     observed: Observed,
     partition: Sequence[int],
     results: tuple[Value, ...],
     summed: frozenset[str] = frozenset(),
-) -> tuple[Layout, ...]:
+) -> tuple[Piece, ...]:
     """Cut the units at `partition`, and route every value; `results` leave from the last stage.
 
     `summed` are the parameters whose gradients are summed over stages.
@@ -96,7 +102,7 @@ def layouts(
     for s, units in enumerate(stages):
         _refuse_stale_views(s, units, observed, frozenset(v for values in gives[s].values() for v in values))
     return tuple(
-        Layout(
+        Piece(
             units,
             parameters=_read(captured, users, s, Parameter),
             buffers=_read(captured, users, s, Buffer),

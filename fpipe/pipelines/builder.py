@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fpipe.autodiff.backends import Way
+from fpipe.autodiff.backends import Backend
 from fpipe.batching.batch import Batching, SplitBatch
 from fpipe.capture.modules import as_module
 from fpipe.capture.registry import find_front_end
@@ -33,7 +33,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import Resolver
 from fpipe.runtime.ranks import Ranks
-from fpipe.stages.ties import Tied, summed
+from fpipe.stages.ties import Tied, parameters_to_sum
 from fpipe.tensors.fake import fake, fake_mode
 from fpipe.watching.model_state import ModelState
 from fpipe.watching.watch import Watcher
@@ -56,7 +56,7 @@ class Builder:
     batchings: dict[bool, Batching]
     cuts: Cuts
     capture: str | FrontEnd
-    way: Way | None
+    backend: Backend | None
     tied: Tied
     output_dims: Any
     ranks: Ranks
@@ -79,8 +79,8 @@ class Builder:
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
-        sums = summed(self.tied, module)
-        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, self.way)
+        sums = parameters_to_sum(self.tied, module)
+        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, self.backend)
         caches = Caches(trainable=self.caches.trainable)
         pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), caches)
         require_exact_hooks(captures.hooks, sums)
@@ -97,6 +97,6 @@ class Builder:
             self.batchings[True].home,
         )
         model = skeleton(module, lambda tensor: fake(mode, tensor, home))
-        watching = Watcher(ModelState.of(module), self.loss, self.way is not None)
+        watching = Watcher(ModelState.of(module), self.loss, self.backend is not None)
         trains, hooks = self.schedule.backward, collect_gradient_hooks(module)
         return CaptureCache(model, self.loss, self.batchings, see, self.cuts, trains, hooks, watching)

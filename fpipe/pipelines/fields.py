@@ -119,7 +119,7 @@ def plan_fields(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signatu
     yield Field.of("parameters", _parameter_lines(plan))
     yield Field.of("model", list(_unit_lines(pipe, plan)))
     yield Field.of("cuts", list(_cut_lines(pipe, plan, variant, signature)))
-    yield Field.of("what crosses the cuts", list(_port_lines(plan)))
+    yield Field.of("what crosses the cuts", list(_crossing_lines(plan)))
 
 
 def _environment_fields() -> Iterator[Field]:
@@ -159,10 +159,10 @@ def _cut_lines(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signatur
         yield from map(str, assembly.stages)
 
 
-def _port_lines(plan: Plan) -> Iterator[str]:
+def _crossing_lines(plan: Plan) -> Iterator[str]:
     for cut in plan.cuts:
         for stage in cut.stages:
-            for what, ports in (("values", stage.gives), ("cotangents", stage.pulls), ("gradients", stage.shares)):
-                for port in ports:
-                    specs = ", ".join(map(_describe_spec, port.specs))
-                    yield f"stage {stage.index}, {what} for stage {port.peer}: {specs}"
+            for what, crossings in (("values", stage.gives), ("cotangents", stage.pulls), ("gradients", stage.shares)):
+                for one in crossings:
+                    specs = ", ".join(map(_describe_spec, one.specs))
+                    yield f"stage {stage.index}, {what} for stage {one.target}: {specs}"

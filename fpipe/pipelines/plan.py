@@ -76,7 +76,7 @@ class Plan:
     @cached_property
     def modified_leaves(self) -> frozenset[int]:
         """The leaves of the batch that the model modifies in place."""
-        pairs = [(cut.captured.sources.get(v), v) for cut in self.cuts for one in cut.layouts for v in one.modified]
+        pairs = [(cut.captured.sources.get(v), v) for cut in self.cuts for piece in cut.pieces for v in piece.modified]
         return frozenset(source.leaf for source, _ in pairs if isinstance(source, BatchLeaf))
 
     def context(self) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fpipe.autodiff.backends import Way
+from fpipe.autodiff.backends import Backend
 from fpipe.batching.batch import Microbatch, Signature
 from fpipe.batching.merge import Merge
 from fpipe.capture.eager_types import hide_fakes
@@ -25,8 +25,8 @@ from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.turns import turn
-from fpipe.stages.assembly import Assembly, assemble, differentiated
-from fpipe.stages.kinds import require_alike, widened
+from fpipe.stages.assembly import Assembly, assemble, differentiate
+from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from schedules import Schedule, check, forwards, lower
@@ -40,7 +40,7 @@ class Planner:
     - `output_dims`: how outputs are merged.
     - `ranks`: the ranks of this process.
     - `summed`: the parameters whose gradients are summed over stages.
-    - `way`: how stages are differentiated, if not by autograd.
+    - `backend`: what differentiates the stages; `None` for autograd.
     """
 
     schedule: Schedule
@@ -48,7 +48,7 @@ class Planner:
     output_dims: Any
     ranks: tuple[int, ...]
     summed: frozenset[str] = frozenset()
-    way: Way | None = None
+    backend: Backend | None = None
     plans: dict[BatchKind, Plan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class Planner:
     def _plan(self, variant: Variant, signature: Signature) -> Plan:
         microbatches = self.captures.batchings[variant.loss].split(signature)
         by_shape = {one: self._cached_assembly(variant, one) for one in dict.fromkeys(microbatches)}
-        assemblies = widened([by_shape[one] for one in microbatches])
+        assemblies = widen([by_shape[one] for one in microbatches])
         require_alike(assemblies)
         schedule, graph = self.schedule, assemblies[0].graph
         if variant.training:
@@ -115,9 +115,9 @@ class Planner:
     def _assemble(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         placement = self.schedule.placement
         assembly = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
-        if self.way is None:
+        if self.backend is None:
             return assembly
-        return differentiated(assembly, self.way, {s for rank in self.ranks for s in placement.stages_on(rank)})
+        return differentiate(assembly, self.backend, {s for rank in self.ranks for s in placement.stages_on(rank)})
 
 
 def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:

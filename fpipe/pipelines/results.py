@@ -66,8 +66,8 @@ def collect_gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
     stages = plan.assembly.stages
     terms = defaultdict[str, dict[int, Tensor]](dict)
     for outcome in outcomes.values():
-        sums = [(s, stages[s].grads, stages[s].finished(total)) for s, total in outcome.grads.items() if total]
-        sums += [(s, stages[s].shared_names[t], total) for (s, t), total in outcome.shared.items()]
+        sums = [(s, stages[s].grads, stages[s].complete(total)) for s, total in outcome.grads.items() if total]
+        sums += [(s, stages[s].names_for(t), total) for (s, t), total in outcome.shared.items()]
         for s, names, total in sums:
             for name, grad in zip(names, total, strict=True):
                 if grad is not None:

@@ -15,8 +15,7 @@ from textwrap import wrap
 from torch import nn
 
 from fpipe.cutting.calls import Calls, numbered, outermost
-from fpipe.ir.captured import Value
-from fpipe.runtime.executor import Port
+from fpipe.runtime.executor import Crossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
@@ -54,7 +53,7 @@ class _StageText:
 
     def __init__(self, assembly: Assembly, calls: Calls) -> None:
         self.assembly = assembly
-        stops = list(accumulate(len(layout.units) for layout in assembly.layouts))
+        stops = list(accumulate(len(piece.units) for piece in assembly.pieces))
         self.bounds = list(zip([0, *stops], stops, strict=False))
         self.whole = [outermost(c for c in calls.listed if a <= c.start and c.stop <= b) for a, b in self.bounds]
         self.label = {call: numbered(call.path, ordinal) for call, ordinal in calls.ordinals()}
@@ -68,15 +67,15 @@ class _StageText:
         buffers = [name for name in (*stage.buffers, *stage.unused) if name in assembly.buffers]
         if buffers:
             yield f"buffers     {len(buffers)} ({_size(assembly.buffers[name] for name in buffers)})"
-        for port, values in zip(stage.gives, assembly.layouts[stage.index].gives.values(), strict=True):
-            back = [spec for other in stage.pulled_by if other.peer == port.peer for spec in other.specs]
+        for given in stage.gives:
+            back = [spec for other in stage.pulled_by if other.source == given.target for spec in other.specs]
             cotangents = f"{_size(back)} of cotangents back" if back else "no cotangents back"
-            yield f"gives       stage {port.peer}: {_size(port.specs)} per microbatch, {cotangents}"
-            yield from _shorten(list(self._values(port, values)), "              ... {} more")
-        returned = {port.peer for port in stage.pulled_by} - {port.peer for port in stage.gives}
-        for port in stage.pulled_by:
-            if port.peer in returned:
-                yield f"gets        stage {port.peer}: {_size(port.specs)} of cotangents per microbatch"
+            yield f"gives       stage {given.target}: {_size(given.specs)} per microbatch, {cotangents}"
+            yield from _shorten(list(self._values(given)), "              ... {} more")
+        targets = {given.target for given in stage.gives}
+        for pulled in stage.pulled_by:
+            if pulled.source not in targets:
+                yield f"gets        stage {pulled.source}: {_size(pulled.specs)} of cotangents per microbatch"
 
     def _modules(self, s: int) -> list[str]:
         """Return the modules' names, with runs of numbered ones merged."""
@@ -97,9 +96,9 @@ class _StageText:
         others = stop - start - sum(call.stop - call.start for call in self.whole[s])
         return [_count(others, "other operation")] if others else []
 
-    def _values(self, port: Port, values: Sequence[Value]) -> Iterator[str]:
-        wide = max(len(str(spec)) for spec in port.specs)
-        for spec, value in zip(port.specs, values, strict=True):
+    def _values(self, given: Crossing) -> Iterator[str]:
+        wide = max(len(str(spec)) for spec in given.specs)
+        for spec, value in zip(given.specs, given.values, strict=True):
             yield f"              {spec!s:{wide}}  from {self._origin(self.makers[value])}"
 
     def _origin(self, k: int) -> str:

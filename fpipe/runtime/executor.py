@@ -23,10 +23,16 @@ from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, Route
 from schedules import Action
 
 
-class Port(NamedTuple):
-    """One end of an edge: the stage at the other end, and the specs of the values that cross, in order."""
+class Crossing(NamedTuple):
+    """What one stage sends another, in order: values, their cotangents, or gradients. Both stages have the same record.
 
-    peer: int
+    - `values`: which values these are, or whose cotangents; for gradients, the names of the parameters.
+    - `specs`: the metadata of each.
+    """
+
+    source: int
+    target: int
+    values: tuple[Any, ...]
     specs: tuple[Any, ...]
 
 
@@ -38,19 +44,19 @@ class StageLike(Protocol):
         """The values that leave the pipeline here."""
 
     @property
-    def gets(self) -> Sequence[Port]:
+    def gets(self) -> Sequence[Crossing]:
         """Values from earlier stages."""
 
     @property
-    def gives(self) -> Sequence[Port]:
+    def gives(self) -> Sequence[Crossing]:
         """Values for later stages."""
 
     @property
-    def pulls(self) -> Sequence[Port]:
+    def pulls(self) -> Sequence[Crossing]:
         """Cotangents for earlier stages."""
 
     @property
-    def pulled_by(self) -> Sequence[Port]:
+    def pulled_by(self) -> Sequence[Crossing]:
         """Cotangents from later stages."""
 
     @property
@@ -58,11 +64,11 @@ class StageLike(Protocol):
         """Specs of this stage's gradients."""
 
     @property
-    def shares(self) -> Sequence[Port]:
+    def shares(self) -> Sequence[Crossing]:
         """Gradients for other stages that hold the same parameters."""
 
     @property
-    def shared_by(self) -> Sequence[Port]:
+    def shared_by(self) -> Sequence[Crossing]:
         """Gradients from other stages that hold the same parameters."""
 
     def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:
@@ -72,21 +78,21 @@ class StageLike(Protocol):
         """Return the same outputs and buffers as `forward`."""
 
     def backward(self, residuals: Any, cotangents: Payload, onto: Any) -> tuple[Payload, Any]:
-        """Return cotangents and gradients; if `onto` is not `()`, add the gradients to it and return that sum."""
+        """Return cotangents, and `onto`, a sum of gradients, plus this microbatch's; at first, `onto` is `()`."""
 
     def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
         """Return cotangents and what the weight half needs."""
 
     def backward_weight(self, deferred: Any, onto: Any) -> Any:
-        """Return gradients; if `onto` is not `()`, add them to it and return that sum."""
+        """Return `onto`, a sum of gradients, plus this microbatch's; at first, `onto` is `()`."""
 
-    def accumulate(self, total: Any, grads: Any, count: int) -> Any:
-        """Return `total`, the sum of `count` gradients (at first `()`), plus one more. May be passed as `onto`."""
+    def add(self, first: Any, second: Any) -> Any:
+        """Return the sum of two complete sums, from the two replicas of the stage."""
 
-    def finished(self, total: Any) -> Any:
-        """Return the sum of all gradients."""
+    def complete(self, total: Any) -> Any:
+        """Return the sum of all gradients, from the one that the last microbatch returned."""
 
-    def shared(self, total: Any, peer: int) -> Payload:
+    def gradients_for(self, peer: int, total: Any) -> Payload:
         """Return the part of the summed gradients that stage `peer` needs."""
 
 

@@ -2,8 +2,8 @@
 """The handlers of compute actions: one per kind, all with the same arguments.
 
 A handler takes what arrived for its action, calls the stage, stores what later actions need in the running `Execution`,
-and returns what leaves. The one action that uses what was stored removes it. A stage's first gradients become its sum,
-to which later ones are added in place.
+and returns what leaves. The one action that uses what was stored removes it. A stage's first gradients become its sum;
+later ones are added to it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    onto = run.grads[s]
-    outgoing, grads = stage.backward(run.residuals.pop((s, i), None), arrived, onto)
-    run.grads[s] = grads if onto else stage.accumulate((), grads, 0)
+    outgoing, run.grads[s] = stage.backward(run.residuals.pop((s, i), None), arrived, run.grads[s])
     return outgoing
 
 
@@ -65,18 +63,15 @@ def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: P
 
 def _backward_weight(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    onto = run.grads[s]
-    grads = stage.backward_weight(run.deferred.pop((s, i)), onto)
-    run.grads[s] = grads if onto else stage.accumulate((), grads, 0)
+    run.grads[s] = stage.backward_weight(run.deferred.pop((s, i)), run.grads[s])
     return ()
 
 
 def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Sum over both replicas, in route order: even microbatches take the first route, odd ones the second."""
     _, s, i, _, _ = action
-    own = stage.finished(run.grads[s])
-    first, second = (arrived, own) if i % 2 else (own, arrived)
-    run.grads[s] = stage.accumulate(stage.accumulate((), first, 0), second, 1)
+    own = stage.complete(run.grads[s])
+    run.grads[s] = stage.add(arrived, own) if i % 2 else stage.add(own, arrived)
     return ()
 
 
@@ -84,7 +79,7 @@ def _send_shared(run: Execution, action: Action, stage: StageLike, arrived: Payl
     """Return the gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
     _, s, _, peer, _ = action
     assert peer is not None, "a transfer has a peer stage"
-    return stage.shared(run.grads[s], peer)
+    return stage.gradients_for(peer, run.grads[s])
 
 
 def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:

@@ -110,14 +110,14 @@ class _Linker:
         backward = next(action for _, action in following if _phase(action) == COMPUTE)
         s, i, stage = backward.stage, backward.microbatch, self._stage(backward)
         awaited, kept, start = list[int](), list[tuple[int, slice]](), 0
-        for peer, specs in stage.pulled_by:
-            awaited.append(self.numbers["B", peer, i, s])
-            kept.append((awaited[-1], slice(start, start + len(specs))))
-            start += len(specs)
+        for crossing in stage.pulled_by:
+            awaited.append(self.numbers["B", crossing.source, i, s])
+            kept.append((awaited[-1], slice(start, start + len(crossing.specs))))
+            start += len(crossing.specs)
         if not awaited:
             return [instruction]
         at, receives, waits = instruction.position, instruction.receives, instruction.waits
-        action = Action("RECV_B", s, i, stage.pulled_by[0].peer)
+        action = Action("RECV_B", s, i, stage.pulled_by[0].source)
         held = Instruction(at, action, stage, keep_arrivals, receives, waits, tuple(awaited), tuple(kept), ())
         return [held, instruction._replace(receives=(), waits=())]
 
@@ -163,26 +163,25 @@ class _Linker:
         what, stage = KINDS[kind].crosses if kind in KINDS else "", self._stage(action)
         if not what:
             return [], ()
-        sources, targets = (stage.gets, stage.gives) if what == "F" else (stage.pulled_by, stage.pulls)
+        incoming, outgoing = (stage.gets, stage.gives) if what == "F" else (stage.pulled_by, stage.pulls)
         start, made = len(stage.results) if what == "F" else 0, []
-        for peer, specs in targets:
-            made.append((self.numbers[what, s, i, peer], slice(start, start + len(specs))))
-            start += len(specs)
-        return [self.numbers[what, peer, i, s] for peer, _ in sources], tuple(made)
+        for crossing in outgoing:
+            made.append((self.numbers[what, s, i, crossing.target], slice(start, start + len(crossing.specs))))
+            start += len(crossing.specs)
+        return [self.numbers[what, crossing.source, i, s] for crossing in incoming], tuple(made)
 
 
 def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int], tuple[Any, ...]]:
     """Return the specs of what crosses edges, by kind and both stages; replicas exchange all gradients of a stage."""
-    specs = {edge: carried for s, stage in stages.items() for edge, carried in _edges(s, stage)}
+    specs = {edge: carried for stage in stages.values() for edge, carried in _edges(stage)}
     return specs | {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
 
 
-def _edges(s: int, stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
+def _edges(stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
     """Yield what crosses each edge of a stage, by kind, source stage and target stage."""
-    for what, outgoing, incoming in (
-        ("F", stage.gives, stage.gets),
-        ("B", stage.pulls, stage.pulled_by),
-        ("G", stage.shares, stage.shared_by),
+    for what, crossings in (
+        ("F", (*stage.gives, *stage.gets)),
+        ("B", (*stage.pulls, *stage.pulled_by)),
+        ("G", (*stage.shares, *stage.shared_by)),
     ):
-        yield from (((what, s, peer), specs) for peer, specs in outgoing)
-        yield from (((what, peer, s), specs) for peer, specs in incoming)
+        yield from (((what, one.source, one.target), one.specs) for one in crossings)

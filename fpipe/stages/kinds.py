@@ -13,16 +13,16 @@ from dataclasses import replace
 from functools import reduce
 
 from fpipe.errors import InputError
-from fpipe.runtime.executor import Port
+from fpipe.runtime.executor import Crossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from schedules import Graph
 
 
-def widened(assemblies: Sequence[Assembly]) -> tuple[Assembly, ...]:
+def widen(assemblies: Sequence[Assembly]) -> tuple[Assembly, ...]:
     """Return the assemblies, each with the edges of all of them, so that one program drives each."""
     graph = reduce(_union, dict.fromkeys(one.graph for one in assemblies))
-    wide = {one: one if one.graph == graph else _widened(one, graph) for one in dict.fromkeys(assemblies)}
+    wide = {one: one if one.graph == graph else _widen(one, graph) for one in dict.fromkeys(assemblies)}
     return tuple(wide[one] for one in assemblies)
 
 
@@ -30,24 +30,24 @@ def _union(a: Graph, b: Graph) -> Graph:
     return Graph(a.stages, a.values | b.values, a.cotangents | b.cotangents, a.gradients | b.gradients)
 
 
-def _widened(assembly: Assembly, graph: Graph) -> Assembly:
+def _widen(assembly: Assembly, graph: Graph) -> Assembly:
     stages = [
         replace(
             stage,
-            gets=_ports(stage.gets, graph.fed_by[stage.index]),
-            gives=_ports(stage.gives, graph.feeds[stage.index]),
-            pulls=_ports(stage.pulls, graph.pulls[stage.index]),
-            pulled_by=_ports(stage.pulled_by, graph.pulled_by[stage.index]),
+            gets=_widen_crossings(stage.gets, [(p, s) for p in graph.fed_by[s]]),
+            gives=_widen_crossings(stage.gives, [(s, t) for t in graph.feeds[s]]),
+            pulls=_widen_crossings(stage.pulls, [(s, p) for p in graph.pulls[s]]),
+            pulled_by=_widen_crossings(stage.pulled_by, [(t, s) for t in graph.pulled_by[s]]),
         )
-        for stage in assembly.stages
+        for s, stage in enumerate(assembly.stages)
     ]
     return replace(assembly, stages=tuple(stages), graph=graph)
 
 
-def _ports(ports: Iterable[Port], peers: Iterable[int]) -> tuple[Port, ...]:
-    """Return a port for each peer; nothing passes through a port that did not exist."""
-    there = {port.peer: port for port in ports}
-    return tuple(there.get(peer, Port(peer, ())) for peer in peers)
+def _widen_crossings(crossings: Iterable[Crossing], edges: Iterable[tuple[int, int]]) -> tuple[Crossing, ...]:
+    """Return a crossing for each edge; nothing crosses where there was none."""
+    there = {(one.source, one.target): one for one in crossings}
+    return tuple(there.get(edge, Crossing(*edge, (), ())) for edge in edges)
 
 
 def require_alike(assemblies: Sequence[Assembly]) -> None:
@@ -65,7 +65,14 @@ def require_alike(assemblies: Sequence[Assembly]) -> None:
 
 def _holds(stage: Stage) -> tuple[object, ...]:
     trained = tuple(stage.parameters[k] for k in sorted(stage.wiring.trained))
-    return stage.parameters, stage.buffers, stage.grads, trained, stage.unused, dict(stage.shared_names)
+    return (
+        stage.parameters,
+        stage.buffers,
+        stage.grads,
+        trained,
+        stage.unused,
+        {c.target: c.values for c in stage.shares},
+    )
 
 
 def _unlike(i: int, what: str, got: object, expected: object) -> InputError:

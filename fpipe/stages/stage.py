@@ -27,10 +27,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.autodiff.accumulation import Gradients, summed
-from fpipe.autodiff.interface import Functions, Wiring
+from fpipe.autodiff.accumulation import Gradients, sum_of
+from fpipe.autodiff.interface import StageFunctions, Wiring
 from fpipe.ir.captured import Tensors
-from fpipe.runtime.executor import Port
+from fpipe.runtime.executor import Crossing
 from fpipe.tensors.spec import Spec
 
 
@@ -43,8 +43,7 @@ class Stage:
     - `results`: specs of the values that leave the pipeline here.
     - `gets`, `gives`: the values that travel forward; `pulls`, `pulled_by`: cotangents, to earlier and from later
       stages.
-    - `shares`, `shared_by`: gradients of shared parameters, to and from other holders; `shared_names`: which of its
-      own it sends, by the receiving stage.
+    - `shares`, `shared_by`: gradients of shared parameters, to and from other holders.
     - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
       `OptionalSpec`, here and in ports, if it depends on data whether there is a gradient.
     - `functions`: the computation.
@@ -56,17 +55,16 @@ class Stage:
     unused: tuple[str, ...]
     batch: tuple[int, ...]
     results: tuple[Spec, ...]
-    gets: tuple[Port, ...]
-    gives: tuple[Port, ...]
-    pulls: tuple[Port, ...]
-    pulled_by: tuple[Port, ...]
-    shares: tuple[Port, ...]
-    shared_by: tuple[Port, ...]
-    shared_names: Mapping[int, tuple[str, ...]]
+    gets: tuple[Crossing, ...]
+    gives: tuple[Crossing, ...]
+    pulls: tuple[Crossing, ...]
+    pulled_by: tuple[Crossing, ...]
+    shares: tuple[Crossing, ...]
+    shared_by: tuple[Crossing, ...]
     grads: tuple[str, ...]
     totals: tuple[Spec, ...]
     wiring: Wiring
-    functions: Functions
+    functions: StageFunctions
 
     @property
     def undeferred(self) -> Mapping[str, str]:
@@ -74,8 +72,8 @@ class Stage:
         return {self.grads[k]: why for k, why in self.functions.undeferred.items()}
 
     def __str__(self) -> str:
-        given = [f"{' '.join(map(str, port.specs))} to stage {port.peer}" for port in self.gives]
-        shared = [f"{' '.join(self.shared_names[port.peer])} with stage {port.peer}" for port in self.shares]
+        given = [f"{' '.join(map(str, one.specs))} to stage {one.target}" for one in self.gives]
+        shared = [f"{' '.join(one.values)} with stage {one.target}" for one in self.shares]
         parts = [f"parameters {' '.join(self.parameters) or 'none'}"]
         parts += [f"gives {', '.join(given)}"] * bool(given) + [f"shares {', '.join(shared)}"] * bool(shared)
         return f"stage {self.index}: {'; '.join(parts)}"
@@ -109,18 +107,22 @@ class Stage:
         """Return the gradients of this stage's parameters; `None` where nothing was computed."""
         return self.functions.backward_weight
 
-    def shared(self, total: Gradients, peer: int) -> Gradients:
+    def gradients_for(self, peer: int, total: Gradients) -> Gradients:
         """Return the gradients of parameters that stage `peer` also holds; for this stage's other replica, all."""
-        finished = self.finished(total)
+        complete = self.complete(total)
         if peer == self.index:
-            return finished
-        return tuple([finished[self.grads.index(name)] for name in self.shared_names[peer]])
+            return complete
+        return tuple([complete[self.grads.index(name)] for name in self.names_for(peer)])
 
-    def accumulate(self, total: Gradients, grads: Gradients, count: int) -> Gradients:
-        """Return `total`, a sum of gradients over `count` microbatches, plus one more microbatch's."""
-        return summed(total, grads, count) if grads else total
+    def names_for(self, peer: int) -> tuple[str, ...]:
+        """Return the names of the parameters whose gradients stage `peer` is sent; it holds them too."""
+        (names,) = [crossing.values for crossing in self.shares if crossing.target == peer]
+        return names
 
-    def finished(self, total: Gradients) -> Gradients:
+    def add(self, first: Gradients, second: Gradients) -> Gradients:
+        """Return the sum of two replicas' gradients, in new memory."""
+        return sum_of(first, second)
+
+    def complete(self, total: Gradients) -> Gradients:
         """Return the sum over all microbatches; `None` for a parameter that got no gradient from any of them."""
-        own = tuple(grad for grad in total)  # a new tuple, so that `owned` sees two references to each gradient
-        return own or (None,) * len(self.grads)
+        return total or (None,) * len(self.grads)

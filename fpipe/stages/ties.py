@@ -27,7 +27,7 @@ Tied: TypeAlias = str | Mapping[str, str]
 MODES = ("exact", "sum")
 
 
-def summed(tied: Tied, model: nn.Module) -> frozenset[str]:
+def parameters_to_sum(tied: Tied, model: nn.Module) -> frozenset[str]:
     """Return the parameters with mode `sum`, by their first names.
 
     `tied` is a mode for all, or a dict from any name of a parameter to its mode; parameters not in it are `exact`.
@@ -35,7 +35,7 @@ def summed(tied: Tied, model: nn.Module) -> frozenset[str]:
 
     >>> pair = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     >>> pair[1].weight = pair[0].weight
-    >>> summed({"1.weight": "sum"}, pair)
+    >>> parameters_to_sum({"1.weight": "sum"}, pair)
     frozenset({'0.weight'})
     """
     first = first_names(model, "parameters")
@@ -64,13 +64,13 @@ def _require_mode(where: str, mode: object) -> None:
         raise InputError(f"{where}: got {mode!r}, expected one of {list(MODES)}. Name one of them.")
 
 
-def sends(placement: Placement, source: int, target: int, holders: Sequence[int]) -> bool:
+def needs_gradient(placement: Placement, source: int, target: int, holders: Sequence[int]) -> bool:
     """Return whether stage `target`, one of `holders`, must be sent a gradient of stage `source`.
 
     A rank needs it only once, for all holders on it, and not at all if `source` is on it too.
 
     >>> from schedules import looped
-    >>> [sends(looped(ranks=2, chunks=2), 0, target, range(4)) for target in (1, 2, 3)]
+    >>> [needs_gradient(looped(ranks=2, chunks=2), 0, target, range(4)) for target in (1, 2, 3)]
     [True, False, False]
     """
     return any(

@@ -14,9 +14,8 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeAlias, cast
 
-from fpipe.cutting.routing import Layout, layouts
+from fpipe.cutting.routing import Piece, route
 from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, compose
-from fpipe.stages.metadata import made_by
 
 Copies: TypeAlias = Mapping[tuple[int, Value], Value]
 """The copy of a parameter that a stage uses in place of it, by stage and parameter."""
@@ -26,36 +25,35 @@ def uncut(
     captured: Captured,
     observed: Observed,
     results: tuple[Value, ...],
-    stages: Sequence[Layout],
+    stages: Sequence[Piece],
     functions: Sequence[Function],
     summed: frozenset[str],
-) -> tuple[Captured, Layout, Function]:
-    """Return the whole model, with copies among its sources; its layout; and its function."""
-    (layout,) = layouts(captured, observed, (), results)
+) -> tuple[Captured, Piece, Function]:
+    """Return the whole model, with copies among its sources; its piece; and its function."""
+    (piece,) = route(captured, observed, (), results)
     copies = _copies(captured, stages, summed)
     if not copies:
-        return captured, layout, captured.fuse(layout.units, observed.random, layout.inputs, made_by(layout))
+        return captured, piece, captured.fuse(piece.units, observed.random, piece.inputs, piece.outputs)
     sources = {copy: captured.sources[value] for (_, value), copy in copies.items()}
     fakes = {copy: captured.fakes[value] for (_, value), copy in copies.items()}
     captured = replace(captured, sources={**captured.sources, **sources}, fakes={**captured.fakes, **fakes})
-    layout = replace(layout, parameters=(*layout.parameters, *sources))
-    return captured, layout, _composed(layout, stages, functions, copies)
+    piece = replace(piece, parameters=(*piece.parameters, *sources))
+    return captured, piece, _composed(piece, stages, functions, copies)
 
 
-def _copies(captured: Captured, stages: Sequence[Layout], summed: frozenset[str]) -> Copies:
+def _copies(captured: Captured, stages: Sequence[Piece], summed: frozenset[str]) -> Copies:
     """Return a value for each later stage that reads a summed parameter; parameter by parameter, in stage order."""
     fresh = count(1 + max((*captured.sources, *(value for unit in captured.units for value in unit.makes))))
     shared = [v for v, source in captured.sources.items() if isinstance(source, Parameter) and source.name in summed]
-    readers = {value: [s for s, layout in enumerate(stages) if value in layout.parameters] for value in shared}
+    readers = {value: [s for s, piece in enumerate(stages) if value in piece.parameters] for value in shared}
     return {(s, value): next(fresh) for value in shared for s in readers[value][1:]}
 
 
-def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Function], copies: Copies) -> Function:
+def _composed(whole: Piece, stages: Sequence[Piece], functions: Sequence[Function], copies: Copies) -> Function:
     """Return the stages' functions called in sequence, each with its own copies."""
-    reads = [tuple(copies.get((s, value), value) for value in layout.inputs) for s, layout in enumerate(stages)]
+    reads = [tuple(copies.get((s, value), value) for value in piece.inputs) for s, piece in enumerate(stages)]
     operations = [
-        Operation(read, made_by(layout), function)
-        for read, layout, function in zip(reads, stages, functions, strict=True)
+        Operation(read, piece.outputs, function) for read, piece, function in zip(reads, stages, functions, strict=True)
     ]
 
     @contextmanager
@@ -69,4 +67,4 @@ def _composed(whole: Layout, stages: Sequence[Layout], functions: Sequence[Funct
             yield
 
     scoped = any(function.scope is not None for function in functions)
-    return Function(compose(operations, whole.inputs, made_by(whole)), placed if scoped else None)
+    return Function(compose(operations, whole.inputs, whole.outputs), placed if scoped else None)

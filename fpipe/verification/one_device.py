@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from fpipe.autodiff.accumulation import copied
 from fpipe.ir.captured import Tensors
 from fpipe.pipelines.plan import Plan
 from schedules import KINDS
@@ -81,7 +80,7 @@ class OrderedSum:
         assert not self.early, "every term of the order was added"
         if len(self.order) > 1 or self.sum is None:
             return self.sum
-        return copied(self.sum)
+        return self.sum.clone()
 
 
 def _add(total: Tensor | None, term: Tensor | None) -> Tensor | None:

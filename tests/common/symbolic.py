@@ -3,7 +3,7 @@
 
 from hypothesis import strategies as st
 
-from fpipe.runtime.executor import Port
+from fpipe.runtime.executor import Crossing
 from schedules import Graph
 from schedules.proof.formulas import formula
 from schedules.testing import orders
@@ -22,61 +22,59 @@ def width(s, t):
     return 1 + (s + t) % 2
 
 
+def crossings(what, edges):
+    """One record per edge; cotangents go from the later stage to the earlier one."""
+    return [
+        Crossing(s, t, (what,) * width(s, t), tuple(f"{what}{s}>{t}/{k}" for k in range(width(s, t)))) for s, t in edges
+    ]
+
+
 class Symbolic:
     """Stage `s` of a graph."""
 
     def __init__(self, graph: Graph, s: int) -> None:
         self.index, last = s, graph.stages - 1
         self.results = ("result",) if s == last else ()
-        self.gets = self._ports("F", [(p, s) for p in graph.fed_by[s]])
-        self.gives = self._ports("F", [(s, t) for t in graph.feeds[s]])
-        self.pulls = self._ports("B", [(p, s) for p in graph.pulls[s]])
-        self.pulled_by = self._ports("B", [(s, t) for t in graph.pulled_by[s]])
-        self.shares = self._ports("G", [(s, t) for t in graph.shares[s]])
-        self.shared_by = self._ports("G", [(p, s) for p in graph.shared_by[s]])
+        self.gets = crossings("F", [(p, s) for p in graph.fed_by[s]])
+        self.gives = crossings("F", [(s, t) for t in graph.feeds[s]])
+        self.pulls = crossings("B", [(s, p) for p in graph.pulls[s]])
+        self.pulled_by = crossings("B", [(t, s) for t in graph.pulled_by[s]])
+        self.shares = crossings("G", [(s, t) for t in graph.shares[s]])
+        self.shared_by = crossings("G", [(p, s) for p in graph.shared_by[s]])
         self.totals = ("total",)
-
-    def _ports(self, what, edges):
-        return [
-            Port(t if s == self.index else s, tuple(f"{what}{s}>{t}/{k}" for k in range(width(s, t)))) for s, t in edges
-        ]
 
     def forward(self, params, buffers, inputs, key):
         kept = make("F", params, inputs, key)
         outputs = [make(spec, kept) for spec in self.results]
-        outputs += [make(spec, kept) for port in self.gives for spec in port.specs]
+        outputs += [make(spec, kept) for one in self.gives for spec in one.specs]
         return tuple(outputs), (*buffers, key), Residuals(kept)
 
     def evaluate(self, params, buffers, inputs, key):
         return self.forward(params, buffers, inputs, key)[:2]
 
     def backward(self, residuals, cotangents, onto=()):
-        return self._pull(residuals, cotangents), self._added(make("W", residuals.kept, cotangents), onto)
-
-    def _added(self, grads, onto):
-        return (*onto, grads) if onto else grads
+        return self._pull(residuals, cotangents), (*onto, make("W", residuals.kept, cotangents))
 
     def _pull(self, residuals, cotangents):
-        return tuple(make(spec, residuals.kept, cotangents) for port in self.pulls for spec in port.specs)
+        return tuple(make(spec, residuals.kept, cotangents) for one in self.pulls for spec in one.specs)
 
     def backward_input(self, residuals, cotangents):
         return self._pull(residuals, cotangents), (residuals, cotangents)
 
     def backward_weight(self, deferred, onto=()):
         residuals, cotangents = deferred
-        return self._added(make("W", residuals.kept, cotangents), onto)
+        return (*onto, make("W", residuals.kept, cotangents))
 
-    def accumulate(self, total, grads, count):
-        assert count == len(total)
-        return (*total, grads)
+    def add(self, first, second):
+        return (first, second)
 
-    def finished(self, total):
+    def complete(self, total):
         return total
 
-    def shared(self, total, peer):
+    def gradients_for(self, peer, total):
         if peer == self.index:
             return total
-        (specs,) = [port.specs for port in self.shares if port.peer == peer]
+        (specs,) = [one.specs for one in self.shares if one.target == peer]
         return tuple(make(spec, *total) for spec in specs)
 
 

@@ -24,7 +24,7 @@ from fpipe.autodiff.graph.simplification import is_item, value_of, written_by
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import OpOverload, gelu
 
-Run: TypeAlias = Callable[..., Any]
+PhaseFunction: TypeAlias = Callable[..., Any]
 """Takes the groups of `Phase.takes` and returns those of `Phase.gives`; a single group is returned by itself."""
 
 aten = torch.ops.aten
@@ -69,21 +69,21 @@ NUMBERED = frozenset(
 """Operators of two tensors; given a number, they convert it to a tensor in every call."""
 
 
-def function(phase: Phase) -> Run:
+def generate(phase: Phase) -> PhaseFunction:
     """Return the phase as a function."""
-    return _compiled(phase, None)
+    return _compile(phase, None)
 
 
-def adding(phase: Phase) -> Run:
+def generate_adding(phase: Phase) -> PhaseFunction:
     """Return the phase as a function with an optional last argument: a sum per tensor of the last group it gives.
 
     It adds each tensor to its sum as soon as it is computed (at the end, if the phase writes anything in place), and
     returns the sums. Without sums it returns the tensors themselves.
     """
-    return _compiled(phase, function(phase))
+    return _compile(phase, generate(phase))
 
 
-def _compiled(phase: Phase, alone: Run | None) -> Run:
+def _compile(phase: Phase, alone: PhaseFunction | None) -> PhaseFunction:
     """Return the function. If sums may be passed, `alone` is the function to run without them."""
     adding = alone is not None
     sums = tuple(f"s{k}" for k in range(len(phase.gives[-1] or ()))) if adding else ()
@@ -140,13 +140,13 @@ class _Writer:
         self.namespace: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
 
-    def function(self, lines: Iterable[str]) -> Run:
+    def function(self, lines: Iterable[str]) -> PhaseFunction:
         """Compile the lines, of which the first is the signature, to a function."""
         exec(compile("\n    ".join(lines), "<stage>", "exec"), self.namespace)
-        made: Run = self.namespace["run"]
+        made: PhaseFunction = self.namespace["run"]
         return made
 
-    def beginning(self, sums: Sequence[str], alone: Run | None) -> list[str]:
+    def beginning(self, sums: Sequence[str], alone: PhaseFunction | None) -> list[str]:
         """Return the lines that unpack the groups, and the sums if there may be any; without sums they run `alone`."""
         takes = self.phase.takes
         groups = [self.names[group] if isinstance(group, Node) else f"g{k}" for k, group in enumerate(takes)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from fpipe.autodiff.graph.codegen import Run, function
+from fpipe.autodiff.graph.codegen import PhaseFunction, generate
 from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.tensors import random
@@ -25,12 +25,12 @@ Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[
 """`compiler(module, examples)` returns a function equivalent to the module, as backends of `torch.compile` do."""
 
 
-def compiled(phase: Phase, compiler: Compiler) -> Run:
+def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
     """Return the phase as a function compiled by `compiler`; operator by operator if there is nothing to compile."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
-        return function(phase)
+        return generate(phase)
     takes = [node for node in phase.taken if "val" in node.meta]
-    run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), function(phase)
+    run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), generate(phase)
 
     def call(*groups: Any) -> Any:
         taken = [value for group in groups if isinstance(group, tuple | list) for value in group]
@@ -48,9 +48,9 @@ def compiled(phase: Phase, compiler: Compiler) -> Run:
     return call
 
 
-def added(phase: Phase, compiler: Compiler) -> Run:
+def compile_adding(phase: Phase, compiler: Compiler) -> PhaseFunction:
     """Return the same function with an optional last argument: sums, to which it adds the last group."""
-    run, count = compiled(phase, compiler), len(phase.takes)
+    run, count = compile_phase(phase, compiler), len(phase.takes)
 
     def call(*groups: Any) -> Any:
         found, onto = run(*groups[:count]), groups[count] if groups[count:] else ()

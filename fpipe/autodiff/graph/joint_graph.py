@@ -120,10 +120,10 @@ def record(eager: Autograd, examples: Examples) -> Joint:
         with draws, _Assignments(), _casting_once():
             outputs, new, residuals = functions.forward(params, buffers, inputs, 0)
             reached["forward"] = frozenset(draws.graph.nodes)
-            outgoing, grads = functions.backward(residuals, cotangents)
+            outgoing, grads = functions.differentiate(residuals, cotangents)
             assert all(grad is not None for grad in grads), "what autograd has no gradient of has none in a stage"
         reached["counts"] = [len(outputs), len(new), len(outgoing), len(grads)]
-        return outputs, new, outgoing, grads
+        return outputs, new, outgoing, tuple(grads)
 
     arguments = (*examples.leaves(eager.wiring), *buffers, *constants, *inputs, *cotangents)
     devices = {tensor.device for tensor in arguments} | {torch.device("cpu")}

@@ -20,8 +20,9 @@ import torch
 from torch.fx import Graph, Node
 
 from fpipe.autodiff.graph.joint_graph import Joint
+from fpipe.autodiff.graph.ownership import own_gradients
 from fpipe.autodiff.graph.simplification import is_item, simplified, value_of, written_by
-from fpipe.autodiff.interface import Wiring
+from fpipe.autodiff.interface import WeightIndex, Wiring
 from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec
 
@@ -103,16 +104,16 @@ class Phases:
     backward: Phase
     input: Phase
     weight: Phase
-    early: Mapping[int, str]
+    early: Mapping[WeightIndex, str]
 
 
 def divide(joint: Joint, wiring: Wiring) -> Phases:
     """Cut a joint graph into phases."""
-    views, joint = _viewed(simplified(joint))
+    views, joint = _viewed(own_gradients(simplified(joint)))
     forward, backward = _whole(joint, wiring)
     halves = _halved(joint)
     first, second = _halves(halves, wiring)
-    early = {k: _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
+    early = {WeightIndex(k): _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
     evaluation = forward._replace(gives=forward.gives[:2])
     return Phases(views, forward, evaluation, backward, first, second, early)
 
@@ -148,7 +149,7 @@ def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[N
 
 def _maker(node: Node) -> str:
     """Return what computes a gradient."""
-    while node.target in VIEWS or is_item(node):
+    while node.target in VIEWS or node.target is aten.clone.default or is_item(node):
         node = node.all_input_nodes[0]
     return f"computed by {getattr(node.target, '__name__', node.target)}"
 

@@ -115,7 +115,7 @@ def test_cotangents_are_optional_only_where_data_decide(residual):
     model = Gates(["other", "detached", "other"], [(0, 2)], residual)
     inputs, targets = batch([[1, 1, 1]] * 3)
     pipe = build(model, one_f_one_b(ranks=3, microbatches=3), inputs, targets)
-    kinds = {type(spec) for stage in pipe.stages for port in stage.pulled_by for spec in port.specs}
+    kinds = {type(spec) for stage in pipe.stages for one in stage.pulled_by for spec in one.specs}
     assert OptionalSpec in kinds
     assert (Spec in kinds) == residual
 

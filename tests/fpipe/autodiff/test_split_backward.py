@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.autodiff.accumulation import alone
-from fpipe.autodiff.split_backward import Graph, Splitter, search
+from fpipe.autodiff.split_backward import Splitter, search
+from fpipe.autodiff.trail import AutogradGraph
 from fpipe.tensors.tree import same_bits
 from fpipe.torch_private import count_nodes
 from schedules import one_f_one_b, split_backward
@@ -85,7 +85,7 @@ def test_only_inputs_and_gradients_of_outputs_are_kept():
         active = functional.gelu(middle)
         out = functional.linear(active, w2).sin()
         watched = {"middle": weakref.ref(middle), "active": weakref.ref(active)}
-        edges, half = Splitter({}, True).half(Graph([out], 0), [w1, b1, w2])
+        edges, half = Splitter({}, True).half(AutogradGraph([out], 0), [w1, b1, w2])
         found = torch.autograd.grad(out, [x, *edges] if inner else edges, torch.ones_like(out))
         incoming = found[inner:]
         del middle, active, out, found, edges
@@ -95,7 +95,7 @@ def test_only_inputs_and_gradients_of_outputs_are_kept():
         assert sum(t.numel() for t in kept.values()) == 8 * (WIDTH + 16)
         assert sum(t.numel() for t in incoming) == 8 * (16 + WIDTH)
         assert not [t for t in (*kept.values(), *incoming) if t.requires_grad or t.grad_fn is not None]
-        assert None not in half.grads(incoming, [w1, b1, w2], [None] * 3, alone)
+        assert None not in half.grads(incoming, [w1, b1, w2])
 
 
 def graphs():
@@ -126,10 +126,10 @@ def test_another_graph_is_noticed(first, second):
         out = makes[name]()
         want = torch.autograd.grad(out, [x, *weights], torch.ones_like(out), allow_unused=True)
         start, out = count_nodes(), makes[name]()
-        edges, half = splitter.half(Graph([out], start), weights)
+        edges, half = splitter.half(AutogradGraph([out], start), weights)
         ends = (x, *[weights[k] for k in half.split.now], *edges)
         found = torch.autograd.grad(out, ends, torch.ones_like(out), allow_unused=True)
-        got = half.grads(found[1:], weights, [None] * 3, alone)
+        got = half.grads(found[1:], weights)
         for mine, grad in zip(got, want[1:], strict=True):
             assert mine is None if grad is None else same_bits(mine, grad)
 
@@ -140,8 +140,8 @@ def test_the_same_graph_is_searched_once():
     splits = []
     for _ in range(3):
         start, out = count_nodes(), makes["a b"]()
-        splitter.half(Graph([out], start), weights)
-        again.half(Graph([out], start), weights)
+        splitter.half(AutogradGraph([out], start), weights)
+        again.half(AutogradGraph([out], start), weights)
         splits.append((splitter.split, again.split))
     assert splits[0][0] is splits[1][0] is splits[2][0]
     assert splits[0][1] is not splits[1][1]
@@ -159,25 +159,25 @@ def test_where_no_gradient_comes_in_there_is_none():
 
     x, w = leaf(2, WIDTH), leaf(WIDTH, WIDTH)
     out = Nothing.apply(x @ w.view(WIDTH, WIDTH)) + x
-    edges, half = Splitter({}, True).half(Graph([out], 0), [w])
+    edges, half = Splitter({}, True).half(AutogradGraph([out], 0), [w])
     _, incoming = torch.autograd.grad(out, [x, *edges], torch.ones_like(out), allow_unused=True)
-    assert half.grads((incoming,), [w], [None], alone) == (None,)
+    assert half.grads((incoming,), [w]) == (None,)
 
 
 def test_reasons():
     x, w = leaf(2, WIDTH), leaf(WIDTH, WIDTH)
     out = x @ w
-    assert search(Graph([out], 0), [w, leaf(3)], {}).reasons == {1: "not reached"}
-    assert search(Graph([out], 0), [w], {0: "told so"}).reasons == {0: "told so"}
-    assert search(Graph([out, w], 0), [w], {}).reasons == {0: "also used by other stages"}
+    assert search(AutogradGraph([out], 0), [w, leaf(3)], {}).reasons == {1: "not reached"}
+    assert search(AutogradGraph([out], 0), [w], {0: "told so"}).reasons == {0: "told so"}
+    assert search(AutogradGraph([out, w], 0), [w], {}).reasons == {0: "also used by other stages"}
     grouped = functional.conv1d(leaf(1, 2, 5), leaf(3, 2, 2), (bias := leaf(3)) * 1)
-    assert search(Graph([grouped], 0), [bias], {}).reasons == {0: "computed by MulBackward0"}
+    assert search(AutogradGraph([grouped], 0), [bias], {}).reasons == {0: "computed by MulBackward0"}
 
 
 def test_a_convolution_s_weight_and_bias_go_together():
     w, b = leaf(3, 2, 2), leaf(3)
     out = functional.conv1d(leaf(1, 2, 5), w, b) + b.sum()
-    assert search(Graph([out], 0), [w, b], {}).reasons == {
+    assert search(AutogradGraph([out], 0), [w, b], {}).reasons == {
         0: "ConvolutionBackward0 computes others too",
         1: "used 2 times",
     }

@@ -62,7 +62,7 @@ def plain(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tenso
 
 
 def masks_sent(pipe: fpipe.Pipeline) -> int:
-    return sum(spec.dtype is torch.bool for stage in pipe.stages for port in stage.gives for spec in port.specs)
+    return sum(spec.dtype is torch.bool for stage in pipe.stages for one in stage.gives for spec in one.specs)
 
 
 @pytest.mark.parametrize(("name", "backward"), BACKWARDS)

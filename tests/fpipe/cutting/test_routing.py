@@ -49,8 +49,8 @@ def test_what_travels(name, values, cotangents, gradients):
 def test_a_value_travels_from_user_to_user():
     """`first` is used by stages 1, 2 and 3; it goes 0 to 1 to 2 to 3, never 0 to 3."""
     stages = build(ZOO["skips"], one_f_one_b(ranks=4, microbatches=2), 4)[0].stages
-    assert [[port.peer for port in stage.gives] for stage in stages] == [[1], [2], [3], []]
-    assert [sum(len(port.specs) for port in stage.gives) for stage in stages] == [1, 2, 2, 0]
+    assert [[one.target for one in stage.gives] for stage in stages] == [[1], [2], [3], []]
+    assert [sum(len(one.specs) for one in stage.gives) for stage in stages] == [1, 2, 2, 0]
 
 
 def test_what_the_batch_has_is_not_sent():
@@ -58,9 +58,7 @@ def test_what_the_batch_has_is_not_sent():
     pipe, *_ = build(ZOO["later"], one_f_one_b(ranks=4, microbatches=2), 4)
     assert pipe.stages[0].batch == (0,)
     assert 0 in pipe.stages[3].batch
-    integers = [
-        spec for stage in pipe.stages for port in stage.gives for spec in port.specs if spec.dtype == torch.int64
-    ]
+    integers = [spec for stage in pipe.stages for one in stage.gives for spec in one.specs if spec.dtype == torch.int64]
     assert len(integers) == 1, "the argmax alone"
 
 

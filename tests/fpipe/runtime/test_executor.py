@@ -28,20 +28,20 @@ def whole(graph: Graph, microbatches: int):
     for i in range(microbatches):
         crossing, kept, back = {}, {}, {}
         for s, stage in enumerate(stages):
-            got = tuple(value for port in stage.gets for value in crossing[port.peer, s])
+            got = tuple(value for one in stage.gets for value in crossing[one.source, s])
             outputs, _, kept[s] = stage.forward(f"params {s}", (), batch(s, i) + got, key(i))
             outputs = list(outputs)
             if stage.results:
                 results[i] = tuple(outputs[:1])
                 outputs = outputs[1:]
-            for port in stage.gives:
-                crossing[s, port.peer] = [outputs.pop(0) for _ in port.specs]
+            for one in stage.gives:
+                crossing[s, one.target] = [outputs.pop(0) for _ in one.specs]
         for s, stage in reversed(list(enumerate(stages))):
-            cotangents = tuple(value for port in stage.pulled_by for value in back[port.peer, s])
-            outgoing, terms[s, i] = stage.backward(kept[s], cotangents)
+            cotangents = tuple(value for one in stage.pulled_by for value in back[one.source, s])
+            outgoing, (terms[s, i],) = stage.backward(kept[s], cotangents)
             outgoing = list(outgoing)
-            for port in stage.pulls:
-                back[s, port.peer] = [outgoing.pop(0) for _ in port.specs]
+            for one in stage.pulls:
+                back[s, one.target] = [outgoing.pop(0) for _ in one.specs]
     return results, terms
 
 
@@ -122,7 +122,7 @@ def test_any_schedule_of_any_graph_computes_the_whole_model(case):
     got = {(rank, *edge): copy for rank, outcome in outcomes.items() for edge, copy in outcome.shared.items()}
     crossing = {(route[t], s, t) for route in placement.routes for s, t in graph.gradients if route[s] != route[t]}
     totals = {s: total(schedule, s, terms) for s in range(graph.stages)}
-    assert got == {(rank, s, t): Symbolic(graph, s).shared(totals[s], t) for rank, s, t in crossing}
+    assert got == {(rank, s, t): Symbolic(graph, s).gradients_for(t, totals[s]) for rank, s, t in crossing}
 
 
 def total(schedule, s, terms):

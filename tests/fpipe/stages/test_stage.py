@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe.autodiff.accumulation import owned, summed
+from fpipe.autodiff.accumulation import add_all, own, sum_of
 from fpipe.ir.variant import TRAINING
 from fpipe.tensors.random import key, preserve_generators
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from schedules import one_f_one_b
+from schedules import one_f_one_b, split_backward
+from tests.common.loops import loop
 from tests.common.running import build, run
 from tests.common.sizes import few
 from tests.common.zoo import ZOO
@@ -36,15 +37,15 @@ def chain(name, capture="export"):
     crossing = {}
     for stage in pipe.stages:
         given = tuple(batch[leaf][0] for leaf in stage.batch)
-        for port in stage.gets:
-            given += crossing[port.peer, stage.index]
+        for one in stage.gets:
+            given += crossing[one.source, stage.index]
         arguments = stage.leaves(params), tuple(buffers[name] for name in stage.buffers), given, key(1, 0)
         yield stage, arguments
         with preserve_generators([torch.device("cpu")]):
             outputs, _, _ = stage.forward(*arguments)
         rest = outputs[len(stage.results) :]
-        for port in stage.gives:
-            crossing[stage.index, port.peer], rest = rest[: len(port.specs)], rest[len(port.specs) :]
+        for one in stage.gives:
+            crossing[stage.index, one.target], rest = rest[: len(one.specs)], rest[len(one.specs) :]
 
 
 def all_same(a, b):
@@ -53,7 +54,7 @@ def all_same(a, b):
 
 def cotangents(stage):
     generator = torch.Generator().manual_seed(0)
-    specs = [spec for port in stage.pulled_by for spec in port.specs]
+    specs = [spec for one in stage.pulled_by for spec in one.specs]
     return tuple(spec.like(torch.randn(spec.shape, generator=generator).to(spec.dtype)) for spec in specs)
 
 
@@ -87,7 +88,7 @@ def test_two_halves_make_a_whole(name):
         half, deferred = stage.backward_input(again, incoming)
         assert all_same(half, outgoing)
         assert all_same(stage.backward_weight(deferred), grads)
-        assert len(outgoing) == sum(len(port.specs) for port in stage.pulls)
+        assert len(outgoing) == sum(len(one.specs) for one in stage.pulls)
         assert len(grads) == (len(stage.grads) if kept is not None else 0)
 
 
@@ -155,50 +156,65 @@ def test_tensors_of_the_user_get_no_gradient():
 
 
 @settings(max_examples=few(60))
-@given(st.lists(st.integers(-5, 5), min_size=1, max_size=6))
-def test_gradients_are_added_in_order_to_own_memory(values):
-    """The first sum is new memory, if anybody else has the gradients'; later ones are added in it."""
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=6), st.booleans())
+def test_gradients_are_added_in_order_to_own_memory(values, fresh):
+    """The first is copied unless it is fresh; later ones are added to it in place, and are not changed."""
     terms = [(torch.tensor([v + 0.1]), torch.tensor(v * 0.3)) for v in values]
     kept = copy.deepcopy(terms)
-    total = ()
-    for count, term in enumerate(terms):
-        total = STAGE.accumulate(total, (*term,), count)
+    first = total = own([*terms[0]], {0, 1} if fresh else ())
+    for term in terms[1:]:
+        total = add_all(total, term)
     want = kept[0]
     for term in kept[1:]:
         want = tuple(a + b for a, b in zip(want, term, strict=True))
     assert all_same(total, want)
-    assert all(all_same(term, old) for term, old in zip(terms, kept, strict=True)), "no term was changed"
+    assert all(map(operator.is_, total, first))
+    assert all(all_same(term, old) for term, old in zip(terms[fresh:], kept[fresh:], strict=True))
 
 
-def test_memory_that_somebody_else_has_is_not_taken():
-    shared, whole = torch.ones(4), torch.ones(3, 2)
-    for grads in (
-        (shared, torch.ones(2)),
-        (shared.view(2, 2), torch.ones(2)),
-        (whole.t(), torch.ones(2)),
-        (whole[0], torch.ones(2)),
-        (torch.ones(2).expand(3, 2), torch.ones(2)),
-        (torch.ones(8)[:4], torch.ones(2)),
-        (None, torch.ones(2)),
-    ):
-        first, second = owned(grads)
-        assert first is None if grads[0] is None else first is not grads[0] and same_bits(first, grads[0])
-        assert second is grads[1]
-    twice = torch.ones(2)
-    assert owned((twice, twice))[0] is not twice
-    linear = nn.Linear(2, 2)
-    grads = torch.autograd.grad(linear(torch.ones(3, 2)).sum(), linear.parameters())
-    assert all(map(operator.is_, owned(grads), grads)), "new memory costs more than adding"
+def test_only_fresh_gradients_become_a_sum_themselves():
+    whole = torch.ones(3, 2)
+    for grad in (whole, whole.t(), whole[0], torch.ones(2).expand(3, 2), torch.ones(8)[:4]):
+        first, second, third = own([grad, whole, None], fresh={1})
+        assert first.data_ptr() != grad.data_ptr()
+        assert same_bits(first, grad)
+        assert first.untyped_storage().nbytes() == first.numel() * first.element_size()
+        assert second is whole
+        assert third is None
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+@pytest.mark.parametrize("split", [False, True])
+def test_gradients_that_share_memory_are_summed_apart(backward, split):
+    class Sharing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.b, self.m = (nn.Parameter(torch.randn(2, 3)) for _ in range(3))
+
+        def forward(self, x):
+            return torch.addmm(self.m, x + self.w + self.b, torch.ones(3, 3))
+
+    how = one_f_one_b(ranks=2, microbatches=3)
+    model, x = nn.Sequential(Sharing(), Sharing()), torch.randn(6, 3)
+    how = split_backward(how) if split else how
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.sum, schedule=how, cuts=["1"], backward=backward)
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), seed=0)
+    want = loop(model, lambda out: out.sum(), (x,), None, 3).grads
+    assert grads.keys() == want.keys()
+    assert all(same_bits(grads[name], want[name]) for name in want)
+    assert len({grad.data_ptr() for grad in grads.values()}) == len(grads)
 
 
 def test_where_there_is_no_gradient_nothing_is_added():
     """Zeros would make zeros of negative ones."""
     none, zero, one = (None,), (torch.tensor([-0.0]),), (torch.tensor([1.0]),)
-    assert summed(summed((), none, 0), none, 1) == none
-    assert same_bits(summed(summed((), zero, 0), none, 1)[0], torch.tensor([-0.0]))
-    assert same_bits(summed(summed((), none, 0), zero, 1)[0], torch.tensor([-0.0]))
-    assert same_bits(summed(summed((), none, 0), one, 1)[0], one[0])
-    assert STAGE.finished(()) == (None,) * len(STAGE.grads)
+    assert add_all(none, none) == sum_of(none, none) == none
+    for add in add_all, sum_of:
+        assert same_bits(add(zero, none)[0], torch.tensor([-0.0]))
+        assert same_bits(add(none, zero)[0], torch.tensor([-0.0]))
+        assert same_bits(add(none, one)[0], one[0])
+        assert add(none, one)[0] is not one[0]
+    assert STAGE.complete(()) == (None,) * len(STAGE.grads)
 
 
 STAGE = build(ZOO["mlp"], one_f_one_b(ranks=1, microbatches=1), 2)[0].stages[0]

@@ -44,7 +44,7 @@ def require_every_part(pipe):
         held = placement.stages_on(rank)
         received = [a for a in pipe.program.actions(rank) if a.kind == "RECV_G" and a.peer != a.stage]
         got = [(s, name) for s in held for name in stages[s].grads]
-        got += [(a.peer, name) for a in received for name in stages[a.peer].shared_names[a.stage]]
+        got += [(a.peer, name) for a in received for name in stages[a.peer].names_for(a.stage)]
         mine = {name for s in held for name in stages[s].parameters}
         wanted = {(stage.index, name) for stage in stages for name in stage.grads if name in mine}
         assert set(got) == wanted

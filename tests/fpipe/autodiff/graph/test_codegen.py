@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fpipe.autodiff.graph.codegen import adding, function
+from fpipe.autodiff.graph.codegen import generate, generate_adding
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
@@ -49,7 +49,7 @@ def test_numbers(kind, number):
     torch.manual_seed(0)
     x = some(kind, 3, 4)
     tensors = (x, x.t(), x[:1].expand(3, 4), x[1, 1])
-    for got, want in zip(function(phase_of(computed, *tensors))([*tensors]), *computed(*tensors), strict=True):
+    for got, want in zip(generate(phase_of(computed, *tensors))([*tensors]), *computed(*tensors), strict=True):
         assert same_bits(got, want)
         assert got.stride() == want.stride()
 
@@ -58,7 +58,7 @@ def test_what_is_kept_is_emptied_and_what_is_given_laid_out():
     x = torch.randn(3, 4)
     spec = Spec.of(torch.empty(4, 3).t())
     kept = [x]
-    ((got,), (total,)) = function(phase_of(lambda y: ((y * 2,), (y.sum(0),)), x, layouts=(spec,)))(kept)
+    ((got,), (total,)) = generate(phase_of(lambda y: ((y * 2,), (y.sum(0),)), x, layouts=(spec,)))(kept)
     assert not kept
     assert got.stride() == spec.stride
     assert same_bits(got, x * 2)
@@ -67,7 +67,7 @@ def test_what_is_kept_is_emptied_and_what_is_given_laid_out():
 
 def test_one_group_is_given_alone_and_sums_are_added_to():
     x = torch.randn(3, 4)
-    run = adding(phase_of(lambda y: ((y.sum(0), y.sum(1)),), x, kept=False))
+    run = generate_adding(phase_of(lambda y: ((y.sum(0), y.sum(1)),), x, kept=False))
     first = run((x,))
     sums = tuple(one.clone() for one in first)
     assert run((x,), sums) is sums

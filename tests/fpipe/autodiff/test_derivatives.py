@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from fpipe.autodiff.accumulation import alone
-from fpipe.autodiff.formulas import FORMULAS, Operand
-from fpipe.autodiff.split_backward import Graph, Splitter
+from fpipe.autodiff.derivatives import DERIVATIVES, Operand
+from fpipe.autodiff.split_backward import Splitter
+from fpipe.autodiff.trail import AutogradGraph
 from fpipe.tensors.tree import same_bits
 from tests.common.sizes import few
 
@@ -30,10 +30,10 @@ def halves(function, inputs, weights, cotangent=None):
     cotangent = torch.randn(out.shape).to(out.dtype) if cotangent is None else cotangent(out)
     whole = torch.autograd.grad(out, [*inputs, *weights], cotangent)
     out = function(*inputs, *weights)
-    edges, half = Splitter({}, True).half(Graph([out], 0), weights)
+    edges, half = Splitter({}, True).half(AutogradGraph([out], 0), weights)
     now = [weights[k] for k in half.split.now]
     found = torch.autograd.grad(out, [*inputs, *now, *edges], cotangent)
-    grads = half.grads(found[len(inputs) :], weights, [None] * len(weights), alone)
+    grads = half.grads(found[len(inputs) :], weights)
     split = (*found[: len(inputs)], *grads)
     for one, other in zip(whole, split, strict=True):
         assert same_bits(one, other)
@@ -141,7 +141,7 @@ def test_embeddings(shape, padding, scaled, layout):
 def test_sparse_gradients_are_not_deferred():
     weight = leaf((5, 3))
     out = functional.embedding(torch.tensor([1, 1]), weight, sparse=True)
-    _, half = Splitter({}, True).half(Graph([out], 0), [weight])
+    _, half = Splitter({}, True).half(AutogradGraph([out], 0), [weight])
     assert half.split.now == (0,)
 
 
@@ -162,18 +162,18 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", DERIVATIVES)
 def test_names_are_those_of_this_torch(name):
     """What autograd's nodes are called, and what they save under which names."""
     out = NODES[name](lambda *shape: leaf(shape))
     assert out.grad_fn.name() == name
-    for formula in FORMULAS[name]:
+    for formula in DERIVATIVES[name]:
         assert formula.fits(out.grad_fn)
         kept = formula.keep(out.grad_fn)
         assert not [t for t in kept if isinstance(t, torch.Tensor) and t.requires_grad]
-        assert len(formula.grads(torch.ones_like(out), kept, operands(out.grad_fn, formula))) == len(formula.numbers)
+        assert len(formula.grads(torch.ones_like(out), kept, operands(out.grad_fn, formula))) == len(formula.inputs)
 
 
 def operands(node, formula):
-    shapes = [tuple(node.next_functions[k][0]._input_metadata[0].shape) for k in formula.numbers]
-    return [Operand(0, number, shape, False, ()) for number, shape in zip(formula.numbers, shapes, strict=True)]
+    shapes = [tuple(node.next_functions[k][0]._input_metadata[0].shape) for k in formula.inputs]
+    return [Operand(0, number, shape, False, ()) for number, shape in zip(formula.inputs, shapes, strict=True)]

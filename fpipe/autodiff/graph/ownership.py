@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of gradients that share memory, inserted when a stage is recorded.
+
+The sum of a parameter's gradients begins with the first one, and later ones are added to it in place. So a gradient
+must have memory of its own (see `fpipe.autodiff.accumulation`). In a graph this can be read off: the operator that made
+its memory returns new memory, nothing else that is returned or comes from outside has the same, and the gradient fills
+it exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch.fx import Node
+
+from fpipe.autodiff.graph.joint_graph import Joint
+from fpipe.autodiff.graph.simplification import is_item, value_of
+from fpipe.tensors.effects import memory
+from fpipe.torch_private import OpOverload
+
+
+def own_gradients(joint: Joint) -> Joint:
+    """Return the graph with a copy in place of each gradient that shares memory."""
+    made_by: dict[int, Node] = {}
+    for node in joint.graph.nodes:
+        if (number := _memory(node)) is not None:
+            made_by.setdefault(number, node)
+    returned = Counter(map(_memory, chain(joint.outgoing, joint.grads)))
+    grads = [grad if _is_fresh(grad, joint, made_by, returned) else _copy(grad, joint) for grad in joint.grads]
+    return replace(joint, grads=tuple(grads))
+
+
+def _memory(node: Node) -> int | None:
+    value = value_of(node)
+    return None if value is None else memory(value)
+
+
+def _is_fresh(grad: Node, joint: Joint, made_by: Mapping[int, Node], returned: Mapping[int | None, int]) -> bool:
+    """Return whether nothing else can refer to a gradient's memory."""
+    value, number = value_of(grad), _memory(grad)
+    if value is None or number is None or returned[number] > 1 or made_by[number] in joint.forward:
+        return False
+    spread = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    fills = value.untyped_storage().nbytes() == value.numel() * value.element_size() and not spread
+    return fills and _allocates(made_by[number])
+
+
+def _allocates(node: Node) -> bool:
+    """Return whether a node's results are new memory, as its schema promises."""
+    source = node.all_input_nodes[0] if is_item(node) else node
+    target = source.target
+    return isinstance(target, OpOverload) and not any(one.alias_info for one in target._schema.returns)
+
+
+def _copy(grad: Node, joint: Joint) -> Node:
+    copy = joint.graph.call_function(torch.ops.aten.clone.default, (grad,))
+    value = value_of(grad)
+    copy.meta = {**grad.meta, "val": None if value is None else value.clone()}
+    return copy

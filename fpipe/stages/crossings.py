@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses between stages, with one record per edge of the stage graph. Runs when a pipeline is built.
+
+Problem. Cutting knows which values a stage needs from another, the run on fake tensors knows their metadata, and the
+placement decides which gradients must be sent at all. The executor, the stages' functions and the schedules all depend
+on the result, and both ends of an edge must agree on it.
+
+Idea. All three are joined once, by value, into one `Crossing` per edge. Both stages hold the same record, and
+everything else is derived from it: messages, the positions in `Wiring`, the stage graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fpipe.cutting.routing import Piece
+from fpipe.ir.captured import Buffer, Captured, Parameter, Value
+from fpipe.runtime.executor import Crossing
+from fpipe.stages.metadata import Metadata
+from fpipe.stages.ties import needs_gradient
+from fpipe.tensors.spec import Spec
+from schedules import Graph, Placement
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """All edges between stages, each in the direction in which it is sent, ascending by source and then by target."""
+
+    values: tuple[Crossing, ...]
+    cotangents: tuple[Crossing, ...]
+    gradients: tuple[Crossing, ...]
+
+    def graph(self, stages: int) -> Graph:
+        """Return the stage graph; its edges all point from the stage that has a value, or a sum, to its user."""
+        return Graph(
+            stages,
+            values=frozenset((one.source, one.target) for one in self.values),
+            cotangents=frozenset((one.target, one.source) for one in self.cotangents),
+            gradients=frozenset((one.source, one.target) for one in self.gradients),
+        )
+
+
+def cross(captured: Captured, pieces: Sequence[Piece], metadata: Metadata, placement: Placement) -> Crossings:
+    """Return what the stages send each other."""
+    return Crossings(
+        tuple(_crossings(pieces, lambda s, piece: piece.gives, lambda s, value: metadata.specs[value])),
+        tuple(_crossings(pieces, metadata.pulls, lambda s, value: metadata.cotangents[s, value])),
+        tuple(_gradients(captured, pieces, metadata, placement)),
+    )
+
+
+def _crossings(
+    pieces: Sequence[Piece],
+    routes: Callable[[int, Piece], Mapping[int, Sequence[Value]]],
+    spec: Callable[[int, Value], Spec],
+) -> Iterator[Crossing]:
+    for s, piece in enumerate(pieces):
+        for t, values in routes(s, piece).items():
+            yield Crossing(s, t, tuple(values), tuple(spec(s, value) for value in values))
+
+
+def _gradients(
+    captured: Captured, pieces: Sequence[Piece], metadata: Metadata, placement: Placement
+) -> Iterator[Crossing]:
+    """Yield the gradients of shared parameters that a holder on another rank needs, and does not get from elsewhere."""
+    for s, piece in enumerate(pieces):
+        for t, parameters in piece.shares.items():
+            sent = [
+                value
+                for value in parameters
+                if value in metadata.grads[s] and needs_gradient(placement, s, t, _holders(pieces, value))
+            ]
+            if sent:
+                yield Crossing(s, t, names_of(captured, sent), tuple(metadata.totals[s, value] for value in sent))
+
+
+def _holders(pieces: Sequence[Piece], parameter: Value) -> list[int]:
+    return [s for s, piece in enumerate(pieces) if parameter in piece.parameters]
+
+
+def names_of(captured: Captured, values: Iterable[Value]) -> tuple[str, ...]:
+    """Return the names of these parameters or buffers; of other values, none."""
+    sources = (captured.sources[value] for value in values)
+    return tuple(source.name for source in sources if isinstance(source, Parameter | Buffer))

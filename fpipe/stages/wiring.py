@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each value of a stage is found among the arguments and outputs of its function. Runs when a pipeline is built.
+
+Values have one number in the whole model; a function knows positions only. This is the one place where the former
+become the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from fpipe.autodiff.interface import ArgumentIndex, BufferIndex, OutputIndex, Wiring
+from fpipe.cutting.routing import Piece
+from fpipe.ir.captured import Value
+from fpipe.runtime.executor import Crossing
+from fpipe.stages.metadata import Metadata
+
+
+def wire(
+    s: int,
+    piece: Piece,
+    metadata: Metadata,
+    pulls: Sequence[Crossing],
+    pulled_by: Sequence[Crossing],
+    loss: Value | None,
+    asking: bool,
+) -> Wiring:
+    """Return the wiring of stage `s`, which sends the cotangents `pulls` and receives `pulled_by`.
+
+    `loss` is the model's loss; `asking` says whether the model asks tensors for their autograd node.
+    """
+    entering = _values(pulled_by)
+    at = _Positions(piece, entering)
+    received = [value for value in chain.from_iterable(piece.gets.values()) if value in metadata.differentiable]
+    casts = s in metadata.casting or s in metadata.varying  # a branch that was not taken may cast
+    starts = loss is not None and loss in piece.results and loss in metadata.differentiable
+    return Wiring(
+        parameters=len(piece.parameters),
+        buffers=len(piece.buffers),
+        trained=frozenset(at.arguments(value for value in piece.parameters if value in metadata.differentiable)),
+        differentiated=at.arguments(received),
+        inner=at.arguments(received if casts or asking else ()),
+        modified=at.arguments(value for value in piece.inputs if value in piece.modified),
+        reassigned=tuple((at.buffer[buffer], at.output[new]) for buffer, new in piece.reassigned.items()),
+        passed=at.arguments(at.passed),
+        outputs=tuple((at.output[value], metadata.specs[value]) for value in piece.leaving),
+        loss=at.output[loss] if loss is not None and starts else None,
+        roots=tuple(at.output[value] for value in entering),
+        leaves=at.arguments((*_values(pulls), *metadata.grads[s])),
+        cotangents=tuple(spec for crossing in pulls for spec in crossing.specs),
+    )
+
+
+def _values(crossings: Sequence[Crossing]) -> tuple[Value, ...]:
+    return tuple(value for crossing in crossings for value in crossing.values)
+
+
+class _Positions:
+    """The positions of a stage's values.
+
+    - `argument`, `buffer`: among all arguments of its function, and among the buffers.
+    - `passed`: the arguments that are needed after the function: they leave the stage, or cotangents enter at them.
+    - `output`: among the function's outputs, followed by `passed`.
+    """
+
+    def __init__(self, piece: Piece, entering: Iterable[Value]) -> None:
+        self.argument = {value: ArgumentIndex(k) for k, value in enumerate(piece.inputs)}
+        self.buffer = {value: BufferIndex(k) for k, value in enumerate(piece.buffers)}
+        self.passed = tuple(dict.fromkeys(value for value in (*piece.leaving, *entering) if value in self.argument))
+        self.output = {value: OutputIndex(k) for k, value in enumerate((*piece.outputs, *self.passed))}
+
+    def arguments(self, values: Iterable[Value]) -> tuple[ArgumentIndex, ...]:
+        """Return the positions of these values among the arguments."""
+        return tuple(self.argument[value] for value in values)
