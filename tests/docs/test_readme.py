@@ -26,7 +26,7 @@ def blocks(page, language="python"):
 
 BLOCKS = blocks(README)
 FILES = [*sorted(HOME.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((DOCS / "api").glob("*.md"))]
-PAGES = {path.name: blocks(path.read_text()) for path in FILES}
+PAGES = {path.relative_to(HOME).as_posix(): blocks(path.read_text()) for path in FILES}
 
 
 @pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])

@@ -12,7 +12,10 @@ import fpipe
 from schedules import families
 
 DOCS = Path(__file__).parents[2] / "docs"
-PLACES = ("fpipe", "fpipe.errors", "schedules", "schedules.drawing", "schedules.files", "schedules.testing")
+PLACES = (
+    *("fpipe", "fpipe.errors", "fpipe.front_ends"),
+    *("schedules", "schedules.drawing", "schedules.files", "schedules.testing"),
+)
 ENTRY = re.compile(r"^\.\. (?:auto(?:function|class|exception)|py:data):: (\S+)\n(?:\n   (\S.*))?", re.MULTILINE)
 ENTRIES = {name: text for page in sorted((DOCS / "api").glob("*.md")) for name, text in ENTRY.findall(page.read_text())}
 

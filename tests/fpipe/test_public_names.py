@@ -23,6 +23,10 @@ safetensors timeline value_and_grad verify
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
 TransportError VocabularyError
 """,
+    "fpipe.front_ends": """
+BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure Unit fake
+fake_mode flatten
+""",
     "schedules": """
 Action B C Costs CriticalPath F Factory G Graph GraphError I KINDS Limits Link PipelineError Placement Program
 ProgramError R Schedule ScheduleError SizeError Sizes Span TableError Timeline U VocabularyError W bidirectional
@@ -44,7 +48,7 @@ schedules sizes timed
 """,
 }
 HOME = Path(__file__).parents[2]
-PAGES = [*sorted(HOME.glob("*.md")), *(p for p in sorted((HOME / "docs").rglob("*.md")) if p.name != "front_ends.md")]
+PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
 
 SIGNATURES = {
     "pipeline": (

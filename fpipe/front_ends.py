@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a front end of your own needs, all in one place.
+
+A front end is a function `(model, objective, leaves) -> Captured`, passed as `fpipe.pipeline(..., capture=front_end)`.
+It describes the computation of one microbatch as *units* and the *values* between them; see `FrontEnd` and `Captured`.
+fpipe checks what it returns, and raises `CaptureError` if that is not a valid model.
+
+Runs: when a pipeline is built.
+
+Here is a front end for chains of layers. Each layer is a unit that takes its weight and returns one tensor.
+
+>>> import torch
+>>> from torch import nn
+>>> import fpipe
+>>> from schedules import gpipe
+>>> def layers(model, objective, leaves):
+...     mode, device = fake_mode(), torch.device("cpu")
+...     weights = [(Parameter(name), weight) for name, weight in model.named_parameters()]
+...     batch = [(BatchLeaf(k), leaf) for k, leaf in enumerate(leaves)]
+...     sources = dict(enumerate([*batch, *weights]))  # value -> its source, and a tensor
+...     units, last = [], 0  # the value of the input
+...     for layer, weight in enumerate(range(len(batch), len(sources))):
+...         made = len(sources) + layer
+...         units.append(Unit(str(layer), (last, weight), (made,), lambda x, w: (nn.functional.linear(x, w),)))
+...         last = made
+...     def loss(output, *leaves):  # a part of the step's: objective divides it by the number of microbatches
+...         return (objective(lambda x: output, leaves)[0],)
+...     units.append(Unit("loss", (last, *range(len(batch))), (last + 1,), loss))
+...     return Captured(
+...         units=tuple(units),
+...         sources={value: source for value, (source, _) in sources.items()},
+...         loss=last + 1,
+...         outputs=(last,),
+...         structure=flatten(leaves[0])[1],
+...         fakes={value: fake(mode, tensor, device) for value, (_, tensor) in sources.items()},
+...         mode=mode,
+...         trainable=frozenset(name for name, _ in model.named_parameters()),
+...     )
+>>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+>>> x, y = torch.randn(6, 4), torch.randn(6, 4)
+>>> pipe = fpipe.pipeline(
+...     model,
+...     example=(x,),
+...     targets=y,
+...     loss=nn.functional.mse_loss,
+...     capture=layers,
+...     schedule=gpipe(ranks=2, microbatches=3),
+...     cuts=["1"],
+... )
+>>> fpipe.verify(pipe, model, (x,), y).eager  # how many tensors equal those of the model, run eagerly
+4
+"""
+
+from fpipe.ir.captured import (
+    BatchLeaf,
+    Buffer,
+    Call,
+    Captured,
+    Constant,
+    FrontEnd,
+    Function,
+    Labels,
+    Observed,
+    Parameter,
+    Unit,
+)
+from fpipe.ir.objective import Objective
+from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.tree import Structure, flatten
+
+__all__ = [
+    "BatchLeaf",
+    "Buffer",
+    "Call",
+    "Captured",
+    "Constant",
+    "FrontEnd",
+    "Function",
+    "Labels",
+    "Objective",
+    "Observed",
+    "Parameter",
+    "Structure",
+    "Unit",
+    "fake",
+    "fake_mode",
+    "flatten",
+]
