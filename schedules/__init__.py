@@ -49,9 +49,13 @@ from schedules.language.schedule import Factory, Limits, Schedule, schedule
 from schedules.lowering.program import Program, lower
 from schedules.replay.engine import Span
 from schedules.transforms.connect import connect
+from schedules.transforms.defer import defer_weights
+from schedules.transforms.forwards import forwards
 from schedules.transforms.mirror import mirror
 from schedules.transforms.overlap import overlap
-from schedules.transforms.split import defer_weights, forwards, merge_backward, recompute, split_backward, transform
+from schedules.transforms.recompute import recompute
+from schedules.transforms.split import merge_backward, split_backward
+from schedules.transforms.transform import transform
 
 __all__ = [
     "drawing",

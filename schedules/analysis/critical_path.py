@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from schedules.analysis.simulation import spans
 from schedules.language.actions import KINDS, Action
@@ -18,9 +18,8 @@ from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import graph_of
-from schedules.replay.engine import Span, needs
-
-Maker: TypeAlias = tuple[str, int, int, int | None]  # payload kind and the stage, microbatch and slice that made it
+from schedules.replay.engine import Span
+from schedules.replay.outputs import Payload, inputs_of, payload_of
 
 
 class Stretch(NamedTuple):
@@ -73,25 +72,25 @@ def critical_path(schedule: Schedule, costs: Costs = Costs(), graph: Graph | Non
     raises.
     """
     graph = graph_of(schedule, graph)
-    played = _Played(schedule, graph, spans(schedule, costs, graph))
-    span: Span | None = max(played.all, key=lambda span: span.end, default=None)
+    index = _SpanIndex(schedule, graph, spans(schedule, costs, graph))
+    span: Span | None = max(index.all, key=lambda span: span.end, default=None)
     stretches: list[Stretch] = []
     while span is not None:
-        before, transfer = played.before(span, costs)
+        before, transfer = index.find_cause(span, costs)
         stretches.append(Stretch(span, transfer))
         span = before
     return CriticalPath(tuple(reversed(stretches)))
 
 
-class _Played:
+class _SpanIndex:
     """All spans of a timeline, indexed by what they made and by their position on their rank."""
 
-    def __init__(self, schedule: Schedule, graph: Graph, played: Iterable[Span]) -> None:
+    def __init__(self, schedule: Schedule, graph: Graph, timeline: Iterable[Span]) -> None:
         self.schedule, self.graph = schedule, graph
-        self.all = list(played)
+        self.all = list(timeline)
         self.previous: dict[Action, Span] = {}
         self.following: dict[Action, Action] = {}
-        self.made: dict[Maker, Span] = {}
+        self.made: dict[Payload, Span] = {}
         self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
         self.sums: dict[tuple[int, int], Span] = {}  # its sum over replicas, if it has several
         last: dict[int, Span] = {}
@@ -104,27 +103,27 @@ class _Played:
             for action in (span.action, *([opener.action] if opener and opener.action.kind == "OVERLAP_F" else ())):
                 word = KINDS[action.kind]
                 if word.crosses:  # a pair's outputs leave at its end, so its second span replaces the first
-                    self.made[word.crosses, action.stage, action.microbatch, action.slice] = span
+                    self.made[payload_of(action)] = span
                 if word.after == "done":
                     self.gradients[action.stage, span.rank] = span
                 if action.kind == "G":
                     self.sums[action.stage, span.rank] = span
 
-    def before(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
+    def find_cause(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
         """Return the span whose end, or whose transfer's arrival, let this one start, and the transfer time."""
         previous = self.previous.get(span.action)
         if previous is not None and previous.end >= span.start:
             return previous, 0.0
-        for maker, what, stage in self._makers(span.action):
+        for maker, what, stage in self._inputs(span.action):
             transfer = costs.transfer(what, stage, maker.rank, span.rank)
             if maker.end + transfer >= span.start:
                 return maker, transfer
         return None, 0.0
 
-    def _makers(self, action: Action) -> Iterator[tuple[Span, str, int]]:
+    def _inputs(self, action: Action) -> Iterator[tuple[Span, str, int]]:
         """Yield the action's inputs: the span at whose end each left, its kind (`F`, `B` or `G`) and its stage."""
         _, s, i, _, part = action
-        for what, peer, _ in needs(action, self.graph):
+        for what, peer, _ in inputs_of(action, self.graph):
             if peer != s:
                 yield self.made[what, peer, i, part], what, peer
         if action.kind == "G":
@@ -135,4 +134,4 @@ class _Played:
                 for rank in self.schedule.placement.replicas(owner):
                     yield self.sums.get((owner, rank)) or self.gradients[owner, rank], "G", owner
         if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for inputs of its second action
-            yield from self._makers(self.following[action])
+            yield from self._inputs(self.following[action])

@@ -44,13 +44,13 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     """
     found, transfers = defaultdict[tuple[str, int], list[float]](list), list[float]()
     for timeline in map(list, timelines):
-        transfers += _transfers(timeline)
+        transfers += _measure_transfers(timeline)
         for _, action, start, end in (span for span in timeline if not span.waits):
             share = schedule.slices if KINDS[action.kind].after else 1
             found[action.kind, action.stage].append((end - start) * share)
     medians = {key: median(times) for key, times in found.items()}
     stages = [{kind: time for (kind, s), time in medians.items() if s == stage} for stage in range(schedule.stages)]
-    whole = [_completed(stage, times, schedule.backward) for stage, times in enumerate(stages)]
+    whole = [_complete_times(stage, times, schedule.backward) for stage, times in enumerate(stages)]
     costs: dict[str, Any] = {
         kind: tuple(times.get(kind, 0.0 if kind in "GU" else times["F"]) for times in whole)
         for kind in sorted(set[str]().union(*whole))
@@ -58,7 +58,7 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     return Costs(comm=median(transfers) if transfers else 0.0, **costs)
 
 
-def _completed(stage: int, times: Times, backward: bool) -> Times:
+def _complete_times(stage: int, times: Times, backward: bool) -> Times:
     """Return the times of one stage, with those of `F`, `B`, `I` and `W` derived from others if missing."""
     forward = next((times[kind] for kind in ("F", "C", "OVERLAP_F", "R") if kind in times), None)
     halves = times["I"] + times["W"] if {"I", "W"} <= times.keys() else None
@@ -74,7 +74,7 @@ def _completed(stage: int, times: Times, backward: bool) -> Times:
     return {"F": forward, "B": whole, "I": whole / 2, "W": whole / 2, **times}
 
 
-def _transfers(timeline: Iterable[Span]) -> Iterator[float]:
+def _measure_transfers(timeline: Iterable[Span]) -> Iterator[float]:
     """Yield the times of transfers whose receiver was waiting before they were sent; a fused pair sends at its end."""
     made, waits = defaultdict[tuple[str, int, int, int | None], list[float]](list), list[Span]()
     for span in timeline:

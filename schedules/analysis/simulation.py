@@ -16,19 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from schedules.checking.progress import Progress
-from schedules.checking.rules import forward_before_backward, versions
-from schedules.language.costs import Costs, Sizes, of_stage, require_stages
+from schedules.checking.rules import count_versions, require_forward_before_backward
+from schedules.language.costs import UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import graph_of, wires
 from schedules.replay.engine import Span, replay
 
-Row: TypeAlias = list[float]
 Levels: TypeAlias = tuple[tuple[float, float], ...]
-UNITS: Final = Sizes()
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def spans(schedule: Schedule, costs: Costs, graph: Graph | None = None) -> Itera
     stage. Memory is proportional to what is in flight.
     """
     books = [Progress(schedule, rank) for rank in range(schedule.ranks)]
-    streams = [forward_before_backward(book, schedule.actions(book.rank)) for book in books]
+    streams = [require_forward_before_backward(book, schedule.actions(book.rank)) for book in books]
     for batch in replay(schedule, streams, wires(schedule, graph_of(schedule, graph), costs, UNITS), costs):
         yield from batch
 
@@ -97,7 +95,7 @@ def simulate(
         next(running)
     except StopIteration as done:
         played = done.value
-    return _timeline(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
+    return _total(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
 
 
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
@@ -130,7 +128,7 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
         busy[rank] += end - start
         held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices * schedule.backward
         peak[rank] = max(peak[rank], held[rank])
-    return _timeline(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
+    return _total(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
 
 
 def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
@@ -170,7 +168,7 @@ def levels(changes: Iterable[tuple[float, float]]) -> Levels:
     return tuple(found)
 
 
-def _timeline(
+def _total(
     schedule: Schedule,
     sizes: Sizes | None,
     begin: list[float],
@@ -187,12 +185,12 @@ def _timeline(
         unit = schedule.stages / schedule.ranks
         memory = tuple(most / unit for most in peak)
     else:
-        memory = tuple(most + _weights(schedule, rank, sizes) for rank, most in enumerate(peak))
+        memory = tuple(most + _weight_memory(schedule, rank, sizes) for rank, most in enumerate(peak))
     return Timeline(max(0.0, max(finish) - min(begin)), max(lasted), tuple(busy), tuple(waited), memory)
 
 
-def _weights(schedule: Schedule, rank: int, sizes: Sizes) -> float:
+def _weight_memory(schedule: Schedule, rank: int, sizes: Sizes) -> float:
     """Return the size of the weights on `rank`, counting every version kept."""
     if not sizes.weight:
         return 0
-    return sum(kept * of_stage(sizes.weight, stage) for stage, kept in versions(schedule, rank).items())
+    return sum(kept * of_stage(sizes.weight, stage) for stage, kept in count_versions(schedule, rank).items())

@@ -24,10 +24,11 @@ from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule
-from schedules.lowering.program import Message, Program, Step, Steps, transfer
+from schedules.lowering.messages import Message, transfer
+from schedules.lowering.turns import Turn, Turns
 
 
-class Lowered(Protocol):
+class LoweredProgram(Protocol):
     """The protocol of a lowered program, ours or someone else's."""
 
     @property
@@ -42,17 +43,17 @@ class Lowered(Protocol):
         """Return an iterator over one rank's compute actions and transfers."""
 
 
-class _Rank:
+class _RankState:
     """The state of one rank: messages made but not sent, sent but not waited for, arrived but not used.
 
     - `step`: the current compute action and its messages, until it has run; `rest`: the remaining actions of the step.
     - `needed`: the message the rank waits for.
     """
 
-    def __init__(self, program: Lowered, rank: int) -> None:
+    def __init__(self, program: LoweredProgram, rank: int) -> None:
         self.rank, self.stream = rank, program.actions(rank)
-        self.steps = iter(Steps(Program(program.schedule, program.graph), rank))
-        self.step, self.rest = next(self.steps), 0
+        self.turns = iter(Turns(program.schedule, program.graph, rank))
+        self.turn, self.rest = next(self.turns), 0
         self.position, self.action = 0, next(self.stream, None)
         self.made, self.sent, self.arrived = set[Message](), set[Message](), set[Message]()
         self.needed: Message | None = None
@@ -62,11 +63,11 @@ class _Rank:
         self.position, self.action = self.position + 1, next(self.stream, None)
 
     @cached_property
-    def ahead(self) -> list[Action]:
+    def remaining(self) -> list[Action]:
         """The actions this rank has not reached; read once, when a rank is stuck."""
         return [*self.stream]
 
-    def error(self, rule: str, problem: str, repair: str) -> ScheduleError:
+    def violation(self, rule: str, problem: str, repair: str) -> ScheduleError:
         """Return the error for a violation at the rank's current action."""
         return ScheduleError(rule, self.rank, self.position, self.action, problem, repair)
 
@@ -74,9 +75,9 @@ class _Rank:
 class _Channels:
     """All ranks of a program, played together on one network."""
 
-    def __init__(self, program: Lowered) -> None:
+    def __init__(self, program: LoweredProgram) -> None:
         self.placement = program.schedule.placement
-        self.ranks = [_Rank(program, rank) for rank in range(program.schedule.ranks)]
+        self.ranks = [_RankState(program, rank) for rank in range(program.schedule.ranks)]
         self.sends = defaultdict[tuple[int, int], deque[Message]](deque)
         self.receives = defaultdict[tuple[int, int], deque[Message]](deque)
         self.ready = deque(self.ranks)
@@ -86,57 +87,59 @@ class _Channels:
         while self.ready:
             rank = self.ready.popleft()
             rank.needed = None
-            while self._go(rank):
+            while self._run_action(rank):
                 rank.advance()
         for rank in self.ranks:
             if rank.needed is not None:
-                raise self._stuck(rank)
+                raise self._explain_deadlock(rank)
         for rank in self.ranks:
             self._require_nothing_left(rank)
 
-    def _go(self, rank: _Rank) -> bool:
+    def _run_action(self, rank: _RankState) -> bool:
         """Run the rank's current action. Return false if it must wait, or the rank is at its end."""
         action = rank.action
         if action is None or action.peer is None:
             return self._compute(rank) and action is not None
         if rank.rest:
-            raise rank.error("fused", "stands between the two actions of a fused pair", "Move it in front or behind.")
+            raise rank.violation(
+                "fused", "stands between the two actions of a fused pair", "Move it in front or behind."
+            )
         if not (0 <= action.stage < self.placement.stages and 0 <= action.peer < self.placement.stages):
-            raise rank.error("known_ends", "names a stage that does not exist", "Name the two stages of an edge.")
+            raise rank.violation("known_ends", "names a stage that does not exist", "Name the two stages of an edge.")
         word, _, what = action.kind.partition("_")
         if word == "RECV":
             return self._receive(rank, (what, action.peer, action.microbatch, action.stage, action.slice))
         message = (what, action.stage, action.microbatch, action.peer, action.slice)
         return self._send(rank, message) if word == "SEND" else self._wait(rank, message)
 
-    def _compute(self, rank: _Rank) -> bool:
+    def _compute(self, rank: _RankState) -> bool:
         """Run a compute action on arrived messages; it makes those to send, the second of a fused pair for both.
 
         Return false if a message it needs has not arrived.
         """
-        step = rank.step
-        self._require_expected(rank, step.actions[-rank.rest] if rank.rest else next(iter(step.actions), None))
+        turn = rank.turn
+        self._require_expected(rank, turn.actions[-rank.rest] if rank.rest else next(iter(turn.actions), None))
         if not rank.rest:
-            rank.needed = next((message for message in step.waits if message not in rank.arrived), None)
+            rank.needed = next((message for message in turn.waits if message not in rank.arrived), None)
             if rank.needed is not None:
                 return False
-            rank.arrived.difference_update(step.waits)
-            rank.rest = len(step.actions)
+            rank.arrived.difference_update(turn.waits)
+            rank.rest = len(turn.actions)
         if rank.rest <= 1:
-            rank.made.update(step.sends)
-            rank.step = next(rank.steps, NOTHING)
+            rank.made.update(turn.sends)
+            rank.turn = next(rank.turns, END)
         rank.rest = max(0, rank.rest - 1)
         return True
 
-    def _require_expected(self, rank: _Rank, expected: Action | None) -> None:
+    def _require_expected(self, rank: _RankState, expected: Action | None) -> None:
         """Raise `ScheduleError` if the current action is not the schedule's next one."""
         if rank.action != expected:
             problem = f"stands where the program's schedule has {expected}" if expected else "is not in its schedule"
-            raise rank.error("same_actions", problem, "Give a program the schedule of its compute actions.")
+            raise rank.violation("same_actions", problem, "Give a program the schedule of its compute actions.")
 
-    def _send(self, rank: _Rank, message: Message) -> bool:
+    def _send(self, rank: _RankState, message: Message) -> bool:
         if message not in rank.made:
-            raise rank.error("sent_once", "is sent before it is made, or again, or nobody needs it", _SENDS)
+            raise rank.violation("sent_once", "is sent before it is made, or again, or nobody needs it", _SENDS)
         rank.made.remove(message)
         rank.sent.add(message)
         channel = rank.rank, target_of(message, self.placement)
@@ -144,19 +147,21 @@ class _Channels:
         self._pass(channel)
         return True
 
-    def _receive(self, rank: _Rank, message: Message) -> bool:
+    def _receive(self, rank: _RankState, message: Message) -> bool:
         _, s, i, _, _ = message
         source = self.placement.home(s, i)
         if source == rank.rank or target_of(message, self.placement) != rank.rank:
-            raise rank.error("received_once", f"is no message for rank {rank.rank}", "Receive it where it is used.")
+            raise rank.violation("received_once", f"is no message for rank {rank.rank}", "Receive it where it is used.")
         self.receives[source, rank.rank].append(message)
         self._pass((source, rank.rank))
         return True
 
-    def _wait(self, rank: _Rank, message: Message) -> bool:
+    def _wait(self, rank: _RankState, message: Message) -> bool:
         """Wait for a posted send. Return whether it has completed: it is no longer queued."""
         if message not in rank.sent:
-            raise rank.error("waited_once", "has no send before it, or was waited for", "Wait once, behind the send.")
+            raise rank.violation(
+                "waited_once", "has no send before it, or was waited for", "Wait once, behind the send."
+            )
         if message in self.sends[rank.rank, target_of(message, self.placement)]:
             rank.needed = message
             return False
@@ -168,20 +173,20 @@ class _Channels:
         sends, receives = self.sends[channel], self.receives[channel]
         while sends and receives:
             if sends[0] != receives[0]:
-                raise self._disorder(channel)
+                raise self._explain_disorder(channel)
             message = sends.popleft()
             receives.popleft()
             source, target = (self.ranks[rank] for rank in channel)
             target.arrived.add(message)
             self.ready.extend(rank for rank in (source, target) if rank.needed == message)
 
-    def _disorder(self, channel: tuple[int, int]) -> ScheduleError:
+    def _explain_disorder(self, channel: tuple[int, int]) -> ScheduleError:
         send, receive = self.sends[channel][0], self.receives[channel][0]
         problem = f"{transfer('RECV', receive)} is posted where {transfer('SEND', send)} is next on its channel"
         rank = self.ranks[channel[1]]
-        return rank.error("channel_order", problem, "Post both ends of a channel in the same order.")
+        return rank.violation("channel_order", problem, "Post both ends of a channel in the same order.")
 
-    def _stuck(self, rank: _Rank) -> ScheduleError:
+    def _explain_deadlock(self, rank: _RankState) -> ScheduleError:
         """Return the error for ranks that are stuck: follow the waits to one that never ends, or to a cycle."""
         seen = dict[int, None]()
         while True:
@@ -194,7 +199,7 @@ class _Channels:
                 problem, repair = f"waits for {send}, for which no receive is posted", f"Post {receive} before that."
                 break
             source = self.ranks[ends[0]]
-            if send not in source.ahead:
+            if send not in source.remaining:
                 problem, repair = f"waits for {send}, which rank {source.rank} never does", f"Add it to rank {ends[0]}."
                 break
             if source.rank in seen:
@@ -204,9 +209,9 @@ class _Channels:
                 repair = "Reorder the actions or the transfers of one of these ranks."
                 break
             rank = source
-        return rank.error("flows", problem, repair)
+        return rank.violation("flows", problem, repair)
 
-    def _require_nothing_left(self, rank: _Rank) -> None:
+    def _require_nothing_left(self, rank: _RankState) -> None:
         left = [f"{transfer('SEND', message)} is never sent" for message in sorted(rank.made, key=str)]
         left += [f"{transfer('RECV', message)} is never used" for message in sorted(rank.arrived, key=str)]
         unmet = [message for (_, target), queue in self.receives.items() if target == rank.rank for message in queue]
@@ -214,11 +219,11 @@ class _Channels:
         unmet = [message for (source, _), queue in self.sends.items() if source == rank.rank for message in queue]
         left += [f"{transfer('SEND', message)} is posted, but never received" for message in unmet]
         if left:
-            raise rank.error("nothing_left", left[0], "Make, send, receive and use every message once.")
+            raise rank.violation("nothing_left", left[0], "Make, send, receive and use every message once.")
 
 
 _SENDS = "Send each value once, behind the action that makes it, to a stage on another rank that uses it."
-NOTHING = Step(0, (), [], [])
+END = Turn(0, (), [], [])
 
 
 def target_of(message: Message, placement: Placement) -> int:
@@ -230,7 +235,7 @@ def target_of(message: Message, placement: Placement) -> int:
     return next((rank for rank in placement.replicas(s) if rank != source), source)
 
 
-def check_transfers(program: Lowered) -> None:
+def check_transfers(program: LoweredProgram) -> None:
     """Raise `ScheduleError` unless the program's transfers deliver every value to its consumers on any network.
 
     The compute actions must pass `check`. Makes one pass over all actions and keeps only what is in flight.

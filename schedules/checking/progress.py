@@ -18,7 +18,7 @@ from schedules.language.schedule import Schedule
 Life = Mapping[str, tuple[str, str]]
 
 
-class Finished:
+class FinishedUnits:
     """A set of numbers that stays small if they come nearly in order: a full prefix, and those ahead of it."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Work:
         self.count = len(range(self.first, schedule.microbatches, self.stride)) * schedule.slices
         self.replicated, self.tied = self.stride > 1, tied
         self.lives: dict[int, str] = {}
-        self.finished = Finished()
+        self.finished = FinishedUnits()
         self.versions, self.kept, self.applied = 0, 1, -1
         self.began: dict[int, int] = {}
         self.summed = False
@@ -76,7 +76,7 @@ class Work:
         """The last microbatch on this rank."""
         return self.microbatch(self.count - 1)
 
-    def parted(self) -> int | None:
+    def first_partial_microbatch(self) -> int | None:
         """Return the first microbatch with only some slices forwarded, or `None`."""
         for i in sorted({unit // self.slices for unit in self.lives}):
             units = range(i * self.slices, (i + 1) * self.slices)
@@ -84,7 +84,7 @@ class Work:
                 return self.microbatch(units[0])
         return None
 
-    def name(self, kind: str, unit: int) -> str:
+    def name_action(self, kind: str, unit: int) -> str:
         """Return the text of an action on a unit, without its stage."""
         return f"{kind}{self.microbatch(unit)}" + (f".{unit % self.slices}" if self.slices > 1 else "")
 

@@ -3,34 +3,32 @@
 
 A rule is a generator that passes on one rank's actions and raises `ScheduleError` at the first that breaks it. So rules
 stack like filters: one pass over each rank's generator, keeping only what is in flight. The last rule, `ordered`, is
-`replay` itself, which looks at all ranks together. Lowered programs obey further rules (`schedules.checking.channels`).
+`replay` itself, which looks at all ranks together. Programs obey further rules
+(`schedules.checking.channels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
-from schedules.checking.channels import Lowered, check_transfers
-from schedules.checking.progress import Progress, Work
-from schedules.checking.progress import violation as _error
-from schedules.checking.updates import reduced, require_updates_everywhere, updated
+from schedules.checking.channels import LoweredProgram, check_transfers
+from schedules.checking.progress import Progress, Work, violation
+from schedules.checking.updates import require_reduced, require_updated, require_updates_everywhere
 from schedules.errors import GraphError
 from schedules.language.actions import KINDS, Action
-from schedules.language.costs import Costs, Sizes
+from schedules.language.costs import ROUNDING, UNITS, Costs
 from schedules.language.graph import Graph
-from schedules.language.membership import compute_only, placed
-from schedules.language.schedule import Schedule
+from schedules.language.membership import require_compute_only, require_placed
+from schedules.language.schedule import Actions, Schedule
 from schedules.replay.dependencies import graph_of, wires
 from schedules.replay.engine import replay
 
-Actions: TypeAlias = Iterator[Action]
 Rule: TypeAlias = Callable[[Progress, Actions], Actions]
-FREE, UNITS = Costs(F=0, B=0, I=0, W=0), Sizes()
-_ALMOST = 1e-9  # limits may be sums of fractions
+FREE = Costs(F=0, B=0, I=0, W=0)
 
 
-def forward_before_backward(progress: Progress, actions: Actions) -> Actions:
+def require_forward_before_backward(progress: Progress, actions: Actions) -> Actions:
     """Require `F`, then `B` or `I`, then `W` after an `I`, for each stage and microbatch; nothing twice.
 
     A checkpointed forward `C` must be followed by its recomputation `R`, which then counts as the `F`.
@@ -46,18 +44,20 @@ def forward_before_backward(progress: Progress, actions: Actions) -> Actions:
             stands = work.lives.get(unit, "")
             if stands != before or (not stands and unit in work.finished):
                 stands = "done" if unit in work.finished else stands
-                raise _error("forward_before_backward", progress, position, action, *_disorder(work, action, stands))
+                raise violation(
+                    "forward_before_backward", progress, position, action, *_explain_disorder(work, action, stands)
+                )
             if after == "done":
                 work.lives.pop(unit, None)
                 work.finished.add(unit)
             else:
                 work.lives[unit] = after
         elif KINDS[kind].after:
-            raise _error("forward_before_backward", progress, position, action, *_no_backward(action))
+            raise violation("forward_before_backward", progress, position, action, *_explain_no_backward(action))
         yield action
 
 
-def _no_backward(action: Action) -> tuple[str, str]:
+def _explain_no_backward(action: Action) -> tuple[str, str]:
     """Return the problem with this kind of action in a schedule without backwards, and the repair."""
     problem = "is for a backward, and nothing comes back in this schedule"
     return problem, f"Write {action._replace(kind='F')}." if KINDS[action.kind].crosses == "F" else f"Drop {action}."
@@ -67,18 +67,18 @@ _MADE_BY = {"kept": "C", "forward": "F", "halved": "I"}
 _AGE = ("", "kept", "forward", "halved", "done")
 
 
-def _disorder(work: Work, action: Action, stands: str) -> tuple[str, str]:
+def _explain_disorder(work: Work, action: Action, stands: str) -> tuple[str, str]:
     needed = KINDS[action.kind].before
     if stands == "kept" and needed == "forward":
-        maker = f"{action.stage}{work.name('R', work.unit(action))}"
+        maker = f"{action.stage}{work.name_action('R', work.unit(action))}"
         return f"comes before {maker}, and the forward kept its inputs only", f"Add {maker} before it."
     if _AGE.index(stands) < _AGE.index(needed):
-        maker = f"{action.stage}{work.name(_MADE_BY[needed], work.unit(action))}"
+        maker = f"{action.stage}{work.name_action(_MADE_BY[needed], work.unit(action))}"
         return f"comes before {maker}", f"Add {maker} before it, or move it behind."
     return "has run already, or the backward has", f"Drop {action}: each runs once, as B or as I and W."
 
 
-def complete(progress: Progress, actions: Actions) -> Actions:
+def require_complete(progress: Progress, actions: Actions) -> Actions:
     """Require every stage to run every microbatch, forward and backward."""
     length = 0
     for action in actions:
@@ -86,11 +86,11 @@ def complete(progress: Progress, actions: Actions) -> Actions:
         yield action
     for stage, work in progress.work.items():
         if (unit := work.finished.prefix) < work.count:
-            names = {kind: f"{stage}{work.name(kind, unit)}" for kind in "FBIWR"}
+            names = {kind: f"{stage}{work.name_action(kind, unit)}" for kind in "FBIWR"}
             problem = f"{_MISSING[work.lives.get(unit, '')].format(**names)} never runs"
             if not progress.schedule.backward:
                 problem = f"{names['F']} never runs"
-            raise _error("complete", progress, length, None, problem, f"Add it to rank {progress.rank}.")
+            raise violation("complete", progress, length, None, problem, f"Add it to rank {progress.rank}.")
 
 
 _MISSING = {
@@ -101,25 +101,25 @@ _MISSING = {
 }
 
 
-def fused(progress: Progress, actions: Actions) -> Actions:
+def require_fused(progress: Progress, actions: Actions) -> Actions:
     """Require a `B` or `I` of another stage or microbatch directly after every `OVERLAP_F`, to overlap with it."""
     opener, position = None, -1
     for position, action in enumerate(actions):
         if opener is not None:
             if KINDS[action.kind].crosses != "B" or action[1:3] == opener[1:3]:
-                raise _error("fused", progress, position, action, f"cannot overlap with {opener}", _APART)
+                raise violation("fused", progress, position, action, f"cannot overlap with {opener}", _APART)
             opener = None
         elif action.kind == "OVERLAP_F":
             opener = action
         yield action
     if opener is not None:
-        raise _error("fused", progress, position + 1, None, f"nothing overlaps with {opener}", _APART)
+        raise violation("fused", progress, position + 1, None, f"nothing overlaps with {opener}", _APART)
 
 
 _APART = "Put a B or I of another stage or microbatch directly behind the OVERLAP_F, or make it an F."
 
 
-def sliced(progress: Progress, actions: Actions) -> Actions:
+def require_sliced(progress: Progress, actions: Actions) -> Actions:
     """Require slices to go forward in ascending order, then backward in descending order, per microbatch and stage.
 
     A slice attends to earlier slices, so its forward needs theirs, and its backward the cotangents of later ones.
@@ -134,51 +134,61 @@ def sliced(progress: Progress, actions: Actions) -> Actions:
             if part != expected or (way == "B" and forwards < k):
                 first = f"{s}F{i}.{forwards}" if way == "B" and forwards < k else f"{s}{way}{i}.{expected}"
                 repair = "Run the slices of a microbatch forward from the first, then backward from the last."
-                raise _error("sliced", progress, position, action, f"comes before {first}", repair)
+                raise violation("sliced", progress, position, action, f"comes before {first}", repair)
             passed[s, i, way] = done + 1
             if way == "B" and part == 0:
                 del passed[s, i, "F"], passed[s, i, "B"]
         yield action
 
 
-def within_memory(progress: Progress, actions: Actions) -> Actions:
+def require_within_memory(progress: Progress, actions: Actions) -> Actions:
     """Require the rank to hold no more activations than the schedule's limit."""
     schedule, held, position = progress.schedule, 0.0, -1
     unit = schedule.slices * schedule.stages / schedule.ranks
-    limit = schedule.memory(progress.rank) * unit + _ALMOST
+    limit = schedule.memory(progress.rank) * unit + ROUNDING
     growth = {kind: UNITS.growth(kind, 0) * schedule.backward for kind in KINDS}
     for position, action in enumerate(actions):
         held += growth[action.kind]
         if held > limit:
             problem = f"is activation {held / unit:g} at once, where the limit is {schedule.memory(progress.rank):g}"
             repair = "Run a backward before it, or raise the limit."
-            raise _error("within_memory", progress, position, action, problem, repair)
+            raise violation("within_memory", progress, position, action, problem, repair)
         yield action
 
 
-def versions(schedule: Schedule, rank: int) -> dict[int, int]:
+def count_versions(schedule: Schedule, rank: int) -> dict[int, int]:
     """Return, for each stage on `rank`, the most weight versions kept at once; 1 without updates.
 
     >>> from schedules import pipedream
-    >>> versions(pipedream(ranks=3, microbatches=8), rank=0)
+    >>> count_versions(pipedream(ranks=3, microbatches=8), rank=0)
     {0: 3}
     """
     book = Progress(schedule, rank)
-    for _ in updated(book, reduced(book, forward_before_backward(book, schedule.actions(rank)))):
+    for _ in require_updated(
+        book, require_reduced(book, require_forward_before_backward(book, schedule.actions(rank)))
+    ):
         pass
     return {stage: work.kept for stage, work in book.work.items()}
 
 
-RULES: tuple[Rule, ...] = (forward_before_backward, complete, fused, reduced, updated)
+RULES: tuple[Rule, ...] = (
+    require_forward_before_backward,
+    require_complete,
+    require_fused,
+    require_reduced,
+    require_updated,
+)
 
 
 def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
     """Return the rules that apply to this schedule, beyond those on which actions it may contain at all."""
-    further = (sliced,) * (schedule.slices > 1) + (within_memory,) * (schedule.limits.memory is not None)
+    further = (require_sliced,) * (schedule.slices > 1) + (require_within_memory,) * (
+        schedule.limits.memory is not None
+    )
     return RULES + further
 
 
-def check(plan: Schedule | Lowered, graph: Graph | None = None) -> None:
+def check(plan: Schedule | LoweredProgram, graph: Graph | None = None) -> None:
     """Raise `ScheduleError` unless the schedule is correct for the stage graph (by default the chain of its stages).
 
     A correct schedule runs every compute action exactly once, on the right rank, within its own limits, and without
@@ -206,16 +216,16 @@ Add 0F0 before it, or move it behind.
         return
     schedule, graph = plan, graph_of(plan, graph)
     books = [Progress(schedule, rank, graph) for rank in range(schedule.ranks)]
-    streams = [_checked(book) for book in books]
+    streams = [_apply_rules(book) for book in books]
     for _ in replay(schedule, streams, wires(schedule, graph, FREE, UNITS), FREE, spans=False):
         pass
     require_updates_everywhere(books)
 
 
-def _checked(book: Progress) -> Actions:
+def _apply_rules(book: Progress) -> Actions:
     """Return the actions of one rank, filtered through all the rules."""
     schedule, rank = book.schedule, book.rank
-    actions = placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank)))
+    actions = require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank)))
     for rule in rules_of(schedule):
         actions = rule(book, actions)
     return actions

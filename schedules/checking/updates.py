@@ -9,17 +9,14 @@ Idea. As in `schedules.checking.rules`, a rule passes on one rank's actions and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
-from schedules.checking.progress import Progress
-from schedules.checking.progress import violation as _error
+from schedules.checking.progress import Progress, violation
 from schedules.language.actions import Action
+from schedules.language.schedule import Actions
 
-Actions: TypeAlias = Iterator[Action]
 
-
-def updated(progress: Progress, actions: Actions) -> Actions:
+def require_updated(progress: Progress, actions: Actions) -> Actions:
     """Require every update `U(s, i)` after all gradients up to microbatch `i`; it applies those not yet applied.
 
     If a stage has replicas, that is after the `G` that sums their gradients; otherwise the replicas would drift apart.
@@ -32,21 +29,21 @@ def updated(progress: Progress, actions: Actions) -> Actions:
     position = -1
     for position, action in enumerate(actions):
         if action.kind == "U":
-            _update(progress, position, action)
+            _record_update(progress, position, action)
         yield action
     for stage, work in progress.work.items():
         if work.versions and work.applied < progress.schedule.microbatches - work.stride:
             missing = Action("U", stage, work.microbatch(work.count - 1))
             problem = f"{missing} never runs: gradients behind microbatch {work.applied} are in no update"
-            raise _error("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")
+            raise violation("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")
 
 
-def _update(progress: Progress, position: int, action: Action) -> None:
+def _record_update(progress: Progress, position: int, action: Action) -> None:
     """Record an update: microbatches in flight keep the version they began with. Raise if it breaks a rule."""
     work, i = progress.work[action.stage], action.microbatch
     if not progress.schedule.backward:
         problem = "has no gradient to use: nothing comes back in this schedule"
-        raise _error("updated", progress, position, action, problem, f"Drop {action}.")
+        raise violation("updated", progress, position, action, problem, f"Drop {action}.")
     first = work.finished.prefix  # the first unit that is not finished
     late = first if first < work.count and work.microbatch(first) <= i else None
     if late is not None or i <= work.applied:
@@ -54,11 +51,11 @@ def _update(progress: Progress, position: int, action: Action) -> None:
         if late is None:
             problem = f"has no gradient to use: microbatch {work.applied} is in an earlier update"
         repair = "Put one update behind the last backward of the microbatches that it is for."
-        raise _error("updated", progress, position, action, problem, repair)
+        raise violation("updated", progress, position, action, problem, repair)
     if work.replicated and not work.summed:
         problem = "comes before the gradients of the replicas are summed, and they would drift apart"
         summing = Action("G", action.stage, work.microbatch(work.count - 1))
-        raise _error("updated", progress, position, action, problem, f"Put it behind {summing}.")
+        raise violation("updated", progress, position, action, problem, f"Put it behind {summing}.")
     _require_consistent(progress, position, action)
     began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
     work.began, work.versions, work.applied = began, work.versions + 1, i
@@ -67,7 +64,7 @@ def _update(progress: Progress, position: int, action: Action) -> None:
     if kept > limit:
         problem = f"makes {kept} versions of the weights to keep, where the limit is {limit:g}"
         repair = "Let microbatches in flight finish first, or raise the limit."
-        raise _error("updated", progress, position, action, problem, repair)
+        raise violation("updated", progress, position, action, problem, repair)
 
 
 def _require_consistent(progress: Progress, position: int, action: Action) -> None:
@@ -77,31 +74,31 @@ def _require_consistent(progress: Progress, position: int, action: Action) -> No
         shared = "another rank holds the stage too" if work.replicated else "another stage holds some of its parameters"
         problem = f"updates before microbatch {work.last}, and {shared}: its gradient is there once, at the end"
         repair = f"Write one {action._replace(microbatch=work.last)}, after the last backward."
-        raise _error("updated", progress, position, action, problem, repair)
-    if (parted := work.parted()) is not None:
+        raise violation("updated", progress, position, action, problem, repair)
+    if (parted := work.first_partial_microbatch()) is not None:
         problem = f"comes between the slices of microbatch {parted}, which would use different weights"
         repair = f"Move it before the first forward of microbatch {parted}, or after the last."
-        raise _error("updated", progress, position, action, problem, repair)
+        raise violation("updated", progress, position, action, problem, repair)
 
 
-def reduced(progress: Progress, actions: Actions) -> Actions:
+def require_reduced(progress: Progress, actions: Actions) -> Actions:
     """Require each rank of a replicated stage to sum the gradients once, by `G` after its last weight gradient."""
     position = -1
     for position, action in enumerate(actions):
         if action.kind == "G":
-            problem, repair = _unready(progress, action)
+            problem, repair = _find_problem(progress, action)
             if problem:
-                raise _error("reduced", progress, position, action, problem, repair)
+                raise violation("reduced", progress, position, action, problem, repair)
             progress.work[action.stage].summed = True
         yield action
     for stage, work in progress.work.items():
         if work.replicated and not work.summed and progress.schedule.backward:
             missing = Action("G", stage, work.microbatch(work.count - 1))
             why = f"{missing} never runs: the gradients of the replicas are not summed"
-            raise _error("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
+            raise violation("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
 
 
-def _unready(progress: Progress, action: Action) -> tuple[str, str]:
+def _find_problem(progress: Progress, action: Action) -> tuple[str, str]:
     """Return why this `G` is wrong here, and the repair; empty if it is fine."""
     work = progress.work[action.stage]
     last = Action("G", action.stage, work.microbatch(work.count - 1))
@@ -125,4 +122,4 @@ def require_updates_everywhere(books: Sequence[Progress]) -> None:
                 missing = Action("U", stage, work.microbatch(work.count - 1))
                 problem = f"{missing} never runs, though other stages update their weights"
                 length = sum(1 for _ in book.schedule.actions(book.rank))
-                raise _error("updated", book, length, None, problem, f"Add it to rank {book.rank}.")
+                raise violation("updated", book, length, None, problem, f"Add it to rank {book.rank}.")

@@ -23,17 +23,16 @@ from typing import NamedTuple, TypeVar
 
 from schedules.analysis.simulation import Timeline, simulate, spans
 from schedules.checking.rules import check
-from schedules.commands.files import written
-from schedules.commands.naming import Subject
 from schedules.commands.options import costs_of, sizes_of, subjects_of
-from schedules.commands.terminal import table
+from schedules.commands.output_files import write_files
+from schedules.commands.subjects import Subject
+from schedules.commands.terminal import format_table
 from schedules.errors import GraphError, ScheduleError, SizeError, UsageError
-from schedules.language.costs import Costs, Sizes
+from schedules.language.costs import ROUNDING, Costs, Sizes
 from schedules.language.schedule import Schedule
 
-Given = TypeVar("Given", Costs, Sizes)
+Amounts = TypeVar("Amounts", Costs, Sizes)
 NO_WORK = ("comm", "jitter", "seed")
-ALMOST = 1e-9  # sums of thirds are not exact
 HEAD = ["", "stages", "makespan", "", "bubble", "idle", "peak memory", "", "weights"]
 
 
@@ -45,28 +44,28 @@ class Entry(NamedTuple):
     timeline: Timeline
 
 
-def compare(options: argparse.Namespace) -> int:
+def report_comparison(options: argparse.Namespace) -> int:
     """Print a line for each schedule, relative to the first, and why others are left out.
 
     All do the same work: times and sizes are those of a rank, divided among its stages.
     """
     costs, sizes = costs_of(options), sizes_of(options)
-    found = {subject.title: _examined(subject, costs, sizes, options.memory) for subject in subjects_of(options)}
+    found = {subject.title: _examine(subject, costs, sizes, options.memory) for subject in subjects_of(options)}
     entries = {title: entry for title, entry in found.items() if isinstance(entry, Entry)}
     if entries:
         first = next(iter(entries.values()))
         _require_equal(entries)
         print(f"{first.schedule.ranks} ranks, {first.schedule.microbatches} microbatches\n")
-        print(table([HEAD, *([title, *_cells(entry, first)] for title, entry in entries.items())]))
+        print(format_table([HEAD, *([title, *_format_cells(entry, first)] for title, entry in entries.items())]))
     left_out = [f"{title} is left out: {reason}" for title, reason in found.items() if isinstance(reason, str)]
     if left_out:
         print("\n" + "\n".join(left_out))
     timelines = {title: partial(spans, one.schedule, one.costs) for title, one in entries.items()}
-    written(options, timelines, sizes=sizes, memory=True)
+    write_files(options, timelines, sizes=sizes, memory=True)
     return 0
 
 
-def _examined(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float) -> Entry | str:
+def _examine(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float) -> Entry | str:
     """Return the schedule with its simulated totals, or the reason to leave it out."""
     try:
         schedule = subject.make()
@@ -74,15 +73,15 @@ def _examined(subject: Subject, costs: Costs, sizes: Sizes | None, memory: float
     except (SizeError, GraphError, ScheduleError) as reason:
         return str(reason)
     share = schedule.ranks / schedule.stages
-    own, held = _scaled(costs, share), sizes and _scaled(sizes, share)
+    own, held = _scale(costs, share), sizes and _scale(sizes, share)
     timeline = simulate(schedule, own, sizes=held)
     peak = max(timeline.peak_memory)
-    if peak > memory * (1 + ALMOST):
+    if peak > memory * (1 + ROUNDING):
         return f"it holds {peak:g} on rank {timeline.peak_memory.index(peak)}, more than {memory:g}."
     return Entry(schedule, own, timeline)
 
 
-def _scaled(costs: Given, share: float) -> Given:
+def _scale(costs: Amounts, share: float) -> Amounts:
     """Return the costs of a stage that is this share of a rank's part of the model."""
     values = {field.name: getattr(costs, field.name) for field in fields(costs) if field.name not in NO_WORK}
     for name, value in values.items():
@@ -103,25 +102,25 @@ def _require_equal(entries: Mapping[str, Entry]) -> None:
                 )
 
 
-def _cells(entry: Entry, first: Entry) -> Iterator[str]:
+def _format_cells(entry: Entry, first: Entry) -> Iterator[str]:
     schedule, timeline = entry.schedule, entry.timeline
     peak, makespan = max(timeline.peak_memory), timeline.makespan
     yield f"{schedule.stages}"
     yield f"{makespan:g}"
-    yield _relative(makespan, first.timeline.makespan)
+    yield _format_change(makespan, first.timeline.makespan)
     yield f"{timeline.bubble:.4f}"
     yield f"{mean(timeline.idle):g}"
     yield f"{peak:g}"
-    yield _relative(peak, max(first.timeline.peak_memory))
-    yield f"{max(_weights(schedule, rank) for rank in range(schedule.ranks)):g}"
+    yield _format_change(peak, max(first.timeline.peak_memory))
+    yield f"{max(_count_weight_copies(schedule, rank) for rank in range(schedule.ranks)):g}"
 
 
-def _weights(schedule: Schedule, rank: int) -> float:
+def _count_weight_copies(schedule: Schedule, rank: int) -> float:
     """Return how many copies of its share of the model the rank holds."""
     versions = schedule.versions(rank)
     held = len(schedule.placement.stages_on(rank)) * schedule.ranks / schedule.stages
     return held * versions if isfinite(versions) else held
 
 
-def _relative(value: float, reference: float) -> str:
+def _format_change(value: float, reference: float) -> str:
     return f"{100 * (value / reference - 1):+.0f}%" if reference else ""

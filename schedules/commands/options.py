@@ -10,14 +10,14 @@ from math import isfinite
 from types import MappingProxyType
 from typing import TypeVar
 
-from schedules.commands.naming import Subject, subjects
+from schedules.commands.subjects import Subject, subjects
 from schedules.errors import UsageError
 from schedules.language.actions import KINDS
 from schedules.language.costs import Cost, Costs, Link, Sizes
 from schedules.language.schedule import Schedule
 
 DEFAULTS = {"ranks": 4, "microbatches": 8}
-Given = TypeVar("Given", Costs, Sizes | None)
+Figures = TypeVar("Figures", Costs, Sizes | None)
 LINK = ("latency", "bandwidth", "bytes")
 
 
@@ -41,16 +41,18 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         if field.name not in ("comm", "seed", "jitter"):
             default = "that of F" if field.default is None else field.default
             words = f"{KINDS[field.name].meaning}; default {default}"
-            costs.add_argument(f"--{field.name}", type=_cost, metavar="TIME", default=field.default, help=words)
+            costs.add_argument(f"--{field.name}", type=_parse_cost, metavar="TIME", default=field.default, help=words)
     links = parser.add_argument_group("transfers between ranks: a time, or latency + bytes / bandwidth")
     for name in ("comm", *LINK):
-        links.add_argument(f"--{name}", type=_LINKS.get(name, number), metavar="X")
+        links.add_argument(f"--{name}", type=_LINKS.get(name, parse_number), metavar="X")
     noise = parser.add_argument_group("noise")
-    noise.add_argument("--jitter", type=_share, default=0, metavar="SHARE", help="of every action's time, at random")
+    noise.add_argument(
+        "--jitter", type=_parse_fraction, default=0, metavar="SHARE", help="of every action's time, at random"
+    )
     noise.add_argument("--seed", type=int, default=0, metavar="N")
     sizes = parser.add_argument_group("memory of one microbatch on one stage; without, in microbatches of a rank")
     for field in fields(Sizes):
-        sizes.add_argument(f"--{field.name}", type=_cost, metavar="SIZE")
+        sizes.add_argument(f"--{field.name}", type=_parse_cost, metavar="SIZE")
 
 
 def add_files(parser: argparse.ArgumentParser, csv: bool = True) -> None:
@@ -98,7 +100,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes | None:
     return Sizes(**given) if given else None
 
 
-def fitted(costs: Given, schedule: Schedule) -> Given:
+def fit(costs: Figures, schedule: Schedule) -> Figures:
     """Return `costs`. Raise `UsageError` for a tuple with more or fewer numbers than `schedule` has stages."""
     given = {field.name: getattr(costs, field.name) for field in fields(costs)} if costs else {}
     if isinstance(link := given.get("comm"), Link):
@@ -112,7 +114,7 @@ def fitted(costs: Given, schedule: Schedule) -> Given:
     return costs
 
 
-def number(text: str) -> float:
+def parse_number(text: str) -> float:
     """Return the finite number of at least 0 that an option gives."""
     try:
         found = float(text)
@@ -123,21 +125,21 @@ def number(text: str) -> float:
     return found
 
 
-def _cost(text: str) -> Cost:
-    numbers = tuple(map(number, text.split(",")))
+def _parse_cost(text: str) -> Cost:
+    numbers = tuple(map(parse_number, text.split(",")))
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _positive(text: str) -> float:
-    if not (found := number(text)):
+def _parse_positive(text: str) -> float:
+    if not (found := parse_number(text)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
     return found
 
 
-def _share(text: str) -> float:
-    if (found := number(text)) >= 1:
+def _parse_fraction(text: str) -> float:
+    if (found := parse_number(text)) >= 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a share below 1")
     return found
 
 
-_LINKS: Mapping[str, Callable[[str], Cost]] = MappingProxyType({"bandwidth": _positive, "bytes": _cost})
+_LINKS: Mapping[str, Callable[[str], Cost]] = MappingProxyType({"bandwidth": _parse_positive, "bytes": _parse_cost})

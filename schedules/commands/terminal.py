@@ -11,10 +11,10 @@ from schedules import drawing
 from schedules.drawing.palette import Paint
 
 
-def table(rows: list[list[str]]) -> str:
+def format_table(rows: list[list[str]]) -> str:
     """Return the rows in columns, aligned to the right except the first.
 
-    >>> print(table([["rank", "busy"], ["0", "12"]]))
+    >>> print(format_table([["rank", "busy"], ["0", "12"]]))
     rank  busy
     0       12
     """
@@ -25,12 +25,12 @@ def table(rows: list[list[str]]) -> str:
     )
 
 
-def columns(otherwise: int) -> int:
+def terminal_width(otherwise: int) -> int:
     """Return the width of the terminal, or `otherwise` if there is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
 
 
-def paint() -> Paint:
+def choose_paint() -> Paint:
     """Return how to paint: in color on a terminal that supports it, unless `NO_COLOR` is set (no-color.org)."""
     wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return drawing.ansi if wanted else drawing.plain

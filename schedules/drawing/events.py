@@ -10,15 +10,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from schedules.drawing.palette import look
-from schedules.drawing.strips import Strip, strip
-from schedules.language.actions import KINDS
+from schedules.drawing.palette import look_of
+from schedules.drawing.strips import Strip, make_strip
 from schedules.language.costs import Sizes
 from schedules.language.graph import Graph, chain
 from schedules.replay.engine import Span
+from schedules.replay.outputs import Payload, payload_of
 
 Event: TypeAlias = dict[str, Any]
-Made: TypeAlias = tuple[str, int, int, int | None]
 
 
 def trace(
@@ -42,10 +41,10 @@ def trace(
     """
     events = list[Event]()
     for number, (name, spans) in enumerate(timelines.items()):
-        drawn = strip(spans)
+        drawn = make_strip(spans)
         process = _Process(number, drawn, microseconds)
         events += process.names(name)
-        events += map(process.complete, drawn.every)
+        events += map(process.complete, drawn.all_spans)
         events += process.arrows(graph or chain(1 + max((s for held in drawn.stages for s in held), default=0)))
         events += process.counters(sizes)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, allow_nan=False, separators=(",", ":"))
@@ -71,7 +70,7 @@ class _Process:
 
     def complete(self, span: Span) -> Event:
         rank, action, start, end = span
-        args = {"kind": look(action.kind).name, "stage": action.stage, "microbatch": action.microbatch}
+        args = {"kind": look_of(action.kind).name, "stage": action.stage, "microbatch": action.microbatch}
         if action.slice is not None:
             args["slice"] = action.slice
         duration = (end - start) * self.microseconds
@@ -80,12 +79,12 @@ class _Process:
 
     def arrows(self, graph: Graph) -> Iterator[Event]:
         """Yield arrows from just before the end of each producing action to the start of each that uses its output."""
-        users: dict[Made, Span] = {}
-        for span in self.drawn.every:
-            users.setdefault(_made(span), span)
+        users: dict[Payload, Span] = {}
+        for span in self.drawn.all_spans:
+            users.setdefault(payload_of(span.action), span)
         count = 0
-        for span in self.drawn.every:
-            what, stage, microbatch, part = _made(span)
+        for span in self.drawn.all_spans:
+            what, stage, microbatch, part = payload_of(span.action)
             ways = {"F": graph.feeds, "B": graph.pulls}.get(what)
             for target in ways[stage] if ways and stage < graph.stages else ():
                 user = users.get((what, target, microbatch, part))
@@ -97,11 +96,5 @@ class _Process:
 
     def counters(self, sizes: Sizes | None) -> Iterator[Event]:
         for rank in range(self.drawn.ranks):
-            for time, level in self.drawn.held(rank, sizes):
+            for time, level in self.drawn.memory_levels(rank, sizes):
                 yield self._event("C", f"memory of rank {rank}", rank, time, args={"held": level})
-
-
-def _made(span: Span) -> Made:
-    """Return what an action makes, and takes from other stages: its payload kind, stage, microbatch and slice."""
-    kind, stage, microbatch, _, part = span.action
-    return KINDS[kind].crosses, stage, microbatch, part

@@ -14,18 +14,18 @@ from typing import NamedTuple, TypeAlias
 from schedules.analysis.simulation import spans
 from schedules.checking.progress import Progress
 from schedules.checking.rules import rules_of
-from schedules.drawing.palette import MARKED, Paint, look, plain
-from schedules.drawing.strips import Strip, lanes, strip
+from schedules.drawing.palette import MARKED, Paint, look_of, plain
+from schedules.drawing.strips import Strip, lanes, make_strip
 from schedules.errors import ScheduleError
 from schedules.language.actions import Action
 from schedules.language.costs import Costs
 from schedules.language.graph import Graph
-from schedules.language.membership import Actions, compute_only, placed
+from schedules.language.membership import require_compute_only, require_placed
 from schedules.language.picture import picture
-from schedules.language.schedule import Schedule
+from schedules.language.schedule import Actions, Schedule
 from schedules.lowering.program import Program
 from schedules.replay.engine import Span
-from schedules.transforms.split import transform
+from schedules.transforms.transform import transform
 
 
 def text(
@@ -59,12 +59,12 @@ def text(
     rank 1 |B1    .  .  |
     """
     given = error
-    timeline, error = _simulated(schedule, costs, graph, error)
-    drawn = strip(timeline, map(schedule.placement.stages_on, range(schedule.ranks)))
-    labels = [_flaw(drawn, error.action)] if error else []
+    timeline, error = _simulate_until_error(schedule, costs, graph, error)
+    drawn = make_strip(timeline, map(schedule.placement.stages_on, range(schedule.ranks)))
+    labels = [_label_error(drawn, error.action)] if error else []
     grid = _Grid(drawn.unit, 1 + max(map(len, [*labels, *_labels(drawn)]), default=0))
     return (
-        _folded({"": _rows(drawn, grid, error)}, grid, columns, paint)
+        _fold({"": _draw_timeline(drawn, grid, error)}, grid, columns, paint)
         + (f"\n{error}" if error else "")
         + (_CHAIN if error and not given and error.rule == "ordered" and graph is schedule.graph is None else "")
     )
@@ -88,14 +88,14 @@ def texts(timelines: Mapping[str, Iterable[Span]], columns: int = maxsize, paint
     as measured
     rank 0 |F0 -  -  -  B0    |
     """
-    strips = {name: strip(spans) for name, spans in timelines.items()}
-    units = [drawn.unit for drawn in strips.values() if drawn.acts]
+    strips = {name: make_strip(spans) for name, spans in timelines.items()}
+    units = [drawn.unit for drawn in strips.values() if drawn.compute_spans]
     labels = [label for drawn in strips.values() for label in _labels(drawn)]
     grid = _Grid(min(units, default=1.0), 1 + max(map(len, labels), default=0))
-    return _folded({name: _rows(drawn, grid, None) for name, drawn in strips.items()}, grid, columns, paint)
+    return _fold({name: _draw_timeline(drawn, grid, None) for name, drawn in strips.items()}, grid, columns, paint)
 
 
-def _simulated(
+def _simulate_until_error(
     schedule: Schedule, costs: Costs, graph: Graph | None, error: ScheduleError | None
 ) -> tuple[list[Span], ScheduleError | None]:
     """Return the timeline up to `error`, or up to the one the simulation raises, and that error."""
@@ -106,15 +106,15 @@ def _simulated(
             error = met
     timeline: list[Span] = []
     with suppress(ScheduleError):  # the other ranks get as far as a wait for what never comes
-        timeline.extend(spans(_before(schedule, error.rank, error.position), costs, graph))
+        timeline.extend(spans(_cut_before(schedule, error.rank, error.position), costs, graph))
     return timeline, error
 
 
 @transform
-def _before(rank: int, schedule: Schedule, broken: int, position: int) -> Actions:
+def _cut_before(rank: int, schedule: Schedule, broken: int, position: int) -> Actions:
     """Cut the schedule at `position` on rank `broken`, and on the others where they break a rule themselves."""
     book = Progress(schedule, rank)
-    actions = placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank)))
+    actions = require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank)))
     for rule in rules_of(schedule):
         actions = rule(book, actions)
     with suppress(ScheduleError):
@@ -125,20 +125,20 @@ class _Cell(NamedTuple):
     """One cell: its text, its color, and whether it is the action's last, so that a gap follows."""
 
     text: str
-    colour: str = ""
+    color: str = ""
     ends: bool = True
 
-    def painted(self, paint: Paint) -> str:
-        if not self.colour:
+    def paint_with(self, paint: Paint) -> str:
+        if not self.color:
             return self.text
-        return paint(self.text[:-1], self.colour) + self.text[-1] if self.ends else paint(self.text, self.colour)
+        return paint(self.text[:-1], self.color) + self.text[-1] if self.ends else paint(self.text, self.color)
 
-    def with_small(self, letter: str) -> _Cell:
+    def with_letter(self, letter: str) -> _Cell:
         """Return the cell with a lowercase letter in its last column."""
-        return _Cell(self.text[:-1] + letter.lower(), self.colour, True)
+        return _Cell(self.text[:-1] + letter.lower(), self.color, True)
 
 
-_Row: TypeAlias = tuple[str, list[_Cell]]
+_Line: TypeAlias = tuple[str, list[_Cell]]
 """The name of a line, and its cells."""
 
 
@@ -164,16 +164,16 @@ class _Grid:
 
 
 def _labels(drawn: Strip) -> list[str]:
-    return [drawn.label(span.action) for span in drawn.acts]
+    return [drawn.label(span.action) for span in drawn.compute_spans]
 
 
-def _rows(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> list[_Row]:
+def _draw_timeline(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> list[_Line]:
     """Return the lines of one timeline, which may differ in length."""
-    rows = list[_Row]()
+    rows = list[_Line]()
     for rank, row in enumerate(drawn.spans):
-        lines = _lines(drawn, row, grid)
+        lines = _draw_rank(drawn, row, grid)
         if error and rank == error.rank:
-            flaw = _flaw(drawn, error.action) + "!"
+            flaw = _label_error(drawn, error.action) + "!"
             lines[0].append(_Cell(flaw.ljust(grid.width), MARKED, ends=False))
         name = f"rank {rank:>{len(str(drawn.ranks - 1))}} |"
         names = [name, *[f"{'|':>{len(name)}}"] * (len(lines) - 1)]
@@ -181,7 +181,7 @@ def _rows(drawn: Strip, grid: _Grid, error: ScheduleError | None) -> list[_Row]:
     return rows
 
 
-def _folded(sections: Mapping[str, Sequence[_Row]], grid: _Grid, columns: int, paint: Paint) -> str:
+def _fold(sections: Mapping[str, Sequence[_Line]], grid: _Grid, columns: int, paint: Paint) -> str:
     """Return the lines padded to equal length and broken into blocks of time at most `columns` wide, if a cell fits."""
     rows = [row for section in sections.values() for row in section]
     gutter, cells = (max(map(len, column), default=0) for column in (zip(*rows, strict=True) if rows else ((), ())))
@@ -191,7 +191,8 @@ def _folded(sections: Mapping[str, Sequence[_Row]], grid: _Grid, columns: int, p
     for title, section in sections.items():
         lines += [(title, [])] * bool(title)
         lines += [
-            (name, [cell.painted(paint) for cell in [*row, *[grid.idle] * (cells - len(row))]]) for name, row in section
+            (name, [cell.paint_with(paint) for cell in [*row, *[grid.idle] * (cells - len(row))]])
+            for name, row in section
         ]
     blocks = (
         "\n".join(f"{name}{''.join(line[first:last])}|" if line else name for name, line in lines)
@@ -200,12 +201,12 @@ def _folded(sections: Mapping[str, Sequence[_Row]], grid: _Grid, columns: int, p
     return "\n\n".join(blocks)
 
 
-def _flaw(drawn: Strip, action: object) -> str:
+def _label_error(drawn: Strip, action: object) -> str:
     """Return the label of the offending action, which may be missing or not an action at all."""
     return drawn.label(action) if isinstance(action, Action) else str(action or "")
 
 
-def _lines(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]]:
+def _draw_rank(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]]:
     """Return one rank's cells, a line for each lane, with waits in the first, as long as the last span lasts."""
     width, idle, waits = grid.width, grid.idle, grid.waits
     ticks = {span: grid.ticks(drawn, span) for span in row if not span.waits}
@@ -214,13 +215,13 @@ def _lines(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]
     for lane, (span, (first, last)) in zip(lanes(shown.values()), shown.items(), strict=True):
         lines += [[] for _ in range(lane + 1 - len(lines))]
         lines[lane] += [idle] * (first - len(lines[lane]))
-        body = (drawn.label(span.action) + look(span.action.kind).joint).ljust(width * (last - first))
+        body = (drawn.label(span.action) + look_of(span.action.kind).joint).ljust(width * (last - first))
         ends = range(width, len(body) + 1, width)
-        lines[lane] += (_Cell(body[end - width : end], drawn.colour(span), end == len(body)) for end in ends)
+        lines[lane] += (_Cell(body[end - width : end], drawn.color(span), end == len(body)) for end in ends)
     for span in (span for span in ticks if span not in shown):
         behind = max(0, ticks[span][0] - 1)
         lines[0] += [idle] * (behind + 1 - len(lines[0]))
-        lines[0][behind] = lines[0][behind].with_small(look(span.action.kind).letter)
+        lines[0][behind] = lines[0][behind].with_letter(look_of(span.action.kind).letter)
     for first, last in (grid.ticks(drawn, span) for span in row if span.waits):
         lines[0] += [idle] * (last - len(lines[0]))
         lines[0][first:last] = [waits if cell is idle else cell for cell in lines[0][first:last]]
@@ -228,10 +229,10 @@ def _lines(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]
 
 
 @picture.register
-def _of_schedule(schedule: Schedule) -> str:
+def _draw_schedule(schedule: Schedule) -> str:
     return text(schedule)
 
 
 @picture.register
-def _of_program(program: Program) -> str:
+def _draw_program(program: Program) -> str:
     return text(program.schedule, graph=program.graph)

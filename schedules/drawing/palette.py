@@ -23,7 +23,7 @@ class Look(NamedTuple):
     """How a kind is drawn: the letter in its label, its color, its name, and the `joint` after its label."""
 
     letter: str
-    colour: str
+    color: str
     name: str
     joint: str = ""
 
@@ -46,7 +46,7 @@ LOOKS: Mapping[str, Look] = MappingProxyType(
 WAIT = Look("-", "#ebe3d0", "wait for a transfer")
 
 
-def look(kind: str) -> Look:
+def look_of(kind: str) -> Look:
     """Return how `kind` is drawn: a transfer as a wait, an unknown kind in light gray."""
     return LOOKS.get(kind) or (WAIT if kind in KINDS else Look(kind, "#d0d0d0", kind))
 
@@ -58,26 +58,26 @@ def shade(kind: str, lightness: float) -> str:
     >>> shade("F", 0), shade("F", 1)
     ('#56b4e9', '#aadaf4')
     """
-    mixed = (round(part + (255 - part) * lightness / 2) for part in _parts(look(kind).colour))
+    mixed = (round(part + (255 - part) * lightness / 2) for part in _rgb(look_of(kind).color))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def _parts(colour: str) -> tuple[int, ...]:
-    return tuple(bytes.fromhex(colour[1:]))
+def _rgb(color: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(color[1:]))
 
 
-def plain(text: str, colour: str) -> str:
+def plain(text: str, color: str) -> str:
     """Return `text` unchanged."""
     return text
 
 
-def ansi(text: str, colour: str) -> str:
+def ansi(text: str, color: str) -> str:
     r"""Return `text` in black on the nearest of a terminal's 256 colors.
 
     >>> ansi("F0", shade("F", 0))
     '\x1b[38;5;16;48;5;74mF0\x1b[0m'
     """
-    red, green, blue = (bisect(_MIDDLES, part) for part in _parts(colour))
+    red, green, blue = (bisect(_MIDDLES, part) for part in _rgb(color))
     return f"\x1b[38;5;16;48;5;{16 + 36 * red + 6 * green + blue}m{text}\x1b[0m"
 
 
@@ -92,5 +92,5 @@ def legend(kinds: Iterable[str], paint: Paint = plain) -> str:
     """
     used = set(kinds)
     shown = [kind for kind in LOOKS if kind in used] + sorted(used - set(LOOKS))
-    looks = dict.fromkeys(look(kind) for kind in shown)
-    return "   ".join(f"{paint(one.letter + one.joint, one.colour)} {one.name}" for one in looks)
+    looks = dict.fromkeys(look_of(kind) for kind in shown)
+    return "   ".join(f"{paint(one.letter + one.joint, one.color)} {one.name}" for one in looks)

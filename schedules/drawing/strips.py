@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 
-from schedules.analysis.simulation import UNITS, levels
-from schedules.drawing.palette import WAIT, look, shade
+from schedules.analysis.simulation import levels
+from schedules.drawing.palette import WAIT, look_of, shade
 from schedules.errors import TimelineError
 from schedules.language.actions import Action
-from schedules.language.costs import Sizes
+from schedules.language.costs import UNITS, Sizes
 from schedules.replay.engine import Span
 
 
@@ -33,80 +33,80 @@ class Strip:
         return len(self.stages)
 
     @cached_property
-    def every(self) -> tuple[Span, ...]:
+    def all_spans(self) -> tuple[Span, ...]:
         """The spans of all ranks, rank by rank."""
         return tuple(span for row in self.spans for span in row)
 
     @cached_property
-    def acts(self) -> tuple[Span, ...]:
+    def compute_spans(self) -> tuple[Span, ...]:
         """The spans that are not waits."""
-        return tuple(span for span in self.every if not span.waits)
+        return tuple(span for span in self.all_spans if not span.waits)
 
     @cached_property
     def begin(self) -> float:
         """The time the first span starts."""
-        return min((span.start for span in self.every), default=0.0)
+        return min((span.start for span in self.all_spans), default=0.0)
 
     @cached_property
     def duration(self) -> float:
         """The time from the first start to the last end."""
-        return max((span.end for span in self.every), default=0.0) - self.begin
+        return max((span.end for span in self.all_spans), default=0.0) - self.begin
 
     @cached_property
     def unit(self) -> float:
         """The time one cell stands for: that of the shortest action, but at least a quarter of the median."""
-        times = sorted(span.end - span.start for span in self.acts if span.end > span.start)
+        times = sorted(span.end - span.start for span in self.compute_spans if span.end > span.start)
         return max(times[0], times[len(times) // 2] / 4) if times else 1.0
 
     @cached_property
     def kinds(self) -> set[str]:
         """The kinds of action that occur, including those of waits."""
-        return {span.action.kind for span in self.every}
+        return {span.action.kind for span in self.all_spans}
 
     def label(self, action: Action) -> str:
         """Return `F3` for the forward of microbatch 3; `1F3` if any rank holds several stages; `F3.0` for a slice."""
-        stage = str(action.stage) if self._several else ""
+        stage = str(action.stage) if self._has_several_stages else ""
         part = "" if action.slice is None else f".{action.slice}"
-        return f"{stage}{look(action.kind).letter}{action.microbatch}{part}"
+        return f"{stage}{look_of(action.kind).letter}{action.microbatch}{part}"
 
     @cached_property
-    def _several(self) -> bool:
+    def _has_several_stages(self) -> bool:
         return any(len(held) > 1 for held in self.stages)
 
     @cached_property
     def longest(self) -> int:
         """The length of the longest label."""
-        return max((len(self.label(span.action)) for span in self.acts), default=0)
+        return max((len(self.label(span.action)) for span in self.compute_spans), default=0)
 
     @cached_property
     def longest_microbatch(self) -> int:
         """The number of digits of the longest microbatch number."""
-        return max((len(str(span.action.microbatch)) for span in self.acts), default=0)
+        return max((len(str(span.action.microbatch)) for span in self.compute_spans), default=0)
 
-    def held(self, rank: int, sizes: Sizes | None) -> list[tuple[float, float]]:
+    def memory_levels(self, rank: int, sizes: Sizes | None) -> list[tuple[float, float]]:
         """Return the memory of `rank` over time: it rises when an action starts and falls when one ends.
 
         Without `sizes`, the unit is one rank's activations for one microbatch.
 
         >>> from schedules import B, F
-        >>> strip([Span(0, F(0, 0), 0, 1), Span(0, B(0, 0), 1, 3)]).held(0, None)
+        >>> make_strip([Span(0, F(0, 0), 0, 1), Span(0, B(0, 0), 1, 3)]).memory_levels(0, None)
         [(0, 1.0), (3, 0.0)]
         """
-        slices = 1 + max((span.action.slice or 0 for span in self.every), default=0)
+        slices = 1 + max((span.action.slice or 0 for span in self.all_spans), default=0)
         share = slices if sizes else slices * len(set[int]().union(*self.stages)) / self.ranks
         grown = ((span, (sizes or UNITS).growth(span.action.kind, span.action.stage)) for span in self.spans[rank])
         changes = [(span.start if growth > 0 else span.end, growth / share) for span, growth in grown if growth]
         return list(levels(sorted(changes, key=lambda change: change[0])))  # stable: at equal times, in span order
 
-    def colour(self, span: Span) -> str:
+    def color(self, span: Span) -> str:
         """Return the color of the span's kind, lighter for later stages of the rank."""
         if span.waits:
-            return WAIT.colour
+            return WAIT.color
         held = self.stages[span.rank]
         return shade(span.action.kind, held.index(span.action.stage) / max(1, len(held) - 1))
 
 
-def strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) -> Strip:
+def make_strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) -> Strip:
     """Return the timeline of `spans`; `stages` lists the stages of each rank, if some may not occur in `spans`.
 
     Raise `TimelineError` for a span that ends before it starts, or whose start or end is not finite.

@@ -17,11 +17,11 @@ from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
 
 
-def _in_flight(rank: int, ranks: int, microbatches: int) -> int:
+def _count_in_flight(rank: int, ranks: int, microbatches: int) -> int:
     return min(ranks - rank, microbatches)
 
 
-@schedule(placement=linear, limits=Limits(memory=_in_flight, versions=_in_flight))
+@schedule(placement=linear, limits=Limits(memory=_count_in_flight, versions=_count_in_flight))
 def pipedream(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """PipeDream: 1F1B that updates after every backward and stashes weights (arXiv 1806.03377, section 3.3).
 
@@ -39,7 +39,7 @@ def pipedream(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
             yield U(rank, action.microbatch)
 
 
-def _enough_to_outlive(ranks: int, microbatches: int, accumulate: int) -> None:
+def _require_two_versions(ranks: int, microbatches: int, accumulate: int) -> None:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < ranks:
         repair = f"Choose accumulate >= {ranks}: with less, microbatches in flight need a third version of the weights."
         raise SizeError.of("pipedream_2bw", "accumulate", accumulate, f"an integer of at least {ranks}", repair)
@@ -48,10 +48,10 @@ def _enough_to_outlive(ranks: int, microbatches: int, accumulate: int) -> None:
 @schedule(
     placement=linear,
     limits=Limits(
-        memory=lambda rank, ranks, microbatches, accumulate: _in_flight(rank, ranks, microbatches),
+        memory=lambda rank, ranks, microbatches, accumulate: _count_in_flight(rank, ranks, microbatches),
         versions=lambda rank, ranks, microbatches, accumulate: 2,
     ),
-    requires=_enough_to_outlive,
+    requires=_require_two_versions,
 )
 def pipedream_2bw(rank: int, ranks: int, microbatches: int, accumulate: int = 8) -> Iterator[Action]:
     """PipeDream-2BW: 1F1B that updates after every `accumulate` microbatches (arXiv 2006.09503, section 3.1).

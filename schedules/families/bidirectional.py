@@ -17,10 +17,10 @@ from schedules.errors import SizeError
 from schedules.language.actions import Action, B, F
 from schedules.language.placement import bidirectional, vee
 from schedules.language.schedule import Limits, schedule
-from schedules.transforms.mirror import sums
+from schedules.transforms.mirror import sum_replicas
 
 
-def _even(factory: str) -> Callable[..., None]:
+def _require_even(factory: str) -> Callable[..., None]:
     def require(ranks: int, microbatches: int) -> None:
         if ranks % 2:
             reason = "an even number: with an odd one, the two directions want every rank at the same times"
@@ -29,12 +29,12 @@ def _even(factory: str) -> Callable[..., None]:
     return require
 
 
-def _unit_at_once(rank: int, ranks: int, microbatches: int) -> float:
+def _chimera_memory(rank: int, ranks: int, microbatches: int) -> float:
     down, up = -(-microbatches // 2), microbatches // 2
     return min(ranks // 2, ranks - rank, down) + min(ranks // 2, rank + 1, up)
 
 
-@schedule(placement=bidirectional, limits=Limits(memory=_unit_at_once), requires=_even("chimera"))
+@schedule(placement=bidirectional, limits=Limits(memory=_chimera_memory), requires=_require_even("chimera"))
 def chimera(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Two pipelines that never need a rank at the same time (Chimera, arXiv 2107.06925, sections 3.1 and 3.5).
 
@@ -54,26 +54,26 @@ def chimera(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 3 |0F1 0F3 .   3F0 3B0     3F2 3B2     .   0B1     .   .   0B3    g|
     """
     ways = ((rank, range(0, microbatches, 2)), (ranks - 1 - rank, range(1, microbatches, 2)))
-    for _, action in merge(*(passes for stage, mine in ways for passes in _block(stage, ranks, mine))):
+    for _, action in merge(*(passes for stage, mine in ways for passes in _time_passes(stage, ranks, mine))):
         yield action
-    yield from sums(rank, bidirectional(ranks), microbatches)
+    yield from sum_replicas(rank, bidirectional(ranks), microbatches)
 
 
-def _block(stage: int, ranks: int, microbatches: range) -> Iterator[Iterator[tuple[int, Action]]]:
+def _time_passes(stage: int, ranks: int, microbatches: range) -> Iterator[Iterator[tuple[int, Action]]]:
     """Yield the forwards, then the backwards, of a stage, each with its start time if all passes take equally long."""
-    yield ((_enters(i, ranks) + stage, F(stage, i)) for i in microbatches)
-    yield ((_enters(i, ranks) + 2 * ranks - 1 - stage, B(stage, i)) for i in microbatches)
+    yield ((_entry_time(i, ranks) + stage, F(stage, i)) for i in microbatches)
+    yield ((_entry_time(i, ranks) + 2 * ranks - 1 - stage, B(stage, i)) for i in microbatches)
 
 
-def _enters(i: int, ranks: int) -> int:
+def _entry_time(i: int, ranks: int) -> int:
     return i // ranks * 2 * ranks + i % ranks // 2 * 2
 
 
-def _two_pipelines(rank: int, ranks: int, microbatches: int) -> float:
+def _dualpipe_memory(rank: int, ranks: int, microbatches: int) -> float:
     return min(ranks - rank, -(-microbatches // 2)) + min(rank + 1, microbatches // 2)
 
 
-@schedule(placement=bidirectional, limits=Limits(memory=_two_pipelines), requires=_even("dualpipe"))
+@schedule(placement=bidirectional, limits=Limits(memory=_dualpipe_memory), requires=_require_even("dualpipe"))
 def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """1F1B in both directions, forwards overlapped with backwards (DualPipe, arXiv 2412.19437, section 3.2.1).
 
@@ -93,15 +93,15 @@ def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     place = min(rank, ranks - 1 - rank)
     for step in _dualpipe(place, ranks, max(-(-microbatches // 2), ranks - 1)):
         passes = (Action(kind, stage, 2 * k + (side ^ (rank != place))) for kind, stage, side, k in step)
-        yield from _overlapped([action for action in passes if action.microbatch < microbatches])
-    yield from sums(rank, bidirectional(ranks), microbatches)
+        yield from _fuse([action for action in passes if action.microbatch < microbatches])
+    yield from sum_replicas(rank, bidirectional(ranks), microbatches)
 
 
-def _two_chunks(rank: int, ranks: int, microbatches: int) -> float:
+def _dualpipe_v_memory(rank: int, ranks: int, microbatches: int) -> float:
     return (min(2 * ranks - rank, microbatches) + min(rank + 1, microbatches)) / 2
 
 
-@schedule(placement=vee, limits=Limits(memory=_two_chunks))
+@schedule(placement=vee, limits=Limits(memory=_dualpipe_v_memory))
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """`dualpipe` of twice the ranks and microbatches, folded in the middle: one replica of each stage, in a V.
 
@@ -117,10 +117,10 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 1 |.   1F0 2F0 1F1 2F1 1F2 2B0     2F2&1B0     2B1     1B1     .   2I2 1I2 2W2 1W2 |
     """
     for step in _dualpipe(rank, 2 * ranks, max(microbatches, 2 * ranks - 1)):
-        yield from _overlapped([Action(kind, stage, k) for kind, stage, _, k in step if k < microbatches])
+        yield from _fuse([Action(kind, stage, k) for kind, stage, _, k in step if k < microbatches])
 
 
-def _overlapped(actions: list[Action]) -> list[Action]:
+def _fuse(actions: list[Action]) -> list[Action]:
     """Return two passes as a fused pair, and one as it is."""
     return actions if len(actions) < 2 else [actions[0]._replace(kind="OVERLAP_F"), actions[1]]
 
@@ -136,7 +136,7 @@ def _dualpipe(place: int, stages: int, rounds: int) -> Iterator[list[Pass]]:
     """
     begun = {(forward, side): count() for forward in (True, False) for side in (0, 1)}
     owed = deque[Pass]()
-    for step in _steps(place, stages, rounds):
+    for step in _list_phases(place, stages, rounds):
         if step == "W":
             yield [owed.popleft()]
             continue
@@ -148,25 +148,25 @@ def _dualpipe(place: int, stages: int, rounds: int) -> Iterator[list[Pass]]:
         yield passes
 
 
-def _steps(place: int, stages: int, rounds: int) -> Iterator[str]:
+def _list_phases(place: int, stages: int, rounds: int) -> Iterator[str]:
     """Yield the eight phases as words: passes with their sides, two per word if they overlap; `W` is the oldest due."""
     inward = stages // 2 - 1 - place
     main = rounds - stages + 1 + place
-    last = [*_times(place + 1, "B1 B0")]
-    yield from _times(2 * inward, "F0")
-    yield from _times(place + 1, "F0 F1")
-    yield from _times(inward, "I1 W F1")
+    last = [*_repeat(place + 1, "B1 B0")]
+    yield from _repeat(2 * inward, "F0")
+    yield from _repeat(place + 1, "F0 F1")
+    yield from _repeat(inward, "I1 W F1")
     if not inward and main:  # on the middle ranks, the first pair would only wait
-        yield from _times(1, "F0 B1 F1B0")
+        yield from _repeat(1, "F0 B1 F1B0")
         main -= 1
-    yield from _times(main, "F0B1 F1B0")
-    yield from _times(inward, "B1 F1B0")
+    yield from _repeat(main, "F0B1 F1B0")
+    yield from _repeat(inward, "B1 F1B0")
     yield from last[: place + 1]
     yield from (word.replace("B", "I") for word in last[place + 1 :])
-    yield from _times(inward, "W I0")
-    yield from _times(place + 1, "W")
+    yield from _repeat(inward, "W I0")
+    yield from _repeat(place + 1, "W")
 
 
-def _times(n: int, words: str) -> Iterator[str]:
+def _repeat(n: int, words: str) -> Iterator[str]:
     for _ in range(n):
         yield from words.split()

@@ -16,9 +16,9 @@ output it needs, the ranks cannot deadlock, whatever the costs.
 
 >>> from schedules.language.actions import B, F
 >>> P, r = 4, 2
->>> forwards = passes(F, r, every(3, first=r), microbatches=3)
->>> backwards = passes(B, r, every(3, first=3 * P - 2 - 2 * r), microbatches=3)
->>> list(in_order(forwards, backwards))
+>>> forwards = time_passes(F, r, every(3, first=r), microbatches=3)
+>>> backwards = time_passes(B, r, every(3, first=3 * P - 2 - 2 * r), microbatches=3)
+>>> list(merge_in_order(forwards, backwards))
 [F(2, 0), F(2, 1), B(2, 0), F(2, 2), B(2, 1), B(2, 2)]
 """
 
@@ -46,20 +46,20 @@ def every(interval: int, first: int, early: Sequence[int] = ()) -> Iterator[int]
     return chain(early, count(first + interval * len(early), interval))
 
 
-def passes(
+def time_passes(
     kind: Callable[[int, int], Action], stage: int, times: Iterable[float], microbatches: int
 ) -> Iterator[Timed]:
     """Return a pass of one kind on one stage for each microbatch, with its time; times must ascend."""
     return zip(times, map(kind, repeat(stage), range(microbatches)), strict=False)
 
 
-def in_order(*several: Iterator[Timed], memory: float = inf) -> Iterator[Action]:
+def merge_in_order(*several: Iterator[Timed], memory: float = inf) -> Iterator[Action]:
     """Yield all passes in the order of their times, and the `W` of every `I` in a free slot, or at the end.
 
     A `W` also comes before a forward that would be activation number `memory + 1` on the rank.
 
     >>> from schedules.language.actions import F, I
-    >>> list(in_order(passes(F, 0, [0, 1, 4], 3), passes(I, 0, [2, 5, 6], 3)))
+    >>> list(merge_in_order(time_passes(F, 0, [0, 1, 4], 3), time_passes(I, 0, [2, 5, 6], 3)))
     [F(0, 0), F(0, 1), I(0, 0), W(0, 0), F(0, 2), I(0, 1), I(0, 2), W(0, 1), W(0, 2)]
     """
     owed = deque[Action]()

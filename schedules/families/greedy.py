@@ -21,7 +21,7 @@ from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
 
 
-class Taste(NamedTuple):
+class Heuristics(NamedTuple):
     """The heuristic choices that are tried both ways."""
 
     delay: bool  # a forward may make the first backward late
@@ -47,7 +47,7 @@ class Lane:
         """Return the time a pass of this kind takes on this rank."""
         return self.costs.time(kind, self.rank)
 
-    def do(self, kind: str, ready: float = 0) -> None:
+    def run(self, kind: str, ready: float = 0) -> None:
         """Run the next pass of this kind as soon as its inputs are `ready`."""
         start = max(self.clock, ready)
         if self.actions:
@@ -60,32 +60,32 @@ class Lane:
         self.held += self.growth[kind]
 
     @property
-    def owed(self) -> int:
+    def pending_weights(self) -> int:
         """The number of weight halves that could run now."""
         return self.count("I") - self.count("W")
 
 
-class Game:
+class Attempt:
     """All ranks, played forward microbatch by microbatch."""
 
     def __init__(
-        self, ranks: int, microbatches: int, memory: float, costs: Costs, residual: float, taste: Taste
+        self, ranks: int, microbatches: int, memory: float, costs: Costs, residual: float, heuristics: Heuristics
     ) -> None:
         self.lanes = [Lane(rank, costs, residual) for rank in range(ranks)]
         self.microbatches, self.memory, self.costs, self.residual = microbatches, memory, costs, residual
-        self.taste = taste
-        self._begin()
+        self.heuristics = heuristics
+        self._start()
         for _ in range(1, microbatches):
-            self._go_on()
+            self._advance()
         for lane in self.lanes:
             self._finish(lane)
 
     @property
-    def span(self) -> float:
+    def length(self) -> float:
         """The longest time from a rank's first start to its last end."""
         return max(lane.clock - lane.begun for lane in self.lanes)
 
-    def _ready(self, kind: str, lane: Lane) -> float:
+    def _ready_time(self, kind: str, lane: Lane) -> float:
         """Return when the inputs of the rank's next pass of this kind arrive."""
         source = lane.rank + (1 if kind == "I" else -1)
         if not 0 <= source < len(self.lanes):
@@ -95,21 +95,21 @@ class Game:
     def _transfer(self, kind: str, source: int, target: int) -> float:
         return self.costs.transfer("F" if kind == "F" else "B", source, source, target)
 
-    def _slack(self, lane: Lane) -> float:
+    def _allowed_wait(self, lane: Lane) -> float:
         """Return how much longer the rank may wait without exceeding the longest wait of any rank."""
         return max(other.waiting for other in self.lanes) - lane.waiting
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Run microbatch 0, and as many more forwards as fit before its cotangent comes back."""
         for lane in self.lanes:
-            lane.do("F", self._ready("F", lane))
-        for lane, more in zip(self.lanes, self._more(), strict=True):
+            lane.run("F", self._ready_time("F", lane))
+        for lane, more in zip(self.lanes, self._count_extra_forwards(), strict=True):
             for _ in range(more):
-                lane.do("F", self._ready("F", lane))
+                lane.run("F", self._ready_time("F", lane))
         for lane in reversed(self.lanes):
-            lane.do("I", self._ready("I", lane))
+            lane.run("I", self._ready_time("I", lane))
 
-    def _more(self) -> Sequence[int]:
+    def _count_extra_forwards(self) -> Sequence[int]:
         """Return the extra forwards per rank: fewer than on the previous rank, unless all microbatches fit."""
         most, back = self.microbatches - 1, self.lanes[-1].clock + self.lanes[-1].time("I")
         more = [0] * len(self.lanes)
@@ -117,7 +117,7 @@ class Game:
             back += self._transfer("I", lane.rank + 1, lane.rank)
             rank, clock, forward = lane.rank, lane.clock, lane.time("F")
             while more[rank] < most and more[rank] + 2 <= self.memory:
-                if clock >= back if self.taste.delay else clock + forward > back:
+                if clock >= back if self.heuristics.delay else clock + forward > back:
                     break
                 more[rank], clock = more[rank] + 1, clock + forward
             back = max(clock, back) + lane.time("I")
@@ -126,55 +126,63 @@ class Game:
                 more[rank] = max(0, min(more[rank], more[rank - 1] - 1))
         return more
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Run one more input half on every rank, and a forward on all ranks after the last one that skips it."""
-        going = [lane.count("F") < self.microbatches and not self._skips(lane) for lane in self.lanes]
+        going = [lane.count("F") < self.microbatches and not self._should_skip(lane) for lane in self.lanes]
         for rank, lane in enumerate(self.lanes):
             if all(going[rank:]):
                 while lane.held + 1 > self.memory:
-                    lane.do("W")
-                self._fill_and_do("F", lane)
+                    lane.run("W")
+                self._fill_and_run("F", lane)
         for lane in reversed(self.lanes):
-            self._fill_and_do("I", lane)
+            self._fill_and_run("I", lane)
 
-    def _skips(self, lane: Lane) -> bool:
+    def _should_skip(self, lane: Lane) -> bool:
         """Return whether the rank is far enough ahead of the next rank to wait for its cotangent instead."""
-        if not self.taste.skip or lane is self.lanes[-1]:
+        if not self.heuristics.skip or lane is self.lanes[-1]:
             return False
         after = self.lanes[lane.rank + 1]
         if lane.count("F") < after.count("F") + 2:
             return False
         back = after.clock + after.time("F") + after.time("I") + self._transfer("I", after.rank, lane.rank)
         room, halves = self.memory - lane.held - 1, 0
-        while room < 0 and halves < lane.owed:
+        while room < 0 and halves < lane.pending_weights:
             room, halves = room + self.residual, halves + 1
-        return lane.clock + lane.time("F") + halves * lane.time("W") > back and back - lane.clock <= self._slack(lane)
+        return lane.clock + lane.time("F") + halves * lane.time("W") > back and back - lane.clock <= self._allowed_wait(
+            lane
+        )
 
-    def _fill_and_do(self, kind: str, lane: Lane) -> None:
+    def _fill_and_run(self, kind: str, lane: Lane) -> None:
         """Run a pass, after as many weight halves as there is time for until its inputs arrive."""
-        ready = self._ready(kind, lane)
-        while lane.owed and lane.clock + lane.time("W") <= ready:
-            lane.do("W")
-        if lane.owed and lane.clock < ready and (self.taste.fill or ready - lane.clock > self._slack(lane)):
-            lane.do("W")
+        ready = self._ready_time(kind, lane)
+        while lane.pending_weights and lane.clock + lane.time("W") <= ready:
+            lane.run("W")
+        if (
+            lane.pending_weights
+            and lane.clock < ready
+            and (self.heuristics.fill or ready - lane.clock > self._allowed_wait(lane))
+        ):
+            lane.run("W")
         if kind == "I" and lane is self.lanes[0] and lane.count("F") == self.microbatches:
             self._finish(lane)
-        lane.do(kind, ready)
+        lane.run(kind, ready)
 
     def _finish(self, lane: Lane) -> None:
-        while lane.owed:
-            lane.do("W")
+        while lane.pending_weights:
+            lane.run("W")
 
 
 @lru_cache(maxsize=1)  # every rank asks for its own actions in turn
-def _orders(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> Sequence[Sequence[Action]]:
+def _find_orders(
+    ranks: int, microbatches: int, memory: float, costs: Costs, residual: float
+) -> Sequence[Sequence[Action]]:
     """Return every rank's actions in the best order, the first of equals."""
-    tastes = (Taste(*answers) for answers in product((False, True), (True, False), (True, False)))
-    games = (Game(ranks, microbatches, memory, costs, residual, taste) for taste in tastes)
-    return tuple(tuple(lane.actions) for lane in min(games, key=lambda game: game.span).lanes)
+    choices = (Heuristics(*answers) for answers in product((False, True), (True, False), (True, False)))
+    attempts = (Attempt(ranks, microbatches, memory, costs, residual, heuristics) for heuristics in choices)
+    return tuple(tuple(lane.actions) for lane in min(attempts, key=lambda attempt: attempt.length).lanes)
 
 
-def _possible(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> None:
+def _require_possible(ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> None:
     if not memory >= 1:
         raise SizeError.of("zb_auto", "memory", memory, "at least 1: one microbatch", "Choose memory >= 1.")
     if not isinstance(costs, Costs):
@@ -185,11 +193,11 @@ def _possible(ranks: int, microbatches: int, memory: float, costs: Costs, residu
         raise SizeError.of("zb_auto", "residual", residual, "a share above 0, at most 1", "Choose residual=1 for all.")
 
 
-def _bound(rank: int, ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> float:
+def _peak_memory(rank: int, ranks: int, microbatches: int, memory: float, costs: Costs, residual: float) -> float:
     return min(microbatches, memory / residual)
 
 
-@schedule(placement=linear, limits=Limits(memory=_bound), requires=_possible)
+@schedule(placement=linear, limits=Limits(memory=_peak_memory), requires=_require_possible)
 def zb_auto(
     rank: int, ranks: int, microbatches: int, memory: int = 8, costs: Costs = Costs(), residual: float = 0.5
 ) -> Iterator[Action]:
@@ -205,4 +213,4 @@ def zb_auto(
     rank 1 |.  F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3 .  |
     rank 2 |.  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3 |
     """
-    yield from _orders(ranks, microbatches, memory, costs, residual)[rank]
+    yield from _find_orders(ranks, microbatches, memory, costs, residual)[rank]

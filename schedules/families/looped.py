@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from schedules.families.one_forward_one_backward import Pass, alternate, passes
+from schedules.families.one_forward_one_backward import Maker, alternate, group_passes
 from schedules.language.actions import Action, B, F, I, W
 from schedules.language.placement import looped
 from schedules.language.schedule import Limits, schedule
@@ -30,31 +30,31 @@ def rounds(ranks: int, microbatches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def legs(forwards: range, backwards: range) -> list[tuple[Pass, int]]:
+def legs(forwards: range, backwards: range) -> list[tuple[Maker, int]]:
     """Return the steps forward through `forwards`, then backward through `backwards` from the last to the first."""
     return [*((F, stage) for stage in forwards), *((B, stage) for stage in reversed(backwards))]
 
 
-def _ahead(rank: int, ranks: int, microbatches: int, chunks: int, each: int) -> int:
+def _count_ahead(rank: int, ranks: int, microbatches: int, chunks: int, each: int) -> int:
     """Return the forwards to run ahead: those before the first of the last chunk, plus `each` for every later rank."""
     return (chunks - 1) * len(rounds(ranks, microbatches)[0]) + each * (ranks - 1 - rank)
 
 
-def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, each: int, backward: Pass) -> Iterator[Action]:
+def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, each: int, backward: Maker) -> Iterator[Action]:
     """Return 1F1B in rounds, chunk by chunk."""
     stages = range(rank, ranks * chunks, ranks)
     groups = rounds(ranks, microbatches)
-    forwards = passes([(F, stage) for stage in stages], groups)
-    backwards = passes([(backward, stage) for stage in reversed(stages)], groups)
-    return alternate(_ahead(rank, ranks, microbatches, chunks, each), forwards, backwards)
+    forwards = group_passes([(F, stage) for stage in stages], groups)
+    backwards = group_passes([(backward, stage) for stage in reversed(stages)], groups)
+    return alternate(_count_ahead(rank, ranks, microbatches, chunks, each), forwards, backwards)
 
 
 def _interleaved_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
-    return min(_ahead(rank, ranks, microbatches, chunks, min(chunks, 2)) + 1, chunks * microbatches) / chunks
+    return min(_count_ahead(rank, ranks, microbatches, chunks, min(chunks, 2)) + 1, chunks * microbatches) / chunks
 
 
 def _zero_bubble_memory(rank: int, ranks: int, microbatches: int, chunks: int) -> float:
-    return min(_ahead(rank, ranks, microbatches, chunks, 1) + 1 + rank, chunks * microbatches) / chunks
+    return min(_count_ahead(rank, ranks, microbatches, chunks, 1) + 1 + rank, chunks * microbatches) / chunks
 
 
 @schedule(placement=looped, limits=Limits(memory=_interleaved_memory))
@@ -86,7 +86,7 @@ def breadth_first(rank: int, ranks: int, microbatches: int, chunks: int = 2) -> 
     rank 1 |.   1F0 1F1 3F0 3F1 3B0     3B1     1B0     1B1     .   .   |
     """
     stages = range(rank, ranks * chunks, ranks)
-    return passes(legs(stages, stages), [range(microbatches)])
+    return group_passes(legs(stages, stages), [range(microbatches)])
 
 
 @schedule(placement=looped, limits=Limits(memory=_zero_bubble_memory))

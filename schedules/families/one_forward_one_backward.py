@@ -16,11 +16,11 @@ from schedules.language.actions import Action, B, F
 from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
 
-Step = TypeVar("Step")
-Pass: TypeAlias = Callable[[int, int], Action]
+Item = TypeVar("Item")
+Maker: TypeAlias = Callable[[int, int], Action]
 
 
-def alternate(ahead: int, forwards: Iterator[Step], backwards: Iterator[Step]) -> Iterator[Step]:
+def alternate(ahead: int, forwards: Iterator[Item], backwards: Iterator[Item]) -> Iterator[Item]:
     """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     >>> list(alternate(1, iter("FGH"), iter("bcd")))
@@ -33,10 +33,10 @@ def alternate(ahead: int, forwards: Iterator[Step], backwards: Iterator[Step]) -
     yield from backwards
 
 
-def passes(steps: Sequence[tuple[Pass, int]], groups: Iterable[range]) -> Iterator[Action]:
+def group_passes(steps: Sequence[tuple[Maker, int]], groups: Iterable[range]) -> Iterator[Action]:
     """Return the passes group by group: all microbatches of a group through one step (kind, stage), then the next.
 
-    >>> list(passes([(F, 0), (F, 4)], [range(2), range(2, 3)]))
+    >>> list(group_passes([(F, 0), (F, 4)], [range(2), range(2, 3)]))
     [F(0, 0), F(0, 1), F(4, 0), F(4, 1), F(0, 2), F(4, 2)]
     """
     return chain.from_iterable(map(kind, repeat(stage), group) for group in groups for kind, stage in steps)
@@ -53,7 +53,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 1 |.  F0 B0    F1 B1    F2 B2    .  .  |
     """
     every = [range(microbatches)]
-    return alternate(ranks - 1 - rank, passes([(F, rank)], every), passes([(B, rank)], every))
+    return alternate(ranks - 1 - rank, group_passes([(F, rank)], every), group_passes([(B, rank)], every))
 
 
 @schedule(
@@ -71,10 +71,10 @@ def eager_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 2 |.  .  F0 B0    F1 B1    F2 B2    F3 B3    .  .  .  .  |
     """
     every = [range(microbatches)]
-    return alternate(2 * (ranks - 1 - rank), passes([(F, rank)], every), passes([(B, rank)], every))
+    return alternate(2 * (ranks - 1 - rank), group_passes([(F, rank)], every), group_passes([(B, rank)], every))
 
 
-def _positive_groups(ranks: int, microbatches: int, k: int) -> None:
+def _require_positive_groups(ranks: int, microbatches: int, k: int) -> None:
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise SizeError.of("kfkb", "k", k, "an integer of at least 1", "Choose k >= 1; with k=1 it is 1F1B.")
 
@@ -82,7 +82,7 @@ def _positive_groups(ranks: int, microbatches: int, k: int) -> None:
 @schedule(
     placement=linear,
     limits=Limits(memory=lambda rank, ranks, microbatches, k: min(k * (ranks - rank), microbatches)),
-    requires=_positive_groups,
+    requires=_require_positive_groups,
 )
 def kfkb(rank: int, ranks: int, microbatches: int, k: int = 2) -> Iterator[Action]:
     """kFkB: 1F1B of groups of `k` microbatches, the last one smaller if need be (Ada-Grouper, arXiv 2303.01675).

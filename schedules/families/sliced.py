@@ -16,11 +16,11 @@ from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
 
 
-def _memory(rank: int, ranks: int, microbatches: int, slices: int) -> float:
+def _sliced_memory(rank: int, ranks: int, microbatches: int, slices: int) -> float:
     return min((ranks - 1 - rank + slices) / slices, microbatches)
 
 
-@schedule(placement=linear, limits=Limits(memory=_memory))
+@schedule(placement=linear, limits=Limits(memory=_sliced_memory))
 def seq_1f1b(rank: int, ranks: int, microbatches: int, slices: int = 2) -> Iterator[Action]:
     """Seq1F1B: 1F1B of slices, a whole microbatch of them ahead (arXiv 2406.03488, section 3).
 

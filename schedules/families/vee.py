@@ -22,12 +22,13 @@ from math import inf
 from typing import NamedTuple
 
 from schedules.errors import SizeError
-from schedules.families.blocks import every, in_order, passes
+from schedules.families.blocks import every, merge_in_order, time_passes
 from schedules.language.actions import Action, B, F, I
 from schedules.language.placement import vee
 from schedules.language.schedule import Limits, schedule
 
-INTERVAL = 6  # slots that one microbatch takes on a rank
+CHUNK = 3  # slots that one microbatch takes on a chunk: F, I and W, or F and B
+INTERVAL = 2 * CHUNK  # slots that one microbatch takes on a rank
 
 
 class Block(NamedTuple):
@@ -39,78 +40,100 @@ class Block(NamedTuple):
     b1: int
 
 
-def _begun(
+def _start_up(
     rank: int, ranks: int, microbatches: int, memory: int, block: Block, length: int
 ) -> tuple[list[Iterator[float]], int]:
     """Return the times of each pass of the block, at first as early as possible, and the end of all forwards.
 
-    First-chunk forwards run alone, then in turn with second-chunk ones, until the first cotangent passes on its way
-    down. Then each backward, of `length` slots, makes room for a second-chunk forward, or another first-chunk one. When
-    that cotangent comes back up, as many forwards have run as in the block, which continues from there.
+    `length` is the number of slots a cotangent takes per stage. How rank 2 of `zb_v(ranks=4, microbatches=8)` starts,
+    which holds stages 2 and 5:
+
+        slot   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17  18
+              2F0 2F1|2F2 5F0 2F3 5F1 2F4 5F2|5I0 5W0 5F3 5I1|2I0 5W1 2W0 2F5 5F4
+               alone |        in turns       | room for one  |     the block
+
+    - Alone: first-chunk forwards, until the slot before microbatch 0 can enter the second chunk at `2P - 1 - r`.
+    - In turns: a forward of each chunk, until microbatch 0 has passed the `r` remaining ranks, and its cotangent comes
+      down to this rank at `down`.
+    - Then every backward leaves room for one forward in `CHUNK` slots: of the second chunk while that has fewer than
+      half of the activations, of the first chunk afterwards.
+    - The block: when that cotangent comes back up, at `up` or later, as many passes of each kind have run as before the
+      first `b1` of the block, which continues from there.
     """
     P, r, half = ranks, rank, memory // 2
-    down, up = 2 * P + length * r, 2 * P + length * (2 * P - 1 - r)  # when the first cotangent passes
+    down, up = 2 * P + length * r, 2 * P + length * (2 * P - 1 - r)
     turns = min(r + 1, half)
     alone = min(2 * (P - 1 - r), memory - turns)
-    front = min(memory - turns, alone + r + 1)
-    ahead = Block(*(-((first - block.b1) // INTERVAL) for first in block))
+    front = min(alone + r + 1, memory - turns)  # first-chunk forwards before `down`
+    done = Block(*(-((first - block.b1) // INTERVAL) for first in block))  # passes of the block before its first `b1`
+    start = 2 * P - 2 - r  # of the turns
 
-    def turn(j: int) -> int:
-        return 2 * P - 1 - r + 2 * j if j < turns else down + 2 + 3 * (j - turns)
+    def room(j: int) -> int:
+        """Return the time of second-chunk forward `j`, or if they are half, of first-chunk forward `front + j - half`.
 
-    f1 = [r + j if j < alone else 2 * P - 2 - r + 2 * (j - alone) for j in range(front)]
-    f1 += [turn(half + j - front) for j in range(front, ahead.f1)]
-    f2 = [turn(j) for j in range(half)]
-    b2 = [down + 3 * j for j in range(min(half, ahead.b2))]
+        The first `turns` of them come before `down`, the others two slots after a backward begins.
+        """
+        return start + 1 + 2 * j if j < turns else down + 2 + CHUNK * (j - turns)
+
+    f1 = [*range(r, r + alone)]
+    f1 += [start + 2 * j for j in range(front - alone)]
+    f1 += [room(half + j) for j in range(done.f1 - front)]
+    f2 = [room(j) for j in range(half)]
+    b2 = [down + CHUNK * j for j in range(min(half, done.b2))]
     early = f1, f2, b2, list[int]()
-    busy = max(f1[-1], f2[-1], b2[-1] + length - 1) + 1
-    free = min(first + INTERVAL * len(some) for first, some in zip(block, early, strict=True))
-    shift = max(up - block.b1, busy - free)
-    last = turn(microbatches - 1) if microbatches <= half else block.f2 + shift + INTERVAL * (microbatches - 1)
-    return [every(INTERVAL, first + shift, some) for first, some in zip(block, early, strict=True)], last + 1
+
+    # Shift the block so that none of its passes comes before the early ones have ended, nor `b1` before `up`.
+    end = max(f1[-1], f2[-1], b2[-1] + length - 1) + 1
+    begin = min(first + INTERVAL * len(times) for first, times in zip(block, early, strict=True))
+    shift = max(up - block.b1, end - begin)
+    last = room(microbatches - 1) if microbatches <= half else block.f2 + shift + INTERVAL * (microbatches - 1)
+    return [every(INTERVAL, first + shift, times) for first, times in zip(block, early, strict=True)], last + 1
 
 
-def _ended(times: Iterator[float], microbatches: int, end: int, waiting: int) -> Iterator[float]:
+def _wind_down(times: Iterator[float], microbatches: int, end: int, waiting: int) -> Iterator[float]:
     """Return `times`, capped at every second slot up to `end`; the last `waiting` microbatches are at the cap."""
     free = chain(islice(times, max(0, microbatches - waiting)), repeat(inf))
     return map(min, free, count(end - 2 * (microbatches - 1), 2))
 
 
-def _split(rank: int, ranks: int, microbatches: int, memory: int) -> Iterator[Action]:
-    """Return the order of a rank that holds at most `memory` chunk activations, from `least` to `2P`.
+def _order_passes(rank: int, ranks: int, microbatches: int, memory: int) -> Iterator[Action]:
+    """Return the order of a rank that holds at most `memory` chunk activations, from `least_memory` to `2P`.
 
-    Backwards follow forwards by the same `lag` in both chunks, as late as an even number of activations allows. If the
-    number is odd, first-chunk forwards come one interval earlier.
+    The second-chunk backward follows the first-chunk forward by `lag`, and the first-chunk backward the second-chunk
+    forward: as late as an even number of activations allows. If the number is odd, first-chunk forwards come one
+    interval earlier. The last cotangent is at stage 0 at `end`, so at stage `s` at `end - s`.
     """
     P, M, r, half, odd = ranks, microbatches, rank, memory // 2, memory % 2
-    lag, back = 6 * half - 4, 2 * P - 1 - r
+    lag, back = INTERVAL * half - 4, 2 * P - 1 - r
     f1, f2 = r + min(4 * r, lag - 2 * P), lag - 1 - r
     block = Block(f1 - INTERVAL * odd, f2, f1 + lag, f2 + lag)
-    (early1, early2, late2, late1), done = _begun(r, P, M, memory, block, length=1)
-    end = done + r + 2 * P - 1 if half < M else 4 * P - 1 + 3 * (M - 1)
-    late2 = _ended(late2, M, end - back, waiting=odd * min(r + 1, half))
-    late1 = _ended(late1, M, end - r, waiting=odd * (half + 1))
-    first = passes(F, r, early1, M), passes(I, r, late1, M)
-    second = passes(F, back, early2, M), passes(I, back, late2, M)
-    return in_order(*first, *second, memory=memory)
+    (early1, early2, late2, late1), done = _start_up(r, P, M, memory, block, length=1)
+    end = done + r + 2 * P - 1 if half < M else 4 * P - 1 + CHUNK * (M - 1)
+    late2 = _wind_down(late2, M, end - back, waiting=odd * min(r + 1, half))
+    late1 = _wind_down(late1, M, end - r, waiting=odd * (half + 1))
+    first = time_passes(F, r, early1, M), time_passes(I, r, late1, M)
+    second = time_passes(F, back, early2, M), time_passes(I, back, late2, M)
+    return merge_in_order(*first, *second, memory=memory)
 
 
-def least(ranks: int) -> int:
-    """Return the fewest chunk activations a rank can hold in such a schedule: V-Min's."""
+def least_memory(ranks: int) -> int:
+    """Return the fewest chunk activations with which such a schedule runs: those of `v_min`."""
     return 2 * ((ranks + 4) // 3)
 
 
-def _enough(ranks: int, microbatches: int, memory: int) -> None:
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory < least(ranks):
-        expected = f"an integer of at least {least(ranks)}, the activations of chunks that {ranks} ranks need"
-        raise SizeError.of("v_schedule", "memory", memory, expected, f"Choose memory={least(ranks)}, which is v_min.")
+def _require_enough(ranks: int, microbatches: int, memory: int) -> None:
+    if isinstance(memory, bool) or not isinstance(memory, int) or memory < least_memory(ranks):
+        expected = f"an integer of at least {least_memory(ranks)}, the activations of chunks that {ranks} ranks need"
+        raise SizeError.of(
+            "v_schedule", "memory", memory, expected, f"Choose memory={least_memory(ranks)}, which is v_min."
+        )
 
 
-def _of_chunks(rank: int, ranks: int, microbatches: int, memory: int) -> float:
+def _v_memory(rank: int, ranks: int, microbatches: int, memory: int) -> float:
     return min(memory / 2, ranks, microbatches)
 
 
-@schedule(placement=vee, limits=Limits(memory=_of_chunks), requires=_enough)
+@schedule(placement=vee, limits=Limits(memory=_v_memory), requires=_require_enough)
 def v_schedule(rank: int, ranks: int, microbatches: int, memory: int = 8) -> Iterator[Action]:
     """Trade memory for waiting: `m` chunk activations of half a microbatch each (arXiv 2405.15362, section 3).
 
@@ -124,7 +147,7 @@ def v_schedule(rank: int, ranks: int, microbatches: int, memory: int = 8) -> Ite
     rank 1 |.   1F0 1F1 1F2 4F0 .   4F1 4I0 4W0 .   .   4F2 4I1 1I0 4I2 1I1 4W1 1I2 1W0 4W2 1W1 1W2 |
     rank 2 |.   .   2F0 3F0 2F1 3F1 2F2 .   3I0 3W0 3F2 2I0 .   3I1 2I1 3I2 2I2 2W0 3W1 2W1 3W2 2W2 |
     """
-    return _split(rank, ranks, microbatches, min(memory, 2 * ranks))
+    return _order_passes(rank, ranks, microbatches, min(memory, 2 * ranks))
 
 
 @schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min((ranks + 4) // 3, microbatches)))
@@ -140,7 +163,7 @@ def v_min(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 1 |.   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1I0 1F2 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2 .   |
     rank 2 |.   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2 .   |
     """
-    return _split(rank, ranks, microbatches, least(ranks))
+    return _order_passes(rank, ranks, microbatches, least_memory(ranks))
 
 
 @schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min((ranks + 2) // 2, microbatches)))
@@ -157,7 +180,7 @@ def v_half(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 2 |.   .   2F0 2F1 2F2 5F0 .   5F1 .   5F2 5I0 5W0 .   2I0 5I1 2W0 5I2 2I1 5W1 2I2 5W2 2W1 2W2 |
     rank 3 |.   .   .   3F0 4F0 3F1 4F1 3F2 4F2 .   .   4I0 3I0 4W0 3W0 4I1 3I1 4I2 3I2 4W1 3W1 4W2 3W2 |
     """
-    return _split(rank, ranks, microbatches, 2 * ((ranks + 2) // 2))
+    return _order_passes(rank, ranks, microbatches, 2 * ((ranks + 2) // 2))
 
 
 @schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min(ranks, microbatches)))
@@ -171,7 +194,7 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 0 |0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .   |
     rank 1 |.   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 |
     """
-    return _split(rank, ranks, microbatches, 2 * ranks)
+    return _order_passes(rank, ranks, microbatches, 2 * ranks)
 
 
 @schedule(placement=vee, limits=Limits(memory=lambda rank, ranks, microbatches: min(2 * ranks // 3 + 1, microbatches)))
@@ -190,10 +213,11 @@ def v_1f1b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     P, M, r, back = ranks, microbatches, rank, 2 * ranks - 1 - rank
 
     def cotangent(hops: int) -> int:
-        return 2 * P + 2 * hops + (2 * ((P - 1) % 3) + hops) // 3 * 3
+        """Return when the first cotangent has passed `hops` stages: two slots for each, three more for every third."""
+        return 2 * P + 2 * hops + (2 * ((P - 1) % 3) + hops) // 3 * CHUNK
 
     block = Block(r, back, cotangent(r), cotangent(back))
-    (early1, early2, late2, late1), _ = _begun(r, P, M, 2 * (2 * P // 3 + 1), block, length=2)
-    first = passes(F, r, early1, M), passes(B, r, late1, M)
-    second = passes(F, back, early2, M), passes(B, back, late2, M)
-    return in_order(*first, *second)
+    (early1, early2, late2, late1), _ = _start_up(r, P, M, 2 * (2 * P // 3 + 1), block, length=2)
+    first = time_passes(F, r, early1, M), time_passes(B, r, late1, M)
+    second = time_passes(F, back, early2, M), time_passes(B, back, late2, M)
+    return merge_in_order(*first, *second)

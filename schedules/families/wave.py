@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from schedules.families.looped import legs, rounds
-from schedules.families.one_forward_one_backward import alternate, passes
+from schedules.families.one_forward_one_backward import alternate, group_passes
 from schedules.language.actions import Action
 from schedules.language.placement import wave
 from schedules.language.schedule import Limits, schedule
 
 
-def _memory(rank: int, ranks: int, microbatches: int, waves: int) -> float:
+def _wave_memory(rank: int, ranks: int, microbatches: int, waves: int) -> float:
     last = min(ranks, microbatches) - 1
     return len(rounds(ranks, microbatches)[0]) - max(0, last - rank) / (2 * waves)
 
 
-@schedule(placement=wave, limits=Limits(memory=_memory))
+@schedule(placement=wave, limits=Limits(memory=_wave_memory))
 def hanayo(rank: int, ranks: int, microbatches: int, waves: int = 1) -> Iterator[Action]:
     """Hanayo: `W` waves, each a chunk on the way down and one on the way up (arXiv 2308.15762, section 3).
 
@@ -41,7 +41,7 @@ def hanayo(rank: int, ranks: int, microbatches: int, waves: int = 1) -> Iterator
     falling = range(rank, 2 * ranks * waves, 2 * ranks)
     rising = range(2 * ranks - 1 - rank, 2 * ranks * waves, 2 * ranks)
     groups = rounds(ranks, max(ranks, microbatches))
-    down, up = passes(legs(falling, rising), groups), passes(legs(rising, falling), groups)
+    down, up = group_passes(legs(falling, rising), groups), group_passes(legs(rising, falling), groups)
     for action in alternate(ranks - 1 - rank, down, up):
         if action.microbatch < microbatches:
             yield action

@@ -14,18 +14,19 @@ from schedules.families.one_forward_one_backward import eager_1f1b, one_f_one_b
 from schedules.language.actions import Action
 from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
-from schedules.transforms.split import defer_weights, split_backward
+from schedules.transforms.defer import defer_weights
+from schedules.transforms.split import split_backward
 
 
-def _once(rank: int, ranks: int, microbatches: int) -> int:
+def _h1_memory(rank: int, ranks: int, microbatches: int) -> int:
     return min(ranks, microbatches)
 
 
-def _twice(rank: int, ranks: int, microbatches: int) -> int:
+def _h2_memory(rank: int, ranks: int, microbatches: int) -> int:
     return min(2 * ranks - 1, microbatches)
 
 
-@schedule(placement=linear, limits=Limits(memory=_once))
+@schedule(placement=linear, limits=Limits(memory=_h1_memory))
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """ZB-H1: `one_f_one_b`, split, weight gradients deferred within its memory (arXiv 2401.10241, section 2.1).
 
@@ -38,10 +39,10 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 2 |.  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 |
     """
     once = split_backward(one_f_one_b(ranks, microbatches))
-    return defer_weights(once, memory=_once(rank, ranks, microbatches)).actions(rank)
+    return defer_weights(once, memory=_h1_memory(rank, ranks, microbatches)).actions(rank)
 
 
-@schedule(placement=linear, limits=Limits(memory=_twice))
+@schedule(placement=linear, limits=Limits(memory=_h2_memory))
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """ZB-H2: `eager_1f1b`, split, with weight gradients deferred: no waiting at all (arXiv 2401.10241, section 2.2).
 
@@ -54,4 +55,4 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 1 |.  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 |
     """
     eager = split_backward(eager_1f1b(ranks, microbatches))
-    return defer_weights(eager, memory=_twice(rank, ranks, microbatches)).actions(rank)
+    return defer_weights(eager, memory=_h2_memory(rank, ranks, microbatches)).actions(rank)

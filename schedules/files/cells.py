@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from schedules.checking.channels import Lowered
+from schedules.checking.channels import LoweredProgram
 from schedules.errors import TableError, VocabularyError
 from schedules.language.actions import KINDS, Action, parse
 from schedules.language.schedule import Schedule
 
-NEIGHBOUR: Mapping[str, int] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
+NEIGHBOR: Mapping[str, int] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _PEERLESS = re.compile(r"([0-9]{1,18})((?:SEND|RECV)_[FB])[0-9]+")
 _SHARDING = re.compile(r"[0-9]+(?:UNSHARD|RESHARD|REDUCE_GRAD)")
@@ -49,7 +49,7 @@ def read_row(rank: int, row: str, transfers: bool = False) -> Iterator[Action]:
     """
     for column, cell in enumerate(row.split(","), 1):
         try:
-            actions = _read(cell.strip())
+            actions = _parse_cell(cell.strip())
         except VocabularyError:
             actions = None
         if actions is None or (not transfers and any(action.peer is not None for action in actions)):
@@ -66,22 +66,22 @@ _EXPECTED = (
 )
 
 
-def _read(text: str) -> tuple[Action, ...]:
+def _parse_cell(text: str) -> tuple[Action, ...]:
     if pair := _PAIR.fullmatch(text):
         front, back = (parse(part.strip()) for part in pair.groups())
         if front.kind != "F" or back.kind not in {"B", "I"}:
             raise VocabularyError(f"got {text!r}, expected a forward and a backward, as in (5F3;2B1)OVERLAP_F_B.")
         return front._replace(kind="OVERLAP_F"), back
     if found := _PEERLESS.fullmatch(text):
-        return (parse(f"{text}{KINDS[found[2]].mark}{int(found[1]) + NEIGHBOUR[found[2]]}"),)
+        return (parse(f"{text}{KINDS[found[2]].mark}{int(found[1]) + NEIGHBOR[found[2]]}"),)
     return () if not text or _SHARDING.fullmatch(text) else (parse(text),)
 
 
-Plan: TypeAlias = Schedule | Lowered
-Words: TypeAlias = Callable[[Plan, int], str]
+ScheduleOrProgram: TypeAlias = Schedule | LoweredProgram
+Notation: TypeAlias = Callable[[ScheduleOrProgram, int], str]
 
 
-def own(plan: Plan, rank: int) -> str:
+def own(plan: ScheduleOrProgram, rank: int) -> str:
     """Return the line of `rank` in our notation: every action in its text form, a fused pair in one cell."""
     return _fuse(",".join(map(str, plan.actions(rank))))
 
@@ -90,7 +90,7 @@ def _fuse(line: str) -> str:
     return re.sub(r"([0-9]+)OVERLAP_(F[0-9.]+),([0-9]+[BI][0-9.]+)", r"(\1\2;\3)OVERLAP_F_B", line)
 
 
-def pipelining(plan: Plan, rank: int) -> str:
+def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
     """Return the line of `rank` for `torch.distributed.pipelining`: "compute_only" or, for a program, "compute_comms".
 
     In a program, `WAIT` is dropped, and every stage gathers its weights before its first action and sums and scales its
@@ -109,14 +109,18 @@ def pipelining(plan: Plan, rank: int) -> str:
         got = "stages on two ranks each" if schedule.placement.mirrors else "no backward"
         raise TableError(f"got a schedule with {got}, expected stages on one rank each, and backwards. {_NO_WORD}")
     actions = plan.actions(rank)
-    words = (_word(rank, action) for action in actions) if plan is schedule else _sharded(rank, schedule, actions)
+    words = (
+        (_write_cell(rank, action) for action in actions)
+        if plan is schedule
+        else _add_sharding(rank, schedule, actions)
+    )
     line = _fuse(",".join(words))
     if lone := _LONE.search(line):
         raise TableError(f"rank {rank}: got {lone[0]}, expected 3B0 or 3I0 directly behind it. Put one there.")
     return line
 
 
-def _sharded(rank: int, schedule: Schedule, actions: Iterator[Action]) -> Iterator[str]:
+def _add_sharding(rank: int, schedule: Schedule, actions: Iterator[Action]) -> Iterator[str]:
     left: dict[int, int] = {}
     for action in actions:
         kind, stage = action.kind, action.stage
@@ -124,18 +128,18 @@ def _sharded(rank: int, schedule: Schedule, actions: Iterator[Action]) -> Iterat
             left[stage] = schedule.microbatches
             yield f"{stage}UNSHARD"
         if not kind.startswith("WAIT"):
-            yield _word(rank, action)
+            yield _write_cell(rank, action)
         left[stage] -= kind in {"B", "W"}
         if kind in {"B", "W"} and not left[stage]:
             yield f"{stage}REDUCE_GRAD"
             yield f"{stage}RESHARD"
 
 
-def _word(rank: int, action: Action) -> str:
+def _write_cell(rank: int, action: Action) -> str:
     kind, stage, microbatch, peer, part = action
     plain = peer is None and kind in {"F", "B", "I", "W", "OVERLAP_F"}
-    if part is not None or not (plain or (kind in NEIGHBOUR and peer == stage + NEIGHBOUR[kind])):
-        expected = "F, B, I or W on a whole microbatch, or a transfer between neighbouring stages"
+    if part is not None or not (plain or (kind in NEIGHBOR and peer == stage + NEIGHBOR[kind])):
+        expected = "F, B, I or W on a whole microbatch, or a transfer between neighboring stages"
         raise TableError(f"rank {rank}: got {action}, expected {expected}. {_NO_WORD}")
     return f"{stage}{kind}{microbatch}"
 

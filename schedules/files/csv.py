@@ -23,24 +23,23 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Concatenate, ParamSpec, TextIO, TypeAlias
+from typing import Any, Concatenate, TextIO, TypeAlias
 
 from schedules.errors import GraphError, TableError
-from schedules.files.cells import Plan, Words, has_transfers, own, read_row
+from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.placement import Placement
-from schedules.language.schedule import Factory, Schedule, Shape, without_rank
+from schedules.language.schedule import Arguments, Factory, Schedule, Shape, without_rank
 from schedules.lowering.program import Program
 from schedules.replay.dependencies import graph_of
-from schedules.transforms.connect import connect, edges, text_of
+from schedules.transforms.connect import connect, format_graph, parse_graph
 
 File: TypeAlias = str | os.PathLike[str] | TextIO
-Rows = ParamSpec("Rows")
 Homes: TypeAlias = dict[tuple[int, int], int]  # by stage and the parity of the microbatch
 
 
-def _shape(arguments: dict[str, Any]) -> Shape:
+def _infer_shape(arguments: dict[str, Any]) -> Shape:
     rows, homes, microbatches, slices, backward = arguments["rows"], Homes(), 0, 1, False
     _require_texts(rows)
     for rank, row in enumerate(rows):
@@ -55,7 +54,7 @@ def _shape(arguments: dict[str, Any]) -> Shape:
             microbatches = max(microbatches, action.microbatch + 1)
             slices = max(slices, (action.slice or 0) + 1)
             backward = backward or KINDS[action.kind].crosses != "F"
-    return Shape(len(rows), microbatches, _placement(len(rows), homes), slices, backward)
+    return Shape(len(rows), microbatches, _infer_placement(len(rows), homes), slices, backward)
 
 
 def _require_texts(rows: object) -> None:
@@ -63,7 +62,7 @@ def _require_texts(rows: object) -> None:
         raise TableError(f"got rows={rows!r}, expected a tuple with one text per rank. Write at least one line.")
 
 
-def _placement(ranks: int, homes: Homes) -> Placement:
+def _infer_placement(ranks: int, homes: Homes) -> Placement:
     for rank in range(ranks):
         if rank not in homes.values():
             raise TableError(f"line {rank + 1}: got no action, expected some. Drop the line: a rank holds a stage.")
@@ -77,11 +76,11 @@ def _placement(ranks: int, homes: Homes) -> Placement:
     return Placement(ranks, even, () if even == odd else (odd,))
 
 
-def _from_rows(generator: Callable[Concatenate[int, Rows], Iterator[Action]]) -> Factory[Rows]:
-    return Factory(generator, without_rank(generator, "rows"), _shape)
+def _make_factory(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]:
+    return Factory(generator, without_rank(generator, "rows"), _infer_shape)
 
 
-@_from_rows
+@_make_factory
 def table(rank: int, rows: tuple[str, ...]) -> Iterator[Action]:
     """Schedule the actions that `rows` spell: one text per rank, with compute actions separated by commas.
 
@@ -115,7 +114,7 @@ class Listing:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule of its compute actions alone."""
-        return _compute_only(self.rows)
+        return _drop_transfers(self.rows)
 
     @property
     def channels(self) -> tuple[Edge, ...]:
@@ -143,8 +142,8 @@ def listing(rows: tuple[str, ...]) -> Listing:
     >>> [str(action) for action in program.actions(1)]
     ['1RECV_F0<0', '1F0', '1B0', '1SEND_B0>0']
     """
-    schedule = _compute_only(rows)
-    found, line = _edges(rows, schedule.stages), chain(schedule.stages).values
+    schedule = _drop_transfers(rows)
+    found, line = _collect_edges(rows, schedule.stages), chain(schedule.stages).values
     if not any(mark in row for row in rows for mark in "<>"):
         return Listing(rows, Graph(schedule.stages, line, line))
     across = {(s, t) for s, t in line for homes in schedule.placement.routes if homes[s] != homes[t]}
@@ -154,13 +153,13 @@ def listing(rows: tuple[str, ...]) -> Listing:
     return Listing(rows, Graph(schedule.stages, values, cotangents, frozenset(found["G"])))
 
 
-def _compute_only(rows: tuple[str, ...]) -> Schedule:
+def _drop_transfers(rows: tuple[str, ...]) -> Schedule:
     _require_texts(rows)
     each = (read_row(rank, row, transfers=True) for rank, row in enumerate(rows))
     return table(rows=tuple(",".join(str(action) for action in row if action.peer is None) for row in each))
 
 
-def _edges(rows: tuple[str, ...], stages: int) -> dict[str, set[Edge]]:
+def _collect_edges(rows: tuple[str, ...], stages: int) -> dict[str, set[Edge]]:
     """Return the edges between different stages that transfers name, by payload."""
     found: dict[str, set[Edge]] = {word: set() for word in "FBG"}
     for rank, row in enumerate(rows):
@@ -194,20 +193,20 @@ def read_csv(file: File) -> Schedule | Listing:
     rank 0 |F0 F1 .  .  B0    .  B1    |
     rank 1 |.  F0 B0    F1 B1    .  .  |
     """
-    with _opened(file, "r") as lines:
+    with _open(file, "r") as lines:
         rows = tuple(line.rstrip("\r\n") for line in lines)
     last = rows[-1] if rows else ""
     named = last == _GRAPH or last.startswith(f"{_GRAPH},")
     rows = rows[:-1] if named else rows
     plan = listing(rows) if any(map(has_transfers, rows)) else table(rows=rows)
-    return _along(plan, last.removeprefix(_GRAPH), len(rows) + 1) if named else plan
+    return _attach_graph(plan, last.removeprefix(_GRAPH), len(rows) + 1) if named else plan
 
 
-def _along(plan: Schedule | Listing, text: str, line: int) -> Schedule | Listing:
+def _attach_graph(plan: Schedule | Listing, text: str, line: int) -> Schedule | Listing:
     """Return the plan with the graph that the last line of its file spells."""
     schedule = plan if isinstance(plan, Schedule) else plan.schedule
     try:
-        graph = edges(text, schedule.stages)
+        graph = parse_graph(text, schedule.stages)
     except GraphError as error:
         raise TableError(f"line {line}: {error}") from error
     return connect(plan, graph) if isinstance(plan, Schedule) else replace(plan, graph=graph)
@@ -216,7 +215,7 @@ def _along(plan: Schedule | Listing, text: str, line: int) -> Schedule | Listing
 _GRAPH = "graph"
 
 
-def write_csv(plan: Plan, file: File, words: Words = own) -> None:
+def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> None:
     """Write one line per rank: the actions of a schedule, or of a program with its transfers.
 
     In our `own` notation, reading the file gives back the same actions and the same stage graph. Of these files,
@@ -238,14 +237,14 @@ def write_csv(plan: Plan, file: File, words: Words = own) -> None:
     1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0
     """
     schedule, graph = (plan, graph_of(plan, None)) if isinstance(plan, Schedule) else (plan.schedule, plan.graph)
-    with _opened(file, "w") as lines:
+    with _open(file, "w") as lines:
         for rank in range(schedule.ranks):
             lines.write(words(plan, rank) + "\n")
         if words is own and graph != chain(schedule.stages):
-            lines.write(",".join(filter(None, (_GRAPH, text_of(graph)))) + "\n")
+            lines.write(",".join(filter(None, (_GRAPH, format_graph(graph)))) + "\n")
 
 
-def _opened(file: File, mode: str) -> AbstractContextManager[TextIO]:
+def _open(file: File, mode: str) -> AbstractContextManager[TextIO]:
     if isinstance(file, str | os.PathLike):
         return open(file, mode, encoding="ascii", errors="backslashreplace", newline="")  # type: ignore[return-value]
     return nullcontext(file)

@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from schedules.errors import SizeError
 
 Cost: TypeAlias = float | tuple[float, ...]
+ROUNDING: Final = 1e-9
+"""Sums of fractions are not exact: a limit counts as exceeded only by more than this."""
 
 
 def of_stage(cost: Cost, stage: int) -> float:
@@ -29,26 +31,26 @@ def require_stages(values: Costs | Link | Sizes, stages: int) -> None:
         if isinstance(cost, Link):
             require_stages(cost, stages)
         elif name != "slow" and isinstance(cost, tuple) and len(cost) != stages:
-            raise _error(values, name, f"a number, or a tuple of {stages}: one for each stage")
+            raise _size_error(values, name, f"a number, or a tuple of {stages}: one for each stage")
 
 
 def _require_costs(values: Costs | Link | Sizes, *names: str) -> None:
     for name in names:
         cost = getattr(values, name)
         if not all(map(_is_cost, cost if isinstance(cost, tuple) else (cost,))):
-            raise _error(values, name, "a finite number of at least 0, or a tuple of them: one for each stage")
+            raise _size_error(values, name, "a finite number of at least 0, or a tuple of them: one for each stage")
 
 
 def _require_number(values: Costs | Link, name: str) -> None:
     if not _is_cost(getattr(values, name)):
-        raise _error(values, name, "a finite number of at least 0")
+        raise _size_error(values, name, "a finite number of at least 0")
 
 
 def _is_cost(number: object) -> bool:
     return isinstance(number, Real) and 0 <= float(number) < inf
 
 
-def _error(values: Costs | Link | Sizes, name: str, expected: str) -> SizeError:
+def _size_error(values: Costs | Link | Sizes, name: str, expected: str) -> SizeError:
     return SizeError.of(type(values).__name__, name, getattr(values, name), expected, f"Choose another {name}.")
 
 
@@ -72,9 +74,9 @@ class Link:
         _require_number(self, "latency")
         _require_costs(self, "bytes")
         if not self.bandwidth > 0:
-            raise _error(self, "bandwidth", "a number above 0, or infinity")
+            raise _size_error(self, "bandwidth", "a number above 0, or infinity")
         if not all(_is_cost(factor) for _, factor in self.slow):
-            raise _error(self, "slow", "((source rank, target rank), factor) pairs, with factors of at least 0")
+            raise _size_error(self, "slow", "((source rank, target rank), factor) pairs, with factors of at least 0")
 
     def time(self, stage: int, ends: tuple[int, int]) -> float:
         """Return the time from the end of the action that makes a value to its arrival."""
@@ -114,7 +116,7 @@ class Costs:
         if not isinstance(self.comm, Link):
             _require_number(self, "comm")
         if not (_is_cost(self.jitter) and self.jitter < 1):
-            raise _error(self, "jitter", "a share from 0 to less than 1")
+            raise _size_error(self, "jitter", "a share from 0 to less than 1")
 
     def time(self, kind: str, stage: int) -> float:
         """Return the time of one compute action on one microbatch, without jitter."""
@@ -164,3 +166,7 @@ class Sizes:
             "W": -residual,
         }
         return changes.get(kind, 0)
+
+
+UNITS: Final = Sizes()
+"""Without sizes, memory is counted in activations of one microbatch on one stage."""

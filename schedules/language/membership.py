@@ -6,18 +6,15 @@ These are the first two rules of `check`. Code that comes across anything else c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from schedules.errors import ScheduleError
 from schedules.language.actions import KINDS, Action
-from schedules.language.schedule import Schedule
+from schedules.language.schedule import Actions, Schedule
 
-Actions = Iterator[Action]
 _COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
 _KINDS = frozenset(_COMPUTE)
 
 
-def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
+def require_compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
     """Require compute actions on the schedule's own stages and microbatches; `lower` inserts the transfers."""
     S, M, slices = schedule.stages, schedule.microbatches, schedule.slices
     for position, action in enumerate(actions):
@@ -29,14 +26,14 @@ def compute_only(schedule: Schedule, rank: int, actions: Actions) -> Actions:
                 and type(stage) is type(i) is int  # True and 1.0 equal 1, but print differently
                 and 0 <= stage < S
                 and 0 <= i < M
-                and ((part is None and slices == 1) or _sliced(action, slices))
+                and ((part is None and slices == 1) or _has_valid_slice(action, slices))
             ):
                 yield action
                 continue
-        raise ScheduleError("compute_only", rank, position, action, *_misfit(schedule, action))
+        raise ScheduleError("compute_only", rank, position, action, *_explain_misfit(schedule, action))
 
 
-def _sliced(action: Action, slices: int) -> bool:
+def _has_valid_slice(action: Action, slices: int) -> bool:
     """Return whether the action has a valid slice: one if microbatches are sliced and it is for one, else none."""
     part = action.slice
     if slices == 1 or not KINDS[action.kind].after:
@@ -44,7 +41,7 @@ def _sliced(action: Action, slices: int) -> bool:
     return type(part) is int and 0 <= part < slices
 
 
-def _misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
+def _explain_misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
     """Return the problem with the action, and the repair."""
     if type(action) is not Action:
         return f"no compute action, but {action!r}", "Yield F(stage, microbatch) and the like."
@@ -62,7 +59,7 @@ def _misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
     return f"slice {action.slice} does not exist", f"Use slices 0 to {schedule.slices - 1}."
 
 
-def placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
+def require_placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
     """Require every action to be on the rank that holds its stage for its microbatch."""
     routes = schedule.placement.routes
     R = len(routes)
@@ -78,5 +75,5 @@ def placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
 def require_fitting(schedule: Schedule) -> None:
     """Raise `ScheduleError` if any action breaks one of these two rules."""
     for rank in range(schedule.ranks):
-        for _ in placed(schedule, rank, compute_only(schedule, rank, schedule.actions(rank))):
+        for _ in require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank))):
             pass

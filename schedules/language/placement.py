@@ -69,7 +69,7 @@ class Placement:
         return [homes[stage] for homes in self.routes].index(rank)
 
     @cached_property
-    def _held(self) -> tuple[tuple[int, ...], ...]:
+    def _stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage in range(self.stages):
             for rank in self.replicas(stage):
@@ -82,7 +82,7 @@ class Placement:
         >>> looped(ranks=2, chunks=2).stages_on(1)
         (1, 3)
         """
-        return self._held[rank]
+        return self._stages_by_rank[rank]
 
 
 class Place(Protocol):

@@ -24,7 +24,7 @@ from schedules.language.graph import Graph
 from schedules.language.picture import picture
 from schedules.language.placement import Place, Placement, linear
 
-Sizes = ParamSpec("Sizes")
+Arguments = ParamSpec("Arguments")
 Actions = Iterator[Action]
 SIZES = ("ranks", "microbatches", "chunks", "slices")
 
@@ -113,7 +113,7 @@ class Shape(NamedTuple):
     graph: Graph | None = None
 
 
-class Factory(Generic[Sizes]):
+class Factory(Generic[Arguments]):
     """A callable that makes `Schedule` values; `@schedule` and `@transform` turn a generator function into one.
 
     `generator(rank, **arguments)` yields one rank's actions; `shape(arguments)` returns a `Shape`. A factory compares
@@ -134,7 +134,7 @@ class Factory(Generic[Sizes]):
         update_wrapper(self, generator)
         self.__signature__ = signature  # `help` shows the parameters a caller passes: no rank
 
-    def __call__(self, *args: Sizes.args, **kwargs: Sizes.kwargs) -> Schedule:
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Schedule:
         """Return the schedule for these sizes."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -156,7 +156,7 @@ def schedule(
     limits: Limits = UNLIMITED,
     requires: Callable[..., None] | None = None,
     backward: bool = True,
-) -> Callable[[Callable[Concatenate[int, Sizes], Actions]], Factory[Sizes]]:
+) -> Callable[[Callable[Concatenate[int, Arguments], Actions]], Factory[Arguments]]:
     """Turn a generator function `(rank, ranks, microbatches, ...)` into a factory of schedules.
 
     - `placement` maps stages to ranks. It is called with those arguments that it accepts: if the function takes
@@ -178,7 +178,7 @@ def schedule(
     one_at_a_time(ranks=2, microbatches=3)
     """
 
-    def decorate(generator: Callable[Concatenate[int, Sizes], Actions]) -> Factory[Sizes]:
+    def decorate(generator: Callable[Concatenate[int, Arguments], Actions]) -> Factory[Arguments]:
         def shape(arguments: dict[str, Any]) -> Shape:
             taken = inspect.signature(placement).parameters
             sizes = {name: value for name, value in arguments.items() if name in taken or name in SIZES}

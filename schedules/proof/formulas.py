@@ -47,7 +47,7 @@ class Meaning:
 
     def require(self, graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> None:
         """Raise `ProgramError` unless this is the whole model's, with each microbatch exactly once, in any order."""
-        model = whole(graph, microbatches, slices, backward)
+        model = whole_model(graph, microbatches, slices, backward)
         _require("outputs", self.outputs, model.outputs)
         _require("gradient terms", self.gradients, model.gradients)
         for s, sums in enumerate(self.sums):
@@ -80,11 +80,11 @@ def total(replicas: Sequence[Sequence[Formula]]) -> Formula:
     return sums[0] if len(sums) == 1 else formula("total", *sums)
 
 
-def whole(graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> Meaning:
+def whole_model(graph: Graph, microbatches: int, slices: int = 1, backward: bool = True) -> Meaning:
     """Return what the model itself computes: one microbatch at a time, slice by slice, through all stages and back.
 
     >>> from schedules import chain
-    >>> whole(chain(1), microbatches=1).outputs[0][0] == formula("F", 0, (0, 0))
+    >>> whole_model(chain(1), microbatches=1).outputs[0][0] == formula("F", 0, (0, 0))
     True
     """
     S = graph.stages

@@ -14,49 +14,49 @@ from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.proof.formulas import Formula, Formulas, formula, total
 
-Place: TypeAlias = tuple[int, int]
-Part: TypeAlias = tuple[int, int | None]  # a microbatch, and its slice if the schedule has slices
+Replica: TypeAlias = tuple[int, int]
+Unit: TypeAlias = tuple[int, int | None]  # a microbatch, and its slice if the schedule has slices
 
 
 class Sums:
     """The gradients of one run.
 
-    - `terms`: by place, in the order they were added; `done`: the parts they are from.
+    - `terms`: by place, in the order they were added; `added`: the parts they are from.
     - `totals`: by place, the sum over all replicas once computed.
-    - `updated`: by place, the last microbatch whose gradients have been applied; `updates`: the number of updates.
+    - `applied`: by place, the last microbatch whose gradients have been applied; `updates`: the number of updates.
     """
 
     def __init__(self, schedule: Schedule, stages: int) -> None:
         self.schedule, self.placement, self.stages = schedule, schedule.placement, stages
         places = [(s, rank) for s in range(stages) for rank in self.placement.replicas(s)]
-        self.terms: dict[Place, list[Formula]] = {place: [] for place in places}
-        self.done: dict[Place, set[Part]] = {place: set() for place in places}
-        self.totals: dict[Place, Formula] = {}
-        self.updated, self.updates = dict.fromkeys(places, -1), dict.fromkeys(places, 0)
-        self.versions: dict[tuple[Place, int], int] = {}  # the number of updates before a microbatch began
+        self.terms: dict[Replica, list[Formula]] = {place: [] for place in places}
+        self.added: dict[Replica, set[Unit]] = {place: set() for place in places}
+        self.totals: dict[Replica, Formula] = {}
+        self.applied, self.updates = dict.fromkeys(places, -1), dict.fromkeys(places, 0)
+        self.versions: dict[tuple[Replica, int], int] = {}  # the number of updates before a microbatch began
 
-    def add(self, s: int, rank: int, part: Part, term: Formula) -> None:
+    def add(self, s: int, rank: int, part: Unit, term: Formula) -> None:
         """Add the gradient term of a part."""
         self.terms[s, rank].append(term)
-        self.done[s, rank].add(part)
+        self.added[s, rank].add(part)
 
-    def partial(self, s: int, rank: int) -> Formula:
+    def partial_sum(self, s: int, rank: int) -> Formula:
         """Return the sum of the terms added on one rank so far."""
         return formula("sum", *self.terms[s, rank])
 
-    def complete(self, s: int, rank: int) -> bool:
+    def is_complete(self, s: int, rank: int) -> bool:
         """Return whether all terms of stage `s` on a rank have been added."""
-        return self.done[s, rank] == self._expected(s, rank)
+        return self.added[s, rank] == self._expected(s, rank)
 
-    def settled(self, s: int, rank: int) -> bool:
+    def is_settled(self, s: int, rank: int) -> bool:
         """Return whether the gradient of stage `s` on a rank is complete, and summed if there are replicas."""
-        return (s, rank) in self.totals if self.others(s, rank) else self.complete(s, rank)
+        return (s, rank) in self.totals if self.other_replicas(s, rank) else self.is_complete(s, rank)
 
-    def last(self, s: int, rank: int) -> int:
+    def last_microbatch(self, s: int, rank: int) -> int:
         """Return the last microbatch that stage `s` runs on a rank."""
         return max(self._expected(s, rank))[0]
 
-    def others(self, s: int, rank: int) -> list[int]:
+    def other_replicas(self, s: int, rank: int) -> list[int]:
         """Return the other ranks whose gradients of stage `s` are summed with this one's."""
         return [other for other in self.placement.replicas(s) if other != rank and self.schedule.backward]
 
@@ -64,7 +64,7 @@ class Sums:
         """Record the total over all replicas, given the sum of each."""
         self.totals[s, rank] = formula("total", *(partials[replica] for replica in self.placement.replicas(s)))
 
-    def whole(self, s: int, rank: int) -> Formula:
+    def full_gradient(self, s: int, rank: int) -> Formula:
         """Return the gradient of stage `s` on a rank, summed over its replicas if there are several.
 
         Raise `ProgramError` if they were never summed.
@@ -79,10 +79,10 @@ class Sums:
         """Apply the gradients up to microbatch `i`. Return false if some are missing or none is new."""
         needed = {(j, part) for j, part in self._expected(s, rank) if j <= i}
         summed = len(self.placement.replicas(s)) == 1 or (s, rank) in self.totals
-        later = self.updated[s, rank] < i < self.schedule.microbatches
-        allowed = self.schedule.backward and summed and later and needed <= self.done[s, rank]
+        later = self.applied[s, rank] < i < self.schedule.microbatches
+        allowed = self.schedule.backward and summed and later and needed <= self.added[s, rank]
         if allowed:
-            self.updated[s, rank] = i
+            self.applied[s, rank] = i
             self.updates[s, rank] += 1
         return allowed
 
@@ -95,19 +95,21 @@ class Sums:
         replicas = self.placement.replicas
         return tuple(tuple(term for rank in replicas(s) for term in self.terms[s, rank]) for s in range(self.stages))
 
-    def wholes(self) -> Formulas:
+    def full_gradients(self) -> Formulas:
         """Return the gradient of every stage, on each rank that holds it."""
-        return tuple(tuple(self.whole(s, rank) for rank in self.placement.replicas(s)) for s in range(self.stages))
+        return tuple(
+            tuple(self.full_gradient(s, rank) for rank in self.placement.replicas(s)) for s in range(self.stages)
+        )
 
-    def require_updated(self) -> None:
+    def require_all_applied(self) -> None:
         """Raise `ProgramError` if there are updates, but some gradient is in none."""
-        if max(self.updated.values()) < 0:
+        if max(self.applied.values()) < 0:
             return
-        for (s, rank), i in self.updated.items():
-            if any(j > i for j, _ in self.done[s, rank]):
+        for (s, rank), i in self.applied.items():
+            if any(j > i for j, _ in self.added[s, rank]):
                 raise ProgramError(f"rank {rank}: gradients of stage {s} behind microbatch {i} are in no update.")
 
-    def require_alike(self, graph: Graph) -> None:
+    def require_equal_copies(self, graph: Graph) -> None:
         """Raise `ProgramError` if copies of weights were updated with different gradients.
 
         The gradient of replicas, and of a parameter that two stages share, is one sum at the end. A copy that was
@@ -120,13 +122,13 @@ class Sums:
                     f"rank {rank}: copies of stage {s}'s weights drift apart. Update them once, at the end."
                 )
 
-    def require_late(self) -> None:
+    def require_sums_last(self) -> None:
         """Raise `ProgramError` if a sum misses terms that were added later."""
-        for s, found in enumerate(self.wholes() if self.schedule.backward else ()):
+        for s, found in enumerate(self.full_gradients() if self.schedule.backward else ()):
             if {*found} != {total([self.terms[s, rank] for rank in self.placement.replicas(s)])}:
                 raise ProgramError(f"stage {s}: its gradients were summed too early. Put each G behind all backwards.")
 
-    def _expected(self, s: int, rank: int) -> set[Part]:
+    def _expected(self, s: int, rank: int) -> set[Unit]:
         """Return the parts whose gradients stage `s` adds on `rank`."""
         parts = [None] if self.schedule.slices == 1 else [*range(self.schedule.slices)]
         microbatches = range(self.schedule.microbatches)

@@ -25,18 +25,18 @@ class Parcel(NamedTuple):
         return f"{self.kind} {self.source}>{self.target} of microbatch {unit}"
 
 
-def carried(message: Action) -> Parcel:
+def parcel_of(message: Action) -> Parcel:
     """Return the parcel a transfer carries.
 
     >>> from schedules import parse
-    >>> print(carried(parse("2SEND_F1>5")))
+    >>> print(parcel_of(parse("2SEND_F1>5")))
     F 2>5 of microbatch 1
     """
     assert message.peer is not None, "a message has a peer stage"
     return Parcel(message.kind.partition("_")[2], message.stage, message.peer, message.microbatch, message.slice)
 
 
-def needed(action: Action, graph: Graph, slices: int) -> list[Parcel]:
+def parcels_for(action: Action, graph: Graph, slices: int) -> list[Parcel]:
     """Return the parcels that a forward, a full backward or an input half takes."""
     kind, s, i, _, part = action
     before, after = (None, None) if part is None else (part - 1, part + 1)

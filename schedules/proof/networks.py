@@ -91,11 +91,11 @@ class Links:
         self._receives[channel].append(message)
         yield from self._pass(channel)
 
-    def pending(self, message: Action) -> bool:
+    def is_pending(self, message: Action) -> bool:
         """Return whether this send has been posted but has not passed."""
         return message in self._values
 
-    def left(self) -> list[Action]:
+    def list_unmatched(self) -> list[Action]:
         """Return the sends and receives that have not been matched."""
         receives = [receive_of(message) for queue in self._receives.values() for message in queue]
         return [*self._values, *receives]

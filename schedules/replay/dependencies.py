@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 Wires: TypeAlias = list[dict[str, dict[int, Row]]]
-Key: TypeAlias = tuple[str, int, int]  # a kind, or a payload kind, or `done`; stage and route
+_Key: TypeAlias = tuple[str, int, int]  # a kind, or a payload kind, or `done`; stage and route
 
 
 def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
@@ -98,12 +98,12 @@ def crossings(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Crossing]
         for s in range(schedule.stages):
             for rank in schedule.placement.replicas(s):
                 if rank != homes[s]:
-                    yield route, _partial(schedule, (s, s), route, rank)
+                    yield route, _gradient_crossing(schedule, (s, s), route, rank)
         for s, t in sorted(graph.gradients):
-            yield route, _partial(schedule, (s, t), route, homes[t])
+            yield route, _gradient_crossing(schedule, (s, t), route, homes[t])
 
 
-def _partial(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Crossing:
+def _gradient_crossing(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Crossing:
     """Return the crossing of one replica's gradient to another, or of a stage's summed gradient to another stage."""
     (s, t), placement = edge, schedule.placement
     producer = placement.routes[route][s]
@@ -123,8 +123,8 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
     for values in (costs, sizes):
         require_stages(values, schedule.stages)
     R = len(schedule.placement.routes)
-    taken: dict[Key, list[Crossing]] = {}
-    given: dict[Key, list[tuple[Crossing, float]]] = {}
+    taken: dict[_Key, list[Crossing]] = {}
+    given: dict[_Key, list[tuple[Crossing, float]]] = {}
     for route, crossing in crossings(schedule, graph):
         delay = costs.transfer(crossing.what, crossing.source, crossing.producer, crossing.consumer)
         for key in _takers(schedule, crossing, route):
@@ -145,7 +145,7 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
     return table
 
 
-def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
+def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[_Key]:
     """Yield what takes a crossing: on its route; for a replica's gradient `G`, for a shared parameter's any `U`."""
     t, placement = crossing.target, schedule.placement
     if crossing.what != "G":
@@ -156,7 +156,7 @@ def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]
         yield from (("U", t, number) for number, homes in enumerate(placement.routes) if homes[t] == crossing.consumer)
 
 
-def _givers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[Key]:
+def _givers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[_Key]:
     """Yield what gives a crossing: on its route; for gradients what completes them, on any route of the rank."""
     s, placement = crossing.source, schedule.placement
     if crossing.what != "G":

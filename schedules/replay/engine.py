@@ -3,7 +3,7 @@
 
 Checking, simulating and drawing ask the same question: if each rank runs its actions in order and waits for its inputs,
 how far does each rank get, and when does each action end? `replay` answers it in one loop over all actions, holding
-only what is in flight. A rank is played until it blocks on a crossing; the rank that produces that crossing pushes it
+only what is in flight. A rank is state until it blocks on a crossing; the rank that produces that crossing pushes it
 back onto the stack of runnable ranks. The stack is last in, first out, so a rank resumes soon after its input arrives.
 
 A fused pair runs as one action: it starts once the inputs of both actions are there, and both outputs leave at its end.
@@ -21,15 +21,14 @@ from typing import NamedTuple, TypeAlias
 from schedules.errors import ScheduleError
 from schedules.language.actions import KINDS, Action
 from schedules.language.costs import Costs
-from schedules.language.graph import Graph
 from schedules.language.membership import require_fitting
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import Crossing, Row, Wires
+from schedules.replay.outputs import unit_of
 
-Token: TypeAlias = tuple[str, int, int]
 Gives: TypeAlias = tuple[tuple[Crossing, float], ...]
 Pending: TypeAlias = tuple[Gives, int] | tuple[()]
-BATCH = 1024
+SPANS_AT_ONCE = 1024
 _BAD = (KeyError, TypeError, ValueError)  # raised when a generator yields something other than an action
 
 
@@ -55,27 +54,7 @@ class Span(NamedTuple):
         return self.action.peer is not None
 
 
-def needs(action: Action, graph: Graph) -> list[Token]:
-    """Return the tokens that must exist before `action` can run; `(what, stage, microbatch)` names a stage's output.
-
-    >>> from schedules import B, F, chain
-    >>> needs(F(1, 0), chain(3)), needs(B(1, 0), chain(3))
-    ([('F', 0, 0)], [('F', 1, 0), ('B', 2, 0)])
-    """
-    kind, s, i, _, _ = action
-    word = KINDS[kind]
-    own = {"": [], "kept": [("F", s, i)], "forward": [("F", s, i)], "halved": [("B", s, i)]}
-    crossing = {"F": graph.fed_by[s], "B": graph.pulled_by[s], "": ()}[word.crosses]
-    return own[word.before] + [(word.crosses, peer, i) for peer in crossing]
-
-
-def makes(action: Action) -> Token:
-    """Return the token that exists once `action` has run."""
-    word = KINDS[action.kind]
-    return (word.crosses or action.kind, action.stage, action.microbatch)
-
-
-class Played:
+class ReplayState:
     """The progress of the replay; every attribute is indexed by rank.
 
     - `heads`: the next action, `None` at the end; `partners`: the one after it, if it has been read; `streams`: the
@@ -99,28 +78,28 @@ class Played:
 
 def replay(
     schedule: Schedule, streams: Sequence[Iterator[Action]], wires: Wires, costs: Costs, spans: bool = True
-) -> Generator[list[Span], None, Played]:
-    """Play the actions of all ranks to the end, yield spans in batches, and return the final `Played`.
+) -> Generator[list[Span], None, ReplayState]:
+    """Play the actions of all ranks to the end, yield spans in batches, and return the final `ReplayState`.
 
     `streams[r]` yields the actions of rank `r`. Spans come in an order the data dependencies allow; none if `spans` is
     false. Raise `ScheduleError` (rule `ordered`) if the ranks deadlock or wait for something no rank makes. Time is
     linear in the number of actions; memory is proportional to what is in flight.
     """
     try:
-        played = Played(streams, costs.seed)
-        yield from _play(schedule, played, wires, costs, spans)
+        state = ReplayState(streams, costs.seed)
+        yield from _play(schedule, state, wires, costs, spans)
     except ScheduleError:
         raise
     except _BAD:
         require_fitting(schedule)
         raise
-    if any(played.heads):
-        raise _stuck(schedule, played)
-    return played
+    if any(state.heads):
+        raise _explain_deadlock(schedule, state)
+    return state
 
 
 def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs time on every action
-    schedule: Schedule, played: Played, wires: Wires, costs: Costs, spans: bool
+    schedule: Schedule, state: ReplayState, wires: Wires, costs: Costs, spans: bool
 ) -> Iterator[list[Span]]:
     """Play until every rank has ended or is blocked."""
     slices, R, jitter = schedule.slices, len(schedule.placement.routes), costs.jitter
@@ -129,19 +108,19 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
     while ready:
         rank = ready.pop()
         pending: Pending = ()  # outputs of the first action of a pair
-        rows, stream, action = wires[rank], played.streams[rank], played.heads[rank]
-        now, busy, held, peak = played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank]
+        rows, stream, action = wires[rank], state.streams[rank], state.heads[rank]
+        now, busy, held, peak = state.clock[rank], state.busy[rank], state.held[rank], state.peak[rank]
         while action is not None:
             kind, stage, unit, _, part = action
             takes, gives, time, grows, fused = rows[kind][stage if R == 1 else stage * R + unit % R]
             if part is not None:
                 unit = unit * slices + part
             start = now
-            if fused and (start := max(now, _partner(schedule, played, rank, rows))) == inf:
+            if fused and (start := max(now, _find_pair_start(schedule, state, rank, rows))) == inf:
                 break
             for crossing in takes:
                 if (arrived := crossing.arrived.get(unit)) is None:
-                    crossing.wanted, played.waits[rank] = unit, crossing
+                    crossing.wanted, state.waits[rank] = unit, crossing
                     break
                 if arrived > start:
                     start = arrived
@@ -149,9 +128,9 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
                 for crossing in takes:
                     del crossing.arrived[unit]
                 if jitter:
-                    time *= played.draws[rank](1 - jitter, 1 + jitter)
+                    time *= state.draws[rank](1 - jitter, 1 + jitter)
                 if not now:
-                    played.begin[rank] = min(start, played.begin[rank])
+                    state.begin[rank] = min(start, state.begin[rank])
                 now = start + time
                 busy += time
                 held += grows
@@ -159,12 +138,12 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
                     peak = held
                 if spans:
                     batch.append(Span(rank, action, start, now))
-                    if len(batch) == BATCH:
+                    if len(batch) == SPANS_AT_ONCE:
                         yield batch
                         batch = []
                 if fused:
                     pending = gives, unit
-                    action, played.partners[rank] = played.partners[rank], None
+                    action, state.partners[rank] = state.partners[rank], None
                     continue
                 for crossing, delay in gives:
                     crossing.arrived[unit] = now + delay
@@ -172,18 +151,18 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
                         crossing.wanted = None
                         ready.append(crossing.consumer)
                 if pending:
-                    _leave(*pending, now, ready)
+                    _deliver(*pending, now, ready)
                     pending = ()
                 action = next(stream, None)
                 continue
             break
-        played.heads[rank] = action
-        played.clock[rank], played.busy[rank], played.held[rank], played.peak[rank] = now, busy, held, peak
+        state.heads[rank] = action
+        state.clock[rank], state.busy[rank], state.held[rank], state.peak[rank] = now, busy, held, peak
     if batch:
         yield batch
 
 
-def _leave(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
+def _deliver(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
     """Send the outputs of the first action of a pair, now that the pair has ended."""
     for crossing, delay in gives:
         crossing.arrived[unit] = now + delay
@@ -192,39 +171,39 @@ def _leave(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
             ready.append(crossing.consumer)
 
 
-def _partner(schedule: Schedule, played: Played, rank: int, rows: dict[str, dict[int, Row]]) -> float:
+def _find_pair_start(schedule: Schedule, state: ReplayState, rank: int, rows: dict[str, dict[int, Row]]) -> float:
     """Return when the inputs of a fused pair's second action are there, or infinity if they are not: the pair waits."""
-    if played.partners[rank] is None:
-        played.partners[rank] = next(played.streams[rank], None)
-    action, latest = played.partners[rank], 0.0
+    if state.partners[rank] is None:
+        state.partners[rank] = next(state.streams[rank], None)
+    action, latest = state.partners[rank], 0.0
     if action is None:
         return latest
     R = len(schedule.placement.routes)
     unit = unit_of(action, schedule.slices)
     for crossing in rows[action.kind][action.stage * R + action.microbatch % R].takes:
         if (arrived := crossing.arrived.get(unit)) is None:
-            crossing.wanted, played.waits[rank] = unit, crossing
+            crossing.wanted, state.waits[rank] = unit, crossing
             return inf
         latest = max(latest, arrived)
     return latest
 
 
-def _stuck(schedule: Schedule, played: Played) -> ScheduleError:
+def _explain_deadlock(schedule: Schedule, state: ReplayState) -> ScheduleError:
     """Return the error for a replay that is stuck.
 
     Follow the waits from the lowest blocked rank until a rank waits for something never made, or a cycle closes. First
     read the rest of every stream: if one breaks a rule further on, it raises, and that is the cause. A cycle is blamed
     only if each of its ranks would eventually make what the previous one needs.
     """
-    ahead = [[a for a in (head, partner) if a] for head, partner in zip(played.heads, played.partners, strict=True)]
-    rest = [[*some, *stream] for some, stream in zip(ahead, played.streams, strict=True)]
+    ahead = [[a for a in (head, partner) if a] for head, partner in zip(state.heads, state.partners, strict=True)]
+    rest = [[*some, *stream] for some, stream in zip(ahead, state.streams, strict=True)]
     rank, seen = next(rank for rank, actions in enumerate(rest) if actions), dict[int, None]()
     while True:
         seen[rank] = None
-        crossing = played.waits[rank]
+        crossing = state.waits[rank]
         assert crossing is not None, "a rank with actions to come waits"
-        home, word = crossing.producer, _word(crossing, schedule.slices)
-        makers = [action for action in rest[home] if _gives(action, crossing, schedule)]
+        home, word = crossing.producer, _name_crossing(crossing, schedule.slices)
+        makers = [action for action in rest[home] if _is_made_by(action, crossing, schedule)]
         if home == rank:
             why = "which this rank does only later" if makers else "which no rank ever does"
             repair = f"Move {word} before it." if makers else f"Add {word} to rank {home}."
@@ -234,7 +213,7 @@ def _stuck(schedule: Schedule, played: Played) -> ScheduleError:
             break
         if home in seen:
             circle = list(seen)[list(seen).index(home) :]
-            words = [_word(wait, schedule.slices) for r in circle if (wait := played.waits[r])]
+            words = [_name_crossing(wait, schedule.slices) for r in circle if (wait := state.waits[r])]
             steps = [f"rank {r} at {rest[r][0]} needs {need}" for r, need in zip(circle, words, strict=True)]
             why = f"and the ranks wait in a circle: {', '.join(steps)}"
             rank, word, repair = circle[0], words[0], "Reorder the actions of one of these ranks."
@@ -244,7 +223,7 @@ def _stuck(schedule: Schedule, played: Played) -> ScheduleError:
     return ScheduleError("ordered", rank, position, rest[rank][0], f"needs {word}, {why}", repair)
 
 
-def _gives(action: Action, crossing: Crossing, schedule: Schedule) -> bool:
+def _is_made_by(action: Action, crossing: Crossing, schedule: Schedule) -> bool:
     """Return whether `action` produces what `crossing` waits for."""
     word = KINDS[action.kind]
     if action.stage != crossing.source:
@@ -254,16 +233,7 @@ def _gives(action: Action, crossing: Crossing, schedule: Schedule) -> bool:
     return word.crosses == crossing.what and unit_of(action, schedule.slices) == crossing.wanted
 
 
-def unit_of(action: Action, slices: int) -> int:
-    """Return the index, within the step, of the action's microbatch or slice: slices are numbered across microbatches.
-
-    >>> unit_of(Action("F", 0, 2, slice=1), slices=4)
-    9
-    """
-    return action.microbatch * slices + (action.slice or 0)
-
-
-def _word(crossing: Crossing, slices: int) -> str:
+def _name_crossing(crossing: Crossing, slices: int) -> str:
     assert crossing.wanted is not None, "a rank waits for it"
     if crossing.what == "G":
         return f"all backwards of stage {crossing.source} on rank {crossing.producer}"

@@ -14,7 +14,7 @@ from schedules.testing.mutants import mutants
 from schedules.testing.orders import orders
 from schedules.testing.strategies import costs, graphs, schedules, sizes
 from schedules.testing.suite import conformance, require_bounds, require_matching_ends, require_round_trip
-from schedules.testing.timing import require_same_times, timed
+from schedules.testing.timing import require_same_times, time_program
 
 __all__ = [
     "conformance",
@@ -28,5 +28,5 @@ __all__ = [
     "require_same_times",
     "schedules",
     "sizes",
-    "timed",
+    "time_program",
 ]

@@ -13,26 +13,25 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from schedules.checking.channels import Lowered
+from schedules.checking.channels import LoweredProgram
 from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.transforms.split import transform
+from schedules.transforms.transform import transform
 
-Rows = list[list[Action]]
-EDITS = ("drop", "duplicate", "swap", "neighbours", "move", "away", "stage", "microbatch", "slice", "kind", "peer")
+EDITS = ("drop", "duplicate", "swap", "neighbors", "move", "away", "stage", "microbatch", "slice", "kind", "peer")
 COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
 TRANSFERS = tuple(kind for kind, word in KINDS.items() if word.mark)
 
 
 @transform
-def edited(rank: int, schedule: Schedule, rows: tuple[tuple[Action, ...], ...]) -> Iterator[Action]:
+def edit_rows(rank: int, schedule: Schedule, rows: tuple[tuple[Action, ...], ...]) -> Iterator[Action]:
     """Replace the schedule's actions by these rows."""
     yield from rows[rank]
 
 
 @dataclass(frozen=True)
-class Edited:
+class EditedProgram:
     """An edited program, and the schedule of its compute actions."""
 
     schedule: Schedule
@@ -47,34 +46,34 @@ class Edited:
 @st.composite
 def mutants(draw: st.DrawFn, plan: Schedule) -> Schedule:
     """Draw the schedule after one or two edits; it may still be correct."""
-    return _schedule(plan, draw(_edits(_rows(plan), plan)))
+    return _edit_schedule(plan, draw(_edits(_list_actions(plan), plan)))
 
 
 @st.composite
-def mutant_programs(draw: st.DrawFn, program: Lowered) -> Edited:
+def mutant_programs(draw: st.DrawFn, program: LoweredProgram) -> EditedProgram:
     """Draw the program after one or two edits; it may still be correct."""
-    rows = draw(_edits(_rows(program), program.schedule))
+    rows = draw(_edits(_list_actions(program), program.schedule))
     computed = [[action for action in row if action.peer is None] for row in rows]
-    return Edited(_schedule(program.schedule, computed), program.graph, tuple(map(tuple, rows)))
+    return EditedProgram(_edit_schedule(program.schedule, computed), program.graph, tuple(map(tuple, rows)))
 
 
-def _rows(plan: Schedule | Lowered) -> Rows:
+def _list_actions(plan: Schedule | LoweredProgram) -> list[list[Action]]:
     ranks = plan.ranks if isinstance(plan, Schedule) else plan.schedule.ranks
     return [list(plan.actions(rank)) for rank in range(ranks)]
 
 
-def _schedule(original: Schedule, rows: Sequence[Sequence[Action]]) -> Schedule:
-    return edited(original, tuple(map(tuple, rows)))
+def _edit_schedule(original: Schedule, rows: Sequence[Sequence[Action]]) -> Schedule:
+    return edit_rows(original, tuple(map(tuple, rows)))
 
 
 @st.composite
-def _edits(draw: st.DrawFn, rows: Rows, schedule: Schedule) -> Rows:
+def _edits(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> list[list[Action]]:
     for _ in range(draw(st.integers(1, 2))):
         _edit(draw, rows, schedule)
     return rows
 
 
-def _edit(draw: st.DrawFn, rows: Rows, schedule: Schedule) -> None:
+def _edit(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> None:
     row = draw(st.sampled_from([row for row in rows if row] or [[Action("F", 0, 0)]]))
     at, to, what = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1)), draw(st.sampled_from(EDITS))
     if what == "drop":
@@ -83,7 +82,7 @@ def _edit(draw: st.DrawFn, rows: Rows, schedule: Schedule) -> None:
         row.insert(to, row[at])
     elif what == "swap":
         row[at], row[to] = row[to], row[at]
-    elif what == "neighbours":
+    elif what == "neighbors":
         row[at - 1], row[at] = row[at], row[at - 1]
     elif what == "move":
         row.insert(to, row.pop(at))
@@ -91,11 +90,11 @@ def _edit(draw: st.DrawFn, rows: Rows, schedule: Schedule) -> None:
         other = draw(st.sampled_from(rows))
         other.insert(draw(st.integers(0, len(other))), row.pop(at))
     else:
-        changed: dict[str, Any] = {what: draw(_values(what, row[at], schedule))}
+        changed: dict[str, Any] = {what: draw(_possible_values(what, row[at], schedule))}
         row[at] = row[at]._replace(**changed)
 
 
-def _values(field: str, action: Action, schedule: Schedule) -> st.SearchStrategy[str | int | None]:
+def _possible_values(field: str, action: Action, schedule: Schedule) -> st.SearchStrategy[str | int | None]:
     """Return the values a field may be changed to, including one out of range."""
     if field == "kind":
         return st.sampled_from(COMPUTE if action.peer is None else TRANSFERS)

@@ -19,7 +19,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Schedule
-from schedules.replay.engine import makes, needs
+from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing.strategies import graphs
 
 
@@ -41,11 +41,11 @@ def orders(draw: st.DrawFn, ranks: int = 4, stages: int = 6, microbatches: int =
     rows: list[list[Action]] = [[] for _ in used]
     for action in _any_order(draw, graph, M, slices):
         rows[placement.home(action.stage, action.microbatch)].append(action)
-    _sum_replicas(placement, M, rows)
+    _add_replica_sums(placement, M, rows)
     if draw(st.booleans()):
-        _update_weights(draw, slices, rows, _copied(placement, graph))
-        _update_copies(draw, placement, graph, M, rows)
-    return _fused(draw, rows, graph), graph
+        _add_updates(draw, slices, rows, _stages_with_copies(placement, graph))
+        _add_updates_of_copies(draw, placement, graph, M, rows)
+    return _fuse_some(draw, rows, graph), graph
 
 
 def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) -> Iterator[Action]:
@@ -60,29 +60,29 @@ def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) ->
     ]
     made = set[tuple[object, ...]]()
     while waiting:
-        ready = [action for action in waiting if made.issuperset(_tokens(action, graph, slices, recomputed))]
+        ready = [action for action in waiting if made.issuperset(_inputs(action, graph, slices, recomputed))]
         action = ready[draw(st.integers(0, len(ready) - 1))]
         waiting.remove(action)
-        made.add((*makes(action), action.slice))
+        made.add((*output_of(action), action.slice))
         yield action
 
 
-def _tokens(
+def _inputs(
     action: Action, graph: Graph, slices: int, recomputed: set[tuple[int, int, int | None]]
 ) -> Iterator[tuple[object, ...]]:
     """Yield what an action needs, by slice: going forward, also the previous slice; going backward, the next one."""
     kind, s, i, _, part = action
-    for token in needs(action, graph):
+    for token in inputs_of(action, graph):
         yield (*token, part)
     if kind in ("B", "I") and (s, i, part) in recomputed:
         yield "R", s, i, part
     if part is not None and (crosses := KINDS[kind].crosses):
-        neighbour = part - 1 if crosses == "F" else part + 1
-        if 0 <= neighbour < slices:
-            yield crosses, s, i, neighbour
+        neighbor = part - 1 if crosses == "F" else part + 1
+        if 0 <= neighbor < slices:
+            yield crosses, s, i, neighbor
 
 
-def _sum_replicas(placement: Placement, microbatches: int, rows: list[list[Action]]) -> None:
+def _add_replica_sums(placement: Placement, microbatches: int, rows: list[list[Action]]) -> None:
     """End each replica of a stage with the sum of their gradients."""
     for s in range(placement.stages):
         for route, homes in enumerate(placement.routes):
@@ -91,18 +91,18 @@ def _sum_replicas(placement: Placement, microbatches: int, rows: list[list[Actio
                 rows[homes[s]].append(Action("G", s, last))
 
 
-def _copied(placement: Placement, graph: Graph) -> set[int]:
+def _stages_with_copies(placement: Placement, graph: Graph) -> set[int]:
     """Return the stages that share weights with another rank or another stage."""
     tied = {s for edge in graph.gradients for s in edge}
     return tied | {s for s in range(placement.stages) if len(placement.replicas(s)) > 1}
 
 
-def _update_copies(
+def _add_updates_of_copies(
     draw: st.DrawFn, placement: Placement, graph: Graph, microbatches: int, rows: list[list[Action]]
 ) -> None:
     """Add one update of every stage with copies, at the end or somewhere after the rank's last gradient."""
     updates = list[tuple[int, Action]]()
-    for s in sorted(_copied(placement, graph)):
+    for s in sorted(_stages_with_copies(placement, graph)):
         for rank in placement.replicas(s):
             last = max(i for i in range(microbatches) if placement.home(s, i) == rank)
             updates.append((rank, Action("U", s, last)))
@@ -112,13 +112,13 @@ def _update_copies(
         done = max(at for at, a in enumerate(row) if a.stage == update.stage and (KINDS[a.kind].after or a.kind == "G"))
         row.insert(draw(st.integers(done + 1, at)), row.pop(at))
         try:
-            check(_table(rows), graph)
+            check(_as_schedule(rows), graph)
         except ScheduleError:  # the update would wait for a gradient that comes later
             row.remove(update)
             row.append(update)
 
 
-def _update_weights(draw: st.DrawFn, slices: int, rows: list[list[Action]], apart: set[int]) -> None:
+def _add_updates(draw: st.DrawFn, slices: int, rows: list[list[Action]], apart: set[int]) -> None:
     """Add updates of every stage not in `apart`, after the last microbatch and some that complete a prefix."""
     for row in rows:
         for s in {action.stage for action in row} - apart:
@@ -136,18 +136,18 @@ def _update_weights(draw: st.DrawFn, slices: int, rows: list[list[Action]], apar
                         applied, at = full, at + 1
 
 
-def _fused(draw: st.DrawFn, rows: list[list[Action]], graph: Graph) -> Schedule:
+def _fuse_some(draw: st.DrawFn, rows: list[list[Action]], graph: Graph) -> Schedule:
     """Return the schedule of these rows, with some neighbors fused if it stays correct."""
     for row in rows:
         for at, (first, second) in enumerate(pairwise(row)):
             if first.kind == "F" and second.kind in "BI" and draw(st.booleans()):
                 row[at] = first._replace(kind="OVERLAP_F")
                 try:
-                    check(_table(rows), graph)
+                    check(_as_schedule(rows), graph)
                 except ScheduleError:
                     row[at] = first
-    return _table(rows)
+    return _as_schedule(rows)
 
 
-def _table(rows: list[list[Action]]) -> Schedule:
+def _as_schedule(rows: list[list[Action]]) -> Schedule:
     return table(rows=tuple(",".join(map(str, row)) for row in rows))

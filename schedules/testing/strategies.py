@@ -56,14 +56,14 @@ def schedules(draw: st.DrawFn, factories: Sequence[Callable[..., Schedule]]) -> 
     """
     factory: Callable[..., Schedule] = draw(st.sampled_from(factories))
     ranks, microbatches = draw(sizes())
-    others = {name: draw(st.integers(1, CHUNKS)) for name in _numbers(factory)}
+    others = {name: draw(st.integers(1, CHUNKS)) for name in _int_parameters(factory)}
     try:
         return factory(ranks=ranks, microbatches=microbatches, **others)
     except SizeError:
         reject()
 
 
-def _numbers(factory: Callable[..., Schedule]) -> list[str]:
+def _int_parameters(factory: Callable[..., Schedule]) -> list[str]:
     """Return the factory's parameters, besides ranks and microbatches, that are an `int` or named like a size."""
     others = [p for p in inspect.signature(factory).parameters.values() if p.name not in ("ranks", "microbatches")]
     return [p.name for p in others if p.annotation in (int, "int") or type(p.default) is int or p.name in SIZES]

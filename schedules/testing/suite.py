@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import schedules as package
 from schedules.analysis.simulation import simulate
-from schedules.checking.channels import Lowered, target_of
+from schedules.checking.channels import LoweredProgram, target_of
 from schedules.checking.rules import check
 from schedules.drawing import text
 from schedules.errors import ScheduleError
@@ -27,12 +27,10 @@ from schedules.language.schedule import Factory, Schedule
 from schedules.lowering.program import lower
 from schedules.proof.interpreter import prove
 from schedules.proof.networks import receive_of, send_of
-from schedules.replay.engine import makes, needs
+from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing.strategies import costs, graphs, schedules
-from schedules.testing.timing import require_same_times
+from schedules.testing.timing import TOLERANCE, require_same_times
 from schedules.transforms.connect import connect
-
-ALMOST = 1e-6  # sums of thirds and the like are not exact
 
 
 @st.composite
@@ -73,7 +71,7 @@ def conformance(
     @given(case=_cases(factory, graph))
     def conforms(case: tuple[Schedule, Graph, Costs]) -> None:
         schedule, graph, times = case
-        with _drawn(schedule, graph):
+        with _draw_on_failure(schedule, graph):
             check(schedule, graph)
             require_round_trip(schedule)
             require_matching_ends(lower(schedule, graph))
@@ -89,7 +87,7 @@ def require_round_trip(schedule: Schedule) -> None:
     """Assert that the schedule equals its evaluated `repr`, and its pickled copy if its factories can be imported."""
     again = eval(repr(schedule), {**vars(package), "table": table, **_factories(schedule)})
     assert again == schedule, f"repr gives {again!r}, expected {schedule!r}. Give the arguments a repr that evaluates."
-    if all(_importable(factory) for factory in _factories(schedule).values()):
+    if all(_is_importable(factory) for factory in _factories(schedule).values()):
         copy = pickle.loads(pickle.dumps(schedule))
         assert copy == schedule, f"pickle gives {copy!r}, expected {schedule!r}. Give the arguments an equality."
 
@@ -101,11 +99,11 @@ def _factories(schedule: Schedule) -> dict[str, Factory[...]]:
     return {**found, schedule.factory.__name__: schedule.factory}
 
 
-def _importable(factory: Factory[...]) -> bool:
+def _is_importable(factory: Factory[...]) -> bool:
     return getattr(sys.modules.get(factory.__module__), factory.__qualname__, None) is factory
 
 
-def require_matching_ends(program: Lowered) -> None:
+def require_matching_ends(program: LoweredProgram) -> None:
     """Assert that on each channel, the receives posted at one end are the sends posted at the other, in order."""
     placement = program.schedule.placement
     sends: dict[Edge, list[Action]] = defaultdict(list)
@@ -129,14 +127,14 @@ def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
         sum(times.time(a.kind, a.stage) / share[a.kind] for a in schedule.actions(rank))
         for rank in range(schedule.ranks)
     ]
-    way = _way(schedule, graph, times)
-    assert makespan >= max(work) - ALMOST, (
+    way = _latency(schedule, graph, times)
+    assert makespan >= max(work) - TOLERANCE, (
         f"makespan {makespan} is less than the work {max(work)} of rank {work.index(max(work))}."
     )
-    assert makespan >= way - ALMOST, f"makespan {makespan} is less than the {way} that one microbatch takes."
+    assert makespan >= way - TOLERANCE, f"makespan {makespan} is less than the {way} that one microbatch takes."
 
 
-def _way(schedule: Schedule, graph: Graph, times: Costs) -> float:
+def _latency(schedule: Schedule, graph: Graph, times: Costs) -> float:
     """Return the time of microbatch 0, or of its last slice, through all stages and back, if it never waits."""
     home, done = schedule.placement.homes, dict[tuple[str, int, int], float]()
     each = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
@@ -147,14 +145,15 @@ def _way(schedule: Schedule, graph: Graph, times: Costs) -> float:
     for action in (*rising, *recomputed, *falling, *(a for a in mine if a.kind == "W")):
         s = action.stage
         ready = (
-            done[token] + times.transfer(token[0], token[1], home[token[1]], home[s]) for token in needs(action, graph)
+            done[token] + times.transfer(token[0], token[1], home[token[1]], home[s])
+            for token in inputs_of(action, graph)
         )
-        done[makes(action)] = max(ready, default=0) + times.time(action.kind, s) / schedule.slices
+        done[output_of(action)] = max(ready, default=0) + times.time(action.kind, s) / schedule.slices
     return max(done.values())
 
 
 @contextmanager
-def _drawn(schedule: Schedule, graph: Graph) -> Iterator[None]:
+def _draw_on_failure(schedule: Schedule, graph: Graph) -> Iterator[None]:
     try:
         yield
     except Exception as error:

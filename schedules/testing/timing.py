@@ -16,25 +16,25 @@ from collections.abc import Iterator
 from random import Random
 
 from schedules.analysis.simulation import spans
-from schedules.checking.channels import Lowered, target_of
+from schedules.checking.channels import LoweredProgram, target_of
 from schedules.language.actions import KINDS, Action
 from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
-from schedules.proof.inflight import Parcel, carried, needed
+from schedules.proof.inflight import Parcel, parcel_of, parcels_for
 from schedules.proof.networks import send_of
 from schedules.replay.engine import Span
-from schedules.testing.mutants import edited
+from schedules.testing.mutants import edit_rows
 
-ALMOST = 1e-6  # sums of thirds and the like are not exact
+TOLERANCE = 1e-6  # sums of thirds and the like are not exact
 
 
-def timed(program: Lowered, costs: Costs) -> list[Span]:
+def time_program(program: LoweredProgram, costs: Costs) -> list[Span]:
     """Return the spans of a correct program's compute actions, rank by rank in order.
 
     >>> from schedules import gpipe
-    >>> [f"{span.action} {span.start}" for span in timed(lower(gpipe(ranks=2, microbatches=1)), Costs(comm=2))]
+    >>> [f"{span.action} {span.start}" for span in time_program(lower(gpipe(ranks=2, microbatches=1)), Costs(comm=2))]
     ['0F0 0.0', '0B0 8.0', '1F0 3.0', '1B0 4.0']
     """
     arrived = dict[Parcel, float]()
@@ -49,11 +49,11 @@ def timed(program: Lowered, costs: Costs) -> list[Span]:
 
 def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
     """Assert that the simulation runs every action at the same time as the lowered program."""
-    kept = edited(schedule, tuple(tuple(schedule.actions(rank)) for rank in range(schedule.ranks)))
+    kept = edit_rows(schedule, tuple(tuple(schedule.actions(rank)) for rank in range(schedule.ranks)))
     got = {span.action: span for span in spans(kept, costs, graph)}
-    for want in timed(lower(kept, graph), costs):
+    for want in time_program(lower(kept, graph), costs):
         start, end = got[want.action].start, got[want.action].end
-        assert abs(start - want.start) < ALMOST and abs(end - want.end) < ALMOST, (  # noqa: PT018 - one fact
+        assert abs(start - want.start) < TOLERANCE and abs(end - want.end) < TOLERANCE, (  # noqa: PT018 - one fact
             f"rank {want.rank}: {want.action} is simulated from {start} to {end}, and its program runs it from "
             f"{want.start} to {want.end}."
         )
@@ -62,7 +62,7 @@ def require_same_times(schedule: Schedule, graph: Graph, costs: Costs) -> None:
 class _Clock:
     """One rank's clock and the receives it has posted; all ranks share `arrived`, the arrival time of each message."""
 
-    def __init__(self, program: Lowered, rank: int, costs: Costs, arrived: dict[Parcel, float]) -> None:
+    def __init__(self, program: LoweredProgram, rank: int, costs: Costs, arrived: dict[Parcel, float]) -> None:
         self.program, self.rank, self.costs, self.arrived = program, rank, costs, arrived
         self.schedule, self.placement = program.schedule, program.schedule.placement
         self.draw = Random(f"{costs.seed}/{rank}").uniform
@@ -82,7 +82,7 @@ class _Clock:
     def _transfer(self, action: Action) -> Iterator[Parcel]:
         kind, s, i, t, part = action
         word, _, what = kind.partition("_")
-        message = carried(send_of(action))
+        message = parcel_of(send_of(action))
         if word == "RECV":
             self.posted.add(message)
         elif word == "WAIT":
@@ -98,7 +98,7 @@ class _Clock:
         self.now = max(self.now, self.arrived[message])
 
     def _compute(self, *step: Action) -> Iterator[Parcel]:
-        for message in (message for action in step for message in self._taken(action)):
+        for message in (message for action in step for message in self._messages_for(action)):
             assert message in self.posted, f"{step[0]} takes {message}, whose receive is not posted"
             yield from self._await(message)
         for action in step:
@@ -107,12 +107,12 @@ class _Clock:
             start, self.now = self.now, self.now + self.costs.time(action.kind, action.stage) / share * jitter
             self.spans.append(Span(self.rank, action, start, self.now))
 
-    def _taken(self, action: Action) -> Iterator[Parcel]:
+    def _messages_for(self, action: Action) -> Iterator[Parcel]:
         """Yield the messages from other ranks that an action takes."""
         s, graph = action.stage, self.program.graph
         if action.kind == "G":
             for other in (other for other in self.placement.replicas(s) if other != self.rank):
-                yield Parcel("G", s, s, self._last(s, other))
+                yield Parcel("G", s, s, self._last_microbatch(s, other))
         elif action.kind == "U":
             for route, homes in enumerate(self.placement.routes):
                 last = range(route, self.schedule.microbatches, len(self.placement.routes))[-1]
@@ -120,11 +120,11 @@ class _Clock:
                     if homes[owner] != self.rank:
                         yield Parcel("G", owner, s, last)
         elif KINDS[action.kind].crosses:
-            for parcel in needed(action, graph, self.schedule.slices):
+            for parcel in parcels_for(action, graph, self.schedule.slices):
                 if self.placement.home(parcel.source, parcel.microbatch) != self.rank:
                     yield parcel
 
-    def _last(self, s: int, rank: int) -> int:
+    def _last_microbatch(self, s: int, rank: int) -> int:
         """Return the last microbatch of a stage on a rank."""
         microbatches = reversed(range(self.schedule.microbatches))
         return next(i for i in microbatches if self.placement.home(s, i) == rank)

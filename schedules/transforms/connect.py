@@ -10,7 +10,7 @@ graph then uses this one, including other transforms.
 As text, a graph is its edges separated by commas: `0-2` for a value from stage 0 to stage 2 whose cotangent comes back,
 `F0-2` for the value alone, `B2-0` for the cotangent alone, `G0-2` for the gradient of a parameter that both hold.
 
-Invariant: `edges(text_of(graph), graph.stages) == graph`.
+Invariant: `parse_graph(format_graph(graph), graph.stages) == graph`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from schedules.errors import GraphError
 from schedules.language.actions import Action
 from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import Factory, Schedule, Shape
-from schedules.transforms.split import KEPT, transform
+from schedules.transforms.transform import KEPT, transform
 
 _EDGE = re.compile(r"([FBG]?)(0|[1-9][0-9]{0,17})-(0|[1-9][0-9]{0,17})", re.ASCII)
 
 
-def _for_graph(once: Factory[[Schedule, Graph]]) -> Factory[[Schedule, Graph]]:
+def _with_graph(once: Factory[[Schedule, Graph]]) -> Factory[[Schedule, Graph]]:
     """Return the transform whose schedules have the graph they are given."""
 
     def shape(arguments: dict[str, Any]) -> Shape:
@@ -44,7 +44,7 @@ def _for_graph(once: Factory[[Schedule, Graph]]) -> Factory[[Schedule, Graph]]:
     return Factory(once.generator, once.signature, shape, once.limits)
 
 
-@_for_graph
+@_with_graph
 @transform(limits=KEPT)
 def connect(rank: int, schedule: Schedule, graph: Graph) -> Iterator[Action]:
     """Keep the actions, for stages connected by `graph` instead of in a chain.
@@ -61,10 +61,10 @@ def connect(rank: int, schedule: Schedule, graph: Graph) -> Iterator[Action]:
     yield from schedule.actions(rank)
 
 
-def text_of(graph: Graph) -> str:
+def format_graph(graph: Graph) -> str:
     """Return the edges of a graph as text.
 
-    >>> text_of(Graph(3, frozenset({(0, 1), (0, 2)}), frozenset({(0, 1)}), frozenset({(2, 0)})))
+    >>> format_graph(Graph(3, frozenset({(0, 1), (0, 2)}), frozenset({(0, 1)}), frozenset({(2, 0)})))
     '0-1,F0-2,G2-0'
     """
     both = graph.values & graph.cotangents
@@ -75,10 +75,10 @@ def text_of(graph: Graph) -> str:
     return ",".join(words)
 
 
-def edges(text: str, stages: int) -> Graph:
+def parse_graph(text: str, stages: int) -> Graph:
     """Return the graph that `text` spells. Raise `GraphError` for anything but edges between `stages` stages.
 
-    >>> edges("0-1,0-2", stages=3) == Graph(3, frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (0, 2)}))
+    >>> parse_graph("0-1,0-2", stages=3) == Graph(3, frozenset({(0, 1), (0, 2)}), frozenset({(0, 1), (0, 2)}))
     True
     """
     found: dict[str, set[Edge]] = {what: set() for what in "FBG"}

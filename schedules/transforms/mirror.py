@@ -23,18 +23,18 @@ from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Factory, Limits, Schedule, Shape
 from schedules.replay.dependencies import graph_of
-from schedules.replay.engine import Token, makes, needs, unit_of
-from schedules.transforms.split import transform
+from schedules.replay.outputs import Output, inputs_of, output_of, unit_of
+from schedules.transforms.transform import transform
 
 Step: TypeAlias = tuple[Action, ...]
 
 
-def sums(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
+def sum_replicas(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
     """Yield the `G`s that end a step, one for every stage `rank` shares with another rank, in stage order.
 
     >>> from schedules import bidirectional
-    >>> list(sums(0, bidirectional(ranks=3), microbatches=4)), list(sums(1, bidirectional(ranks=3), microbatches=4))
-    ([G(0, 2), G(2, 3)], [])
+    >>> [list(sum_replicas(rank, bidirectional(ranks=3), microbatches=4)) for rank in (0, 1)]
+    [[G(0, 2), G(2, 3)], []]
     """
     last = range(microbatches - 1, microbatches - 1 - len(placement.routes), -1)
     for stage in placement.stages_on(rank):
@@ -42,7 +42,7 @@ def sums(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]
             yield G(stage, next(i for i in last if placement.home(stage, i) == rank))
 
 
-def _both_ways(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
+def _double(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
     """Return the transform with twice the microbatches, every second one on a mirrored route."""
 
     def shape(arguments: dict[str, Any]) -> Shape:
@@ -50,7 +50,7 @@ def _both_ways(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
         _require_copies(schedule)
         return given._replace(
             microbatches=2 * given.microbatches,
-            placement=_mirrored(given.placement),
+            placement=_mirror_placement(given.placement),
             backward=schedule.backward,
         )
 
@@ -63,20 +63,20 @@ def _require_copies(schedule: Schedule) -> None:
         expected = "one whose stages live on one rank each"
         raise SizeError.of("mirror", "schedule", schedule, expected, "Mirror the schedule that it is made of.")
     if isfinite(schedule.versions(0)):
-        raise _drifting(schedule)
+        raise _drift_error(schedule)
 
 
-def _drifting(schedule: Schedule) -> SizeError:
+def _drift_error(schedule: Schedule) -> SizeError:
     expected = "one that updates no weights: the two copies would drift apart"
     return SizeError.of("mirror", "schedule", schedule, expected, "Mirror a synchronous schedule.")
 
 
-def _mirrored(placement: Placement) -> Placement:
+def _mirror_placement(placement: Placement) -> Placement:
     P, homes = placement.ranks, placement.homes
     return Placement(P, homes, (tuple(P - 1 - home for home in homes),))
 
 
-@_both_ways
+@_double
 @transform
 def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
     """Run the schedule down and up the ranks at once: its microbatch `k` becomes `2k` going down, `2k + 1` going up.
@@ -96,29 +96,29 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 0 |0F0 1F1 1B1     0F2 0B0     1F3 1B3     0B2    g|
     rank 1 |0F1 1F0 1B0     0F3 0B1     1F2 1B2     0B3    g|
     """
-    yield from _merged(schedule)[rank]
+    yield from _merge(schedule)[rank]
     if schedule.backward:
-        yield from sums(rank, _mirrored(schedule.placement), 2 * schedule.microbatches)
+        yield from sum_replicas(rank, _mirror_placement(schedule.placement), 2 * schedule.microbatches)
 
 
 @lru_cache(maxsize=1)  # every rank asks for its row in turn
-def _merged(schedule: Schedule) -> Sequence[Sequence[Action]]:
+def _merge(schedule: Schedule) -> Sequence[Sequence[Action]]:
     """Return each rank's actions of both copies; those whose inputs never come are last, for `check` to report."""
     P, graph = schedule.ranks, graph_of(schedule, None)
     lanes = [[deque(_steps(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
     rows: list[list[Action]] = [[] for _ in range(P)]
-    made = set[Token]()
+    made = set[Output]()
     while True:
         slot: list[Action] = []
         for row, pair in zip(rows, lanes, strict=True):
             ready = [lane for lane in pair if lane and made.issuperset(_needs(lane[0], graph))]
             if ready:
-                step = min(ready, key=lambda lane: _to_go(lane[0], graph)).popleft()
+                step = min(ready, key=lambda lane: _priority(lane[0], graph)).popleft()
                 row += step
                 slot += step
         if not slot:
             break
-        made.update(map(makes, slot))
+        made.update(map(output_of, slot))
     for row, pair in zip(rows, lanes, strict=True):
         row += [action for lane in pair for step in lane for action in step]
     return tuple(tuple(one._replace(microbatch=one.microbatch // schedule.slices) for one in row) for row in rows)
@@ -129,7 +129,7 @@ def _steps(schedule: Schedule, home: int, way: int) -> Iterator[Step]:
     opener: Step = ()
     for action in schedule.actions(home):
         if action.kind == "U":
-            raise _drifting(schedule)
+            raise _drift_error(schedule)
         there = action._replace(microbatch=2 * action.microbatch + way)
         step = (*opener, there._replace(microbatch=unit_of(there, schedule.slices)))
         opener = step if action.kind == "OVERLAP_F" else ()
@@ -139,11 +139,11 @@ def _steps(schedule: Schedule, home: int, way: int) -> Iterator[Step]:
         yield opener
 
 
-def _needs(step: Step, graph: Graph) -> set[Token]:
-    return {token for action in step for token in needs(action, graph)}
+def _needs(step: Step, graph: Graph) -> set[Output]:
+    return {token for action in step for token in inputs_of(action, graph)}
 
 
-def _to_go(step: Step, graph: Graph) -> tuple[int, int]:
+def _priority(step: Step, graph: Graph) -> tuple[int, int]:
     """Return the priority of a step: the stages its microbatch has to go (most for weight gradients), then its age."""
     kind, stage, microbatch, *_ = step[-1]
     ways = {"F": 2 * graph.stages - stage, "B": stage + 1, "": 2 * graph.stages + 1}

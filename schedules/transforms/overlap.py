@@ -23,8 +23,8 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import graph_of
-from schedules.replay.engine import Token, makes, needs, unit_of
-from schedules.transforms.split import KEPT, transform
+from schedules.replay.outputs import Output, inputs_of, output_of, unit_of
+from schedules.transforms.transform import KEPT, transform
 
 
 @transform(limits=KEPT)
@@ -42,58 +42,81 @@ def overlap(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 0 |F0 .  .  .  F1&B0    .  .  .  F2&B1    .  .  .  B2    |
     rank 1 |.  F0 B0    .  .  .  F1 B1    .  .  .  F2 B2    .  .  |
     """
-    for action in _fused(schedule)[rank]:
+    for action in _fuse(schedule)[rank]:
         yield action._replace(microbatch=action.microbatch // schedule.slices)
 
 
 @lru_cache(maxsize=1)  # every rank asks for its row in turn
-def _fused(schedule: Schedule) -> Sequence[Sequence[Action]]:
+def _fuse(schedule: Schedule) -> Sequence[Sequence[Action]]:
     """Return each rank's actions, numbered by slice; those whose inputs never come are last, for `check` to report."""
-    graph, ranks, slices = graph_of(schedule, None), range(schedule.ranks), schedule.slices
-    lanes = [deque(a._replace(microbatch=unit_of(a, slices)) for a in schedule.actions(rank)) for rank in ranks]
-    rows: list[list[Action]] = [[] for _ in ranks]
-    made = set[Token]()
-    owed = Counter(_gradient(action) for lane in lanes for action in lane)
-
-    def plays(rank: int, apart: bool) -> bool:
-        """Run the rank's next action or pair if its inputs are there, and return whether it ran."""
-        step = _next(lanes[rank], slices, apart)
-        ready = made.issuperset(token for action in step for token in needs(action, graph))
-        if not step or not ready or any(owed[term] for term in _summed(step[0], graph)):
-            return False
-        rows[rank] += step
-        made.update(map(makes, step))
-        owed.subtract(map(_gradient, step))
-        for _ in step:
-            lanes[rank].popleft()
-        return True
-
-    while any(plays(rank, apart=False) for rank in ranks) or any(plays(rank, apart=True) for rank in ranks):
-        pass
-    return tuple((*row, *lane) for row, lane in zip(rows, lanes, strict=True))
+    ranks = _Ranks(schedule)
+    ranks.play()
+    return tuple((*row, *lane) for row, lane in zip(ranks.rows, ranks.lanes, strict=True))
 
 
-Term: TypeAlias = tuple[str, int]
+_Term: TypeAlias = tuple[str, int]
+"""What an action adds to the gradient of a stage: a backward `done`, or the sum over replicas `G`; and the stage."""
 
 
-def _gradient(action: Action) -> Term:
-    """Return what the action contributes to a gradient, a term or the sum over replicas, and the stage."""
+class _Ranks:
+    """All ranks, played forward: `rows` are the actions that have run, `lanes` those to come.
+
+    `outputs` are there to be used; `missing` counts the terms of each gradient that are still to come.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.graph, self.slices = graph_of(schedule, None), schedule.slices
+        streams = (schedule.actions(rank) for rank in range(schedule.ranks))
+        self.lanes = [deque(a._replace(microbatch=unit_of(a, self.slices)) for a in stream) for stream in streams]
+        self.rows: list[list[Action]] = [[] for _ in self.lanes]
+        self.outputs = set[Output]()
+        self.missing = Counter(_term_of(action) for lane in self.lanes for action in lane)
+
+    def play(self) -> None:
+        """Run one turn after another until no rank can run."""
+        while (found := self._find_turn()) is not None:
+            self._run(*found)
+
+    def _find_turn(self) -> tuple[int, list[Action]] | None:
+        """Return a rank that can run, and its next action or pair: fused if any rank can, and the lowest such rank."""
+        for fuse in (True, False):
+            for rank, lane in enumerate(self.lanes):
+                turn = _next_turn(lane, self.slices, fuse)
+                if turn and self._is_ready(turn):
+                    return rank, turn
+        return None
+
+    def _is_ready(self, turn: list[Action]) -> bool:
+        """Return whether all inputs are there, and all gradients that the turn sums or applies are complete."""
+        has_inputs = self.outputs.issuperset(need for action in turn for need in inputs_of(action, self.graph))
+        return has_inputs and not any(self.missing[term] for term in _terms_for(turn[0], self.graph))
+
+    def _run(self, rank: int, turn: list[Action]) -> None:
+        self.rows[rank] += turn
+        self.outputs.update(map(output_of, turn))
+        self.missing.subtract(map(_term_of, turn))
+        for _ in turn:
+            self.lanes[rank].popleft()
+
+
+def _term_of(action: Action) -> _Term:
+    """Return what the action adds to a gradient."""
     return KINDS[action.kind].after or action.kind, action.stage
 
 
-def _summed(action: Action, graph: Graph) -> list[Term]:
-    """Return the gradient terms that must be complete before the action."""
+def _terms_for(action: Action, graph: Graph) -> list[_Term]:
+    """Return the gradient terms that must be there before the action."""
     if action.kind == "U":
         return [(what, s) for s in graph.shared_by[action.stage] for what in ("done", "G")]
     return [("done", action.stage)] if action.kind == "G" else []
 
 
-def _next(lane: deque[Action], slices: int, apart: bool) -> list[Action]:
-    """Return the next action, or the next two as a pair if they may be fused; if `apart`, only if they already are."""
+def _next_turn(lane: deque[Action], slices: int, fuse: bool) -> list[Action]:
+    """Return the next action, or the next two if they are fused already or, if `fuse`, if they may be fused."""
     if len(lane) < 2:
         return [*lane]
     first, second = lane[0], lane[1]
     paired = first.kind == "OVERLAP_F"
-    if first.kind == "F" and not apart and KINDS[second.kind].crosses == "B":
+    if first.kind == "F" and fuse and KINDS[second.kind].crosses == "B":
         paired = first.microbatch // slices != second.microbatch // slices
     return [first._replace(kind="OVERLAP_F"), second] if paired else [first]

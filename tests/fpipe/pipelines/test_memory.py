@@ -31,7 +31,7 @@ from schedules import (
     zb_h1,
     zb_v,
 )
-from schedules.replay.engine import needs
+from schedules.replay.outputs import inputs_of
 from schedules.testing import orders
 from tests.common.cases import Case, mse, rows_of
 from tests.common.layers import Assigned, Average, linears
@@ -129,7 +129,7 @@ def uses(how, graph, rank):
     fused = False
     for action in how.actions(rank):
         at, fused = at + (not fused), action.kind == "OVERLAP_F"
-        for what, peer, i in needs(action, graph):
+        for what, peer, i in inputs_of(action, graph):
             if peer != action.stage and how.placement.home(peer, i) != rank:
                 found[what, peer, i, action.stage, action.slice] = at
     return found

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from schedules import Costs, critical_path, gpipe, one_f_one_b, schedule, simulate
-from schedules.replay.engine import needs
+from schedules.replay.outputs import inputs_of
 from schedules.testing import costs, orders
 
 
@@ -26,7 +26,7 @@ def test_the_path_is_unbroken_and_as_long_as_the_makespan(case, times):
             at = actions.index(before.span.action)
             pair = [one for one in actions[max(0, at - 1) : at] if one.kind == "OVERLAP_F"]
             made = {one.stage for one in (before.span.action, *pair)}
-            assert made.intersection(token[1] for token in needs(after.span.action, graph))
+            assert made.intersection(token[1] for token in inputs_of(after.span.action, graph))
     assert sum(share.time for share in path.shares) == pytest.approx(last.end)
 
 

@@ -35,8 +35,8 @@ from schedules import (
     split_backward,
     summarize,
 )
-from schedules.drawing.strips import strip
-from schedules.replay.engine import makes, needs
+from schedules.drawing.strips import make_strip
+from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing import costs, orders, require_bounds, schedules
 from tests.common.rows import edit
 
@@ -98,15 +98,15 @@ def test_nothing_starts_before_its_data_or_before_the_rank_is_free(case, times):
         rows[span.rank].append(span)
         share = schedule.slices if KINDS[kind].after else 1
         assert span.end - span.start == pytest.approx(times.time(kind, s) / share)
-        tokens = needs(span.action, graph)
+        tokens = inputs_of(span.action, graph)
         arrivals = [ended[*token, part] + times.comm * (home(token[1], i) != span.rank) for token in tokens]
         free = rows[span.rank][-2].end if len(rows[span.rank]) > 1 else 0
         assert span.start >= max([free, *arrivals])
         if kind not in ("G", "U", "OVERLAP_F"):
             assert span.start == max([free, *arrivals]), "and no later than it must"
-        ended[*makes(span.action), part] = span.end
+        ended[*output_of(span.action), part] = span.end
         if len(rows[span.rank]) > 1 and (opener := rows[span.rank][-2].action).kind == "OVERLAP_F":
-            ended[*makes(opener), opener.slice] = span.end  # what a pair makes leaves when it ends
+            ended[*output_of(opener), opener.slice] = span.end  # what a pair makes leaves when it ends
     for rank, row in enumerate(rows):
         assert [span.action for span in row] == list(schedule.actions(rank))
         assert all(a.end <= b.start for a, b in pairwise(row))
@@ -249,7 +249,7 @@ def test_a_peak_that_lasts_no_time_is_seen():
         s, times = gpipe(ranks=2, microbatches=3), Costs(**kinds)
         for drawn in (
             memory_over_time(spans(s, times), s),
-            tuple(strip(spans(s, times)).held(rank, None) for rank in range(2)),
+            tuple(make_strip(spans(s, times)).memory_levels(rank, None) for rank in range(2)),
         ):
             assert [max(level for _, level in rank) for rank in drawn] == [3, 3]
             assert [rank[-1][1] for rank in drawn] == [0, 0]

@@ -14,7 +14,7 @@ from schedules import PipelineError, ScheduleError, chain, check, gpipe, lower, 
 from schedules.proof.interpreter import ideal, interpret, prove, require_whole
 from schedules.proof.networks import fifo, rendezvous
 from schedules.testing import mutants, orders
-from schedules.testing.mutants import Edited, mutant_programs
+from schedules.testing.mutants import EditedProgram, mutant_programs
 
 often = settings(max_examples=settings().max_examples * 2, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -73,7 +73,7 @@ def test_a_program_is_accepted_exactly_if_it_runs_over_either_network(case, data
 def judged(*rows):
     rows = tuple(tuple(map(parse, row.split())) for row in rows)
     with pytest.raises(ScheduleError) as caught:
-        check(Edited(gpipe(2, 1), chain(2), rows))
+        check(EditedProgram(gpipe(2, 1), chain(2), rows))
     return str(caught.value)
 
 

@@ -33,10 +33,10 @@ from schedules import (
 )
 from schedules.drawing import ansi, legend, svg, text, texts, trace
 from schedules.drawing.palette import LOOKS, WAIT, shade
-from schedules.drawing.strips import strip
+from schedules.drawing.strips import make_strip
 from schedules.errors import TimelineError
 from schedules.language.actions import KINDS, Action
-from schedules.replay.engine import makes, needs
+from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing import orders, schedules
 from tests.common.rows import edit
 
@@ -280,11 +280,11 @@ def test_names_are_escaped():
 @given(orders())
 def test_the_memory_drawn_is_that_of_the_simulation(case):
     schedule, graph = case
-    drawn = strip(spans(schedule, Costs(), graph), map(schedule.placement.stages_on, range(schedule.ranks)))
+    drawn = make_strip(spans(schedule, Costs(), graph), map(schedule.placement.stages_on, range(schedule.ranks)))
     for sizes in (None, Sizes(activation=5, inputs=2, residual=3)):
         peaks = simulate(schedule, Costs(), graph, sizes).peak_memory
         for rank, peak in enumerate(peaks):
-            levels = [level for _, level in drawn.held(rank, sizes)]
+            levels = [level for _, level in drawn.memory_levels(rank, sizes)]
             assert max(levels) == pytest.approx(peak)
             assert levels[-1] == pytest.approx(0)
 
@@ -314,12 +314,12 @@ def test_measured_above_simulated():
 def test_waits_have_a_look_of_their_own():
     picture = svg({"measured": WAITED})
     assert "0RECV_B0&lt;1 on rank 0, 1 to 5.4: wait for a transfer</title>" in picture
-    assert picture.count(f'fill="{WAIT.colour}"') == 3 + 1, "and in the legend"
+    assert picture.count(f'fill="{WAIT.color}"') == 3 + 1, "and in the legend"
     assert picture.count(">wait for a transfer</text>") == 1
     assert ">-0<" not in picture, "no label"
     wait = Span(0, parse("2RECV_B0<3"), 1, 4)
     picture = svg({"measured": [Span(0, F(0, 0), 0, 1), wait, Span(0, F(2, 0), 4, 5)]})
-    drawn = [cell for cell in ElementTree.fromstring(picture).iter(f"{SVG}rect") if cell.get("fill") == WAIT.colour]
+    drawn = [cell for cell in ElementTree.fromstring(picture).iter(f"{SVG}rect") if cell.get("fill") == WAIT.color]
     assert len(drawn) == 2, "the same on every stage"
     assert not any(cell.get("stroke") for cell in drawn)
     assert WAIT.name not in svg({"": [span for span in WAITED if not span.waits]})
@@ -384,9 +384,9 @@ def at(timeline, event):
 
 def transfers(timeline, graph):
     """What one rank's actions make for another's, by the words of `replay`."""
-    makers = {(makes(span.action), span.action.slice): span for span in timeline if KINDS[span.action.kind].crosses}
+    makers = {(output_of(span.action), span.action.slice): span for span in timeline if KINDS[span.action.kind].crosses}
     for span in timeline:
-        for token in needs(span.action, graph):
+        for token in inputs_of(span.action, graph):
             maker = makers.get((token, span.action.slice))
             if maker and token[1] != span.action.stage and maker.rank != span.rank:
                 yield str(maker.action), str(span.action)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import B, F, I, W, eager_1f1b, one_f_one_b, zb_h1, zb_h2
-from schedules.families.blocks import every, in_order, passes
+from schedules.families.blocks import every, merge_in_order, time_passes
 
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 25))
 
@@ -26,7 +26,7 @@ def test_1f1b_is_a_block(sizes):
     for r in range(P):
         back = {one_f_one_b: 3 * P - 2 - 2 * r, eager_1f1b: 6 * P - 5 - 5 * r}
         for factory, first in back.items():
-            row = in_order(passes(F, r, every(3, r), M), passes(B, r, every(3, first), M))
+            row = merge_in_order(time_passes(F, r, every(3, r), M), time_passes(B, r, every(3, first), M))
             assert list(row) == list(factory(P, M).actions(r))
 
 
@@ -37,7 +37,7 @@ def test_zb_h1_and_zb_h2_are_blocks(sizes):
         h1 = {F: r, I: 3 * P - 2 - 2 * r, W: 3 * P - 1 + r}
         h2 = {F: r, I: 6 * P - 5 - 5 * r, W: 6 * P - 4 + r}
         for factory, block, least in ((zb_h1, h1, P), (zb_h2, h2, 2 * P - 1)):
-            row = merge(*(passes(kind, r, every(3, first), M) for kind, first in block.items()))
+            row = merge(*(time_passes(kind, r, every(3, first), M) for kind, first in block.items()))
             assert [action for _, action in row] == list(factory(P, M).actions(r)) or least > M
 
 
@@ -53,7 +53,7 @@ def timed(draw):
 @given(timed(), st.integers(1, 12))
 def test_weight_gradients_come_in_free_slots_or_when_memory_is_full_or_at_the_end(case, memory):
     M, forwards, halves = case
-    row = list(in_order(passes(F, 0, forwards, M), passes(I, 0, halves, M), memory=memory))
+    row = list(merge_in_order(time_passes(F, 0, forwards, M), time_passes(I, 0, halves, M), memory=memory))
     times = {**{F(0, i): t for i, t in enumerate(forwards)}, **{I(0, i): t for i, t in enumerate(halves)}}
     rest = [action for action in row if action.kind != "W"]
     assert rest == sorted(times, key=times.get)
@@ -77,9 +77,12 @@ def test_weight_gradients_come_in_free_slots_or_when_memory_is_full_or_at_the_en
 
 @given(st.integers(1, 4), st.integers(1, 30))
 def test_whole_backwards_leave_nothing_over(P, M):
-    assert all(a.kind in "FB" for a in in_order(passes(F, 0, every(3, 0), M), passes(B, 0, every(3, 3 * P - 2), M)))
+    assert all(
+        a.kind in "FB"
+        for a in merge_in_order(time_passes(F, 0, every(3, 0), M), time_passes(B, 0, every(3, 3 * P - 2), M))
+    )
 
 
 def test_nothing_is_made_before_it_is_asked_for():
-    row = in_order(passes(F, 0, every(3, 0), 10**18), passes(I, 0, every(3, 1), 10**18))
+    row = merge_in_order(time_passes(F, 0, every(3, 0), 10**18), time_passes(I, 0, every(3, 1), 10**18))
     assert list(islice(row, 4)) == [F(0, 0), I(0, 0), W(0, 0), F(0, 1)]

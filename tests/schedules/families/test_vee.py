@@ -20,7 +20,7 @@ from schedules import (
     v_schedule,
     zb_v,
 )
-from schedules.families.vee import least
+from schedules.families.vee import least_memory
 from schedules.proof.interpreter import prove
 from tests.common.rows import rows
 
@@ -63,7 +63,7 @@ def test_least_waiting_known_of_four_ranks(memory, slots):
 def sized(draw):
     """Ranks, memory from the least to some of no use, and any number of microbatches."""
     P = draw(st.integers(1, 12))
-    return P, draw(st.integers(least(P), 2 * P + 2)), draw(st.integers(1, 4 * P))
+    return P, draw(st.integers(least_memory(P), 2 * P + 2)), draw(st.integers(1, 4 * P))
 
 
 @given(sized())
@@ -106,7 +106,7 @@ def test_1f1b_in_a_v(P, M, F):
 @settings(max_examples=20, deadline=None)
 @given(P=st.integers(20, 48), data=st.data())
 def test_large_ones(P, data):
-    m, M = data.draw(st.integers(least(P), 2 * P)), data.draw(st.integers(1, 3 * P))
+    m, M = data.draw(st.integers(least_memory(P), 2 * P)), data.draw(st.integers(1, 3 * P))
     for schedule in (v_schedule(P, M, memory=m), v_1f1b(P, M)):
         check(schedule)
 

@@ -27,9 +27,9 @@ from schedules import (
     split_backward,
 )
 from schedules.files.csv import table
-from schedules.proof.interpreter import _Run, require_whole
+from schedules.proof.interpreter import Interpreter, require_whole
 from schedules.proof.networks import Links, fifo, rendezvous, send_of
-from schedules.replay.engine import needs
+from schedules.replay.outputs import inputs_of
 from schedules.testing import orders, require_matching_ends
 from tests.common.rows import edit
 
@@ -119,7 +119,7 @@ def test_receives_are_posted_a_compute_action_ahead(case):
         computed = [at for at, action in enumerate(actions) if action.peer is None]
         for ahead, at in zip([*computed[:1], *computed], computed, strict=False):
             _, s, i, _, part = actions[at]
-            for what, stage, _ in needs(actions[at], graph):
+            for what, stage, _ in inputs_of(actions[at], graph):
                 if stage != s and schedule.placement.home(stage, i) != rank:
                     assert actions.index(Action(f"RECV_{what}", s, i, stage, part)) <= ahead
 
@@ -141,12 +141,12 @@ def test_sends_follow_the_action_that_makes_the_value(case):
                 assert KINDS[last.kind].after == "done" or last.kind == "G"
 
 
-class Impatient(_Run):
+class Impatient(Interpreter):
     """A run in which only the waits at the end may have to wait."""
 
-    def _rank(self, rank):
-        for needed in super()._rank(rank):
-            action = parse(self.at[rank].split(", ")[1])
+    def run_rank(self, rank):
+        for needed in super().run_rank(rank):
+            action = parse(self.store.at[rank].split(", ")[1])
             assert not action.kind.startswith("WAIT") or action in trailing_waits(self.program, rank), action
             yield needed
 
@@ -163,17 +163,17 @@ def test_a_wait_that_a_message_vouches_for_never_blocks(case, network):
     streams = [program.actions(rank) for rank in range(schedule.ranks)]
     run = Impatient(schedule, graph, streams, Links(network))
     run.program = program
-    require_whole(run.finish(), schedule, graph)
+    require_whole(run.run(), schedule, graph)
 
 
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        (((F(0, 0),), (F(1, 0), F(1, 1))), "1F1: waits for 0SEND_F1>1, which rank 0 never does, or only once"),
+        (((F(0, 0),), (F(1, 0), F(1, 1))), "1F1: waits for 0SEND_F1>1, which rank 0 never runs, or runs only once"),
         (((F(0, 0),), (F(1, 0), F(1, 0))), "1F0: waits for 0SEND_F0>1, which an earlier action has consumed"),
         (
             ((B(0, 0), F(0, 0)), (F(1, 0), B(1, 0))),
-            "1F0: waits for 0SEND_F0>1, before which its sender needs 1SEND_B0>0",
+            "1F0: waits for 0SEND_F0>1, but its sender needs 1SEND_B0>0 first",
         ),
     ],
 )

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from schedules import B, Costs, F, I, ScheduleError, Sizes, W, chain, gpipe
 from schedules.files.csv import table
 from schedules.replay.dependencies import wires
-from schedules.replay.engine import makes, needs, replay
+from schedules.replay.engine import replay
+from schedules.replay.outputs import inputs_of, output_of
 from schedules.testing import orders
 from tests.common.rows import edit
 
@@ -28,8 +29,8 @@ def test_each_rank_keeps_its_order_and_everything_finds_its_data(case):
     for rank in range(schedule.ranks):
         assert [span.action for span in done if span.rank == rank] == list(schedule.actions(rank))
     for span in done:
-        assert made.issuperset(needs(span.action, graph))
-        made.add(makes(span.action))
+        assert made.issuperset(inputs_of(span.action, graph))
+        made.add(output_of(span.action))
 
 
 @settings(deadline=None)
@@ -49,11 +50,11 @@ def test_what_is_made_is_kept_until_its_use(case):
 
 def test_who_needs_and_makes_what():
     graph = chain(2)
-    assert needs(F(0, 3), graph) == []
-    assert needs(B(1, 3), graph) == [("F", 1, 3)]
-    assert needs(I(0, 3), graph) == [("F", 0, 3), ("B", 1, 3)]
-    assert needs(W(0, 3), graph) == [("B", 0, 3)]
-    assert [makes(a) for a in (F(0, 3), B(0, 3), I(0, 3))] == [("F", 0, 3), ("B", 0, 3), ("B", 0, 3)]
+    assert inputs_of(F(0, 3), graph) == []
+    assert inputs_of(B(1, 3), graph) == [("F", 1, 3)]
+    assert inputs_of(I(0, 3), graph) == [("F", 0, 3), ("B", 1, 3)]
+    assert inputs_of(W(0, 3), graph) == [("B", 0, 3)]
+    assert [output_of(a) for a in (F(0, 3), B(0, 3), I(0, 3))] == [("F", 0, 3), ("B", 0, 3), ("B", 0, 3)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schedules import B, Costs, F, SizeError, chain, check, gpipe, looped, one_f_one_b, schedule, simulate, vee
 from schedules import families as built_in
-from schedules.proof.formulas import whole
+from schedules.proof.formulas import whole_model
 from schedules.proof.interpreter import ideal
 from schedules.testing import (
     conformance,
@@ -146,7 +146,7 @@ def test_graphs_are_of_every_sort(what):
         lambda case: case[0].ranks == 4,
         lambda case: case[0].stages > case[0].ranks > 1,
         lambda case: any(action.kind == "I" for action in case[0].actions(0)),
-        lambda case: ideal(*case) != whole(case[1], case[0].microbatches),
+        lambda case: ideal(*case) != whole_model(case[1], case[0].microbatches),
     ],
 )
 def test_orders_are_of_every_sort(what):

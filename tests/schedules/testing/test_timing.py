@@ -28,7 +28,7 @@ from schedules import (
     zb_v,
 )
 from schedules.files.csv import table
-from schedules.testing import graphs, orders, require_same_times, schedules, timed
+from schedules.testing import graphs, orders, require_same_times, schedules, time_program
 from tests.common.symbolic import Symbolic, batch, key, runnable
 
 FAMILIES = [getattr(families, name) for name in families.__all__]
@@ -85,7 +85,7 @@ def test_every_family_and_transform_takes_as_long_as_its_program(s, changes, dat
 def test_what_a_pair_makes_leaves_when_it_ends():
     """The forward takes 1 alone, and adds 0.5: no rank can have its value after 0.5."""
     s, gain = overlap(one_f_one_b(4, 16)), Costs(OVERLAP_F=0.5)
-    ends = [span.end for span in timed(lower(s), gain)]
+    ends = [span.end for span in time_program(lower(s), gain)]
     assert simulate(s, gain).makespan == max(ends) == 94.5
     assert critical_path(s, gain).stretches[-1].span.end == 94.5
 
@@ -188,7 +188,7 @@ def test_the_executor_takes_as_long_as_is_simulated(case, data):
     schedule, graph = case
     costs = data.draw(every_cost(schedule.stages).map(lambda some: Costs(**{**vars(some), "G": 0, "jitter": 0})))
     got = executed(schedule, graph, costs)
-    want = timed(lower(schedule, graph), costs)
+    want = time_program(lower(schedule, graph), costs)
     assert {action: start for action, (start, _) in got.items()} == pytest.approx(
         {span.action: span.start for span in want if span.action.kind != "G"}
     )

@@ -28,7 +28,7 @@ from schedules import (
 from schedules.files.csv import table
 from schedules.proof.interpreter import prove
 from schedules.testing import conformance, graphs, orders, require_round_trip
-from schedules.transforms.connect import edges, text_of
+from schedules.transforms.connect import format_graph, parse_graph
 
 TOWERS = dag(3, {(0, 2), (1, 2)})
 
@@ -115,7 +115,7 @@ def test_towers_are_mirrored_and_overlapped_side_by_side():
 
 @given(st.integers(1, 6).flatmap(graphs))
 def test_text_says_the_whole_graph(graph):
-    assert edges(text_of(graph), graph.stages) == graph
+    assert parse_graph(format_graph(graph), graph.stages) == graph
     s = connect(gpipe(graph.stages, 1), graph)
     require_round_trip(s)
     assert pickle.loads(pickle.dumps(s)).graph == graph

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from schedules import drawing
-from schedules.analysis import simulation
 from schedules.analysis.critical_path import CriticalPath, critical_path
-from schedules.checking import rules
-from schedules.commands.files import written
-from schedules.commands.naming import Subject, built_in, parameters, transforms
-from schedules.commands.options import costs_of, fitted, sizes_of, subject_of
-from schedules.commands.terminal import columns, paint, table
+from schedules.analysis.simulation import simulate, spans
+from schedules.checking.rules import check
+from schedules.commands.options import costs_of, fit, sizes_of, subject_of
+from schedules.commands.output_files import write_files
+from schedules.commands.subjects import Subject, built_in, parameters, transforms
+from schedules.commands.terminal import choose_paint, format_table, terminal_width
 from schedules.errors import ScheduleError
 from schedules.files.csv import Listing
 from schedules.language.costs import Costs
@@ -27,7 +27,7 @@ from schedules.replay.engine import Span
 PAGE, SHARES, LONG = 120, 6, 100
 
 
-def list_all(options: argparse.Namespace) -> int:
+def print_names(options: argparse.Namespace) -> int:
     """Print the names of all schedules and transforms, with their parameters."""
     print("schedules; each takes ranks and microbatches")
     _print_factories(built_in())
@@ -49,29 +49,29 @@ def _own_parameters(factory: Factory[...]) -> Iterator[str]:
             yield name if one.default is one.empty else f"{name}={one.default}"
 
 
-def show(options: argparse.Namespace) -> int:
+def draw(options: argparse.Namespace) -> int:
     """Draw the timeline."""
     one = subject_of(options)
     schedule = one.make()
-    costs = fitted(costs_of(options), schedule)
-    timelines = {one.title: lambda: simulation.spans(schedule, costs)}
-    if written(options, timelines, schedule.graph, schedule, fitted(sizes_of(options), schedule)):
+    costs = fit(costs_of(options), schedule)
+    timelines = {one.title: lambda: spans(schedule, costs)}
+    if write_files(options, timelines, schedule.graph, schedule, fit(sizes_of(options), schedule)):
         return 0
-    print(drawing.text(schedule, costs, None, columns(sys.maxsize), paint()))
+    print(drawing.text(schedule, costs, None, terminal_width(sys.maxsize), choose_paint()))
     if sys.stdout.isatty():
         kinds = {action.kind for rank in range(schedule.ranks) for action in schedule.actions(rank)}
-        print(f"\n{drawing.legend(kinds, paint())}")
+        print(f"\n{drawing.legend(kinds, choose_paint())}")
     return 0
 
 
-def check(options: argparse.Namespace) -> int:
+def report_check(options: argparse.Namespace) -> int:
     """Report whether the schedule is correct; if not, draw what leads to the violation."""
     one = subject_of(options)
     schedule = one.make()
     try:
-        rules.check(one.program or schedule)
+        check(one.program or schedule)
     except ScheduleError as violation:
-        print(_around(violation, schedule, one) + str(violation))
+        print(_draw_around(violation, schedule, one) + str(violation))
         return 1
     actions = sum(1 for rank in range(schedule.ranks) for _ in schedule.actions(rank))
     print(
@@ -80,60 +80,65 @@ def check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _around(violation: ScheduleError, schedule: Schedule, one: Subject) -> str:
+def _draw_around(violation: ScheduleError, schedule: Schedule, one: Subject) -> str:
     """Return the picture of the time around the violation."""
-    met = _among_compute(one.program, violation) if one.program else violation
-    picture = drawing.text(schedule, Costs(), None, columns(PAGE), paint(), met).removesuffix(str(met))
+    met = _locate_in_schedule(one.program, violation) if one.program else violation
+    picture = drawing.text(schedule, Costs(), None, terminal_width(PAGE), choose_paint(), met).removesuffix(str(met))
     blocks = picture.split("\n\n")
     at = next(number for number, block in enumerate(blocks) if "!" in block)
     return "\n\n".join(blocks[max(0, at - 1) : at + 2]).rstrip("\n") + "\n"
 
 
-def _among_compute(program: Listing, error: ScheduleError) -> ScheduleError:
+def _locate_in_schedule(program: Listing, error: ScheduleError) -> ScheduleError:
     """Return a program's error with its position among the compute actions alone."""
     before = islice(program.actions(error.rank), error.position)
     position = sum(1 for action in before if action.peer is None)
     return ScheduleError(error.rule, error.rank, position, error.action, error.problem, error.repair)
 
 
-def simulate(options: argparse.Namespace) -> int:
+def report_simulation(options: argparse.Namespace) -> int:
     """Report how long it takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
-    rules.check(schedule)  # figures of an incorrect schedule mean nothing
-    costs, sizes = fitted(costs_of(options), schedule), fitted(sizes_of(options), schedule)
-    timeline = simulation.simulate(schedule, costs, sizes=sizes)
+    check(schedule)  # figures of an incorrect schedule mean nothing
+    costs, sizes = fit(costs_of(options), schedule), fit(sizes_of(options), schedule)
+    timeline = simulate(schedule, costs, sizes=sizes)
     print(f"makespan  {timeline.makespan:g}")
     print(f"span      {timeline.span:g}, the longest of one rank")
     print(f"bubble    {timeline.bubble:.4f} of the span, {timeline.bubble_of_makespan:.4f} of the makespan\n")
     ranks = zip(range(schedule.ranks), timeline.busy, timeline.idle, timeline.peak_memory, strict=True)
-    print(table([["rank", "busy", "idle", "peak memory"], *([f"{cell:g}" for cell in row] for row in ranks)]))
+    print(format_table([["rank", "busy", "idle", "peak memory"], *([f"{cell:g}" for cell in row] for row in ranks)]))
     path = () if options.brief else _print_path(critical_path(schedule, costs), timeline.makespan)
-    timelines = {one.title: lambda: simulation.spans(schedule, costs)}
-    written(options, timelines, schedule.graph, schedule, sizes, memory=True, marked={"critical path": path})
+    timelines = {one.title: lambda: spans(schedule, costs)}
+    write_files(options, timelines, schedule.graph, schedule, sizes, memory=True, marked={"critical path": path})
     return 0
 
 
 def _print_path(path: CriticalPath, makespan: float) -> tuple[Span, ...]:
     """Print what takes most of the critical path, and its actions; return their spans."""
-    rows = [[one.what, f"{one.time:g}", _percent(one.time, makespan), f"{one.passes}"] for one in path.shares[:SHARES]]
-    print("\n" + table([["shorten first", "time", "", "passes"], *rows]))
-    print(f"\n{_by_kind(path, makespan)}")
+    rows = [
+        [one.what, f"{one.time:g}", _format_percent(one.time, makespan), f"{one.passes}"]
+        for one in path.shares[:SHARES]
+    ]
+    print("\n" + format_table([["shorten first", "time", "", "passes"], *rows]))
+    print(f"\n{_summarize_kinds(path, makespan)}")
     found = tuple(stretch.span for stretch in path.stretches)
     actions = [str(span.action) for span in found]
     if len(actions) > LONG:
         actions[LONG // 2 : -LONG // 2] = [f"({len(actions) - LONG} more)"]
-    print(textwrap.fill(f"critical path: {' '.join(actions)}", columns(PAGE)))
+    print(textwrap.fill(f"critical path: {' '.join(actions)}", terminal_width(PAGE)))
     return found
 
 
-def _by_kind(path: CriticalPath, makespan: float) -> str:
+def _summarize_kinds(path: CriticalPath, makespan: float) -> str:
     times: dict[str, float] = {}
     for share in path.shares:
         kind = share.what.partition(" ")[0]
         times[kind] = times.get(kind, 0) + share.time
-    return "in all: " + ", ".join(f"{kind} {time:g} ({_percent(time, makespan)})" for kind, time in times.items())
+    return "in all: " + ", ".join(
+        f"{kind} {time:g} ({_format_percent(time, makespan)})" for kind, time in times.items()
+    )
 
 
-def _percent(time: float, whole: float) -> str:
+def _format_percent(time: float, whole: float) -> str:
     return f"{100 * time / whole:.0f}%" if whole else ""

@@ -16,25 +16,24 @@ from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.replay.engine import Span
 
-NONE: Mapping[str, Collection[Span]] = MappingProxyType({})
 Timelines: TypeAlias = Mapping[str, Callable[[], Iterable[Span]]]
 
 
-def written(
+def write_files(
     options: argparse.Namespace,
     timelines: Timelines,
     graph: Graph | None = None,
     schedule: Schedule | None = None,
     sizes: Sizes | None = None,
     memory: bool = False,
-    marked: Mapping[str, Collection[Span]] = NONE,
+    marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
 ) -> bool:
     """Write the files the options ask for and report them. Return whether there were any."""
     files: list[tuple[str, str]] = []
     if options.svg:
-        files.append((options.svg, drawing.svg(_made(timelines), memory, sizes, marked=marked)))
+        files.append((options.svg, drawing.svg(_make_all(timelines), memory, sizes, marked=marked)))
     if options.trace:
-        files.append((options.trace, drawing.trace(_made(timelines), graph, sizes)))
+        files.append((options.trace, drawing.trace(_make_all(timelines), graph, sizes)))
     for name, content in files:
         Path(name).write_text(content, encoding="utf-8")
         print(f"wrote {name}")
@@ -44,5 +43,5 @@ def written(
     return bool(files) or bool(schedule and options.csv)
 
 
-def _made(timelines: Timelines) -> dict[str, Iterable[Span]]:
+def _make_all(timelines: Timelines) -> dict[str, Iterable[Span]]:
     return {name: make() for name, make in timelines.items()}

@@ -32,7 +32,7 @@ from schedules.errors import UsageError
 from schedules.files.csv import Listing, read_csv
 from schedules.language.graph import chain
 from schedules.language.schedule import Factory, Schedule
-from schedules.transforms.connect import connect, edges
+from schedules.transforms.connect import connect, parse_graph
 
 Value: TypeAlias = int | float | str | bool | None
 
@@ -67,12 +67,16 @@ def subjects(words: Sequence[str], sizes: Mapping[str, int], graph: str | None =
     found: list[list[Subject]] = []
     for phrase in phrases(words):
         if phrase.name.endswith(".csv"):
-            found.append([_table(phrase, graph)])
-        elif not is_transform(factory := find(phrase.name)):
-            found.append([_made(factory, phrase.name, given, sizes, graph) for given in _each(factory, phrase, sizes)])
+            found.append([_read_table(phrase, graph)])
+        elif not is_transform(factory := find_factory(phrase.name)):
+            found.append(
+                [_make_subject(factory, phrase.name, given, sizes, graph) for given in _combine(factory, phrase, sizes)]
+            )
         elif found:
             found[-1] = [
-                _changed(factory, phrase.name, given, one) for one in found[-1] for given in _each(factory, phrase, {})
+                _transform_subject(factory, phrase.name, given, one)
+                for one in found[-1]
+                for given in _combine(factory, phrase, {})
             ]
         else:
             raise UsageError(f"got {phrase.name}, expected a schedule before it. Name the one that it is to change.")
@@ -91,7 +95,7 @@ def phrases(words: Sequence[str]) -> Iterator[Phrase]:
         if pair and phrase is None:
             raise UsageError(f"got {word}, expected a schedule's name before it. Put it behind the name.")
         if pair and phrase:
-            phrase.pairs[pair[1]] = _values(pair[2])
+            phrase.pairs[pair[1]] = _split_values(pair[2])
             continue
         if phrase:
             yield phrase
@@ -100,7 +104,7 @@ def phrases(words: Sequence[str]) -> Iterator[Phrase]:
         yield phrase
 
 
-def _values(text: str) -> list[str]:
+def _split_values(text: str) -> list[str]:
     if bounds := re.fullmatch(r"(-?\d{1,9})\.\.(-?\d{1,9})", text):
         values = [str(value) for value in range(int(bounds[1]), int(bounds[2]) + 1)]
     else:
@@ -110,10 +114,10 @@ def _values(text: str) -> list[str]:
     return values
 
 
-def find(name: str) -> Factory[...]:
+def find_factory(name: str) -> Factory[...]:
     """Return the factory of that name: a built-in schedule or transform, or `file.py:function`."""
     file, colon, function = name.rpartition(":")
-    found = getattr(_run(Path(file)), function, None) if colon else (built_in() | transforms()).get(name)
+    found = getattr(_run_file(Path(file)), function, None) if colon else (built_in() | transforms()).get(name)
     if not isinstance(found, Factory):
         raise UsageError(
             f"got {name!r}, expected one of {', '.join(families.__all__)}, a function with @schedule as in "
@@ -143,7 +147,7 @@ def parameters(factory: Factory[...]) -> dict[str, inspect.Parameter]:
     return {name: one for name, one in factory.signature.parameters.items() if name != "schedule"}
 
 
-def _run(path: Path) -> object:
+def _run_file(path: Path) -> object:
     """Run a user's file and return its module."""
     name = "schedules_of_the_user"  # not the file's own name, which may be that of an imported module
     spec = importlib.util.spec_from_file_location(name, path)
@@ -155,7 +159,7 @@ def _run(path: Path) -> object:
     return module
 
 
-def _each(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> Iterator[dict[str, Value]]:
+def _combine(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> Iterator[dict[str, Value]]:
     """Yield every combination of the values of the phrase's parameters, which may omit those in `sizes`."""
     known = parameters(factory)
     for name in phrase.pairs:
@@ -165,12 +169,12 @@ def _each(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> It
     for name, parameter in known.items():
         if name not in {*phrase.pairs, *sizes} and parameter.default is parameter.empty:
             raise UsageError(f"{phrase.name} needs {name}. Add it, as in {phrase.name} {name}=2.")
-    values = ([_value(known[name], text) for text in texts] for name, texts in phrase.pairs.items())
+    values = ([_parse_value(known[name], text) for text in texts] for name, texts in phrase.pairs.items())
     for chosen in product(*values):
         yield dict(zip(phrase.pairs, chosen, strict=True))
 
 
-def _value(parameter: inspect.Parameter, text: str) -> Value:
+def _parse_value(parameter: inspect.Parameter, text: str) -> Value:
     """Return a number, true, false or none; or the text itself if the default is text."""
     if isinstance(parameter.default, str):
         return text
@@ -187,34 +191,34 @@ def _value(parameter: inspect.Parameter, text: str) -> Value:
 _WORDS: Mapping[str, Value] = MappingProxyType({"true": True, "false": False, "none": None})
 
 
-def _table(phrase: Phrase, graph: str | None) -> Subject:
+def _read_table(phrase: Phrase, graph: str | None) -> Subject:
     if phrase.pairs:
         raise UsageError(f"got {next(iter(phrase.pairs))}=, but {phrase.name} has its own sizes. Drop it.")
     read = read_csv(phrase.name)
     schedule, program = (read.schedule, read) if isinstance(read, Listing) else (read, None)
     if program and graph is not None:
-        program = replace(program, graph=edges(graph, schedule.stages))
+        program = replace(program, graph=parse_graph(graph, schedule.stages))
     if program and program.graph != chain(schedule.stages):
         schedule = connect(schedule, program.graph)
     elif graph is not None:
-        schedule = connect(schedule, edges(graph, schedule.stages))
+        schedule = connect(schedule, parse_graph(graph, schedule.stages))
     return Subject(phrase.name, lambda: schedule, program)
 
 
-def _made(
+def _make_subject(
     factory: Factory[...], name: str, given: dict[str, Value], sizes: Mapping[str, int], graph: str | None
 ) -> Subject:
     def make() -> Schedule:
         schedule = factory(**{**sizes, **given})
-        return schedule if graph is None else connect(schedule, edges(graph, schedule.stages))
+        return schedule if graph is None else connect(schedule, parse_graph(graph, schedule.stages))
 
-    return Subject(_title(name, given), make)
-
-
-def _changed(factory: Factory[...], name: str, given: dict[str, Value], one: Subject) -> Subject:
-    return Subject(_title(name, given, one.title), lambda: factory(one.make(), **given))
+    return Subject(_make_title(name, given), make)
 
 
-def _title(name: str, given: Mapping[str, Value], *first: str) -> str:
+def _transform_subject(factory: Factory[...], name: str, given: dict[str, Value], one: Subject) -> Subject:
+    return Subject(_make_title(name, given, one.title), lambda: factory(one.make(), **given))
+
+
+def _make_title(name: str, given: Mapping[str, Value], *first: str) -> str:
     inside = [*first, *(f"{parameter}={value}" for parameter, value in given.items())]
     return f"{name}({', '.join(inside)})" if inside else name

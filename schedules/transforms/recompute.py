@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint forwards: save only their inputs, and recompute them before their backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from schedules.errors import SizeError
+from schedules.language.actions import KINDS, Action, C, R
+from schedules.language.schedule import Schedule
+from schedules.transforms.transform import KEPT, transform
+
+
+@transform(limits=KEPT)
+def recompute(rank: int, schedule: Schedule, stages: tuple[int, ...] | None = None) -> Iterator[Action]:
+    """Checkpoint the forwards on `stages`, by default all, and recompute each directly before its backward.
+
+    A stage then holds its inputs from `C` on and its activations only from `R` on (arXiv 1604.06174). A forward
+    overlapped with a backward is separated from it. Forwards that are already checkpointed, and schedules without
+    backwards, stay unchanged.
+
+    >>> from schedules import one_f_one_b
+    >>> print(recompute(one_f_one_b(ranks=2, microbatches=2)))
+    rank 0 |C0 C1 R0 .  .  B0    R1 .  B1    |
+    rank 1 |.  C0 R0 B0    C1 R1 B1    .  .  |
+    """
+    every = range(schedule.stages)
+    if stages is not None and not (isinstance(stages, tuple) and set(every).issuperset(stages)):
+        expected = f"a tuple of stages from 0 to {schedule.stages - 1}"
+        raise SizeError.of("recompute", "stages", stages, expected, "Name stages that the schedule has, as in (0, 2).")
+    chosen = (every if stages is None else stages) if schedule.backward else ()
+    kept = set[Action]()  # invariant: the R of each forward checkpointed here and not recomputed yet
+    pair: tuple[Action, ...] = ()  # a fused forward, held until its partner
+    for action in schedule.actions(rank):
+        kind, stage, i, _, part = action
+        if kind in ("F", "OVERLAP_F") and stage in chosen:
+            kept.add(R(stage, i, part))
+            yield C(stage, i, part)
+        elif kind == "OVERLAP_F":
+            pair = (action,)
+        else:
+            again = R(stage, i, part)
+            if KINDS[kind].crosses == "B" and again in kept:
+                kept.remove(again)
+                yield again
+            yield from pair
+            yield action
+            pair = ()

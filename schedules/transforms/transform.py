@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transforms: schedules made from schedules.
+
+Problem. Splitting the backward, or leaving it out, is the same edit for any schedule; coded into the families, it would
+be repeated in each of them.
+
+Idea. A transform is a generator function like a schedule's, but takes a schedule in place of sizes. The result is an
+ordinary `Schedule` whose factory is the transform and whose argument is the original schedule: it prints as the calls
+that made it, compares, pickles, and can be transformed again. Actions are generated only on demand.
+
+Invariant: ranks, microbatches, slices, placement and stage graph are those of the original schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, overload
+
+from schedules.language.actions import Action
+from schedules.language.schedule import UNLIMITED, Arguments, Factory, Limits, Schedule, Shape, without_rank
+
+
+@overload
+def transform(generator: Callable[Concatenate[int, Arguments], Iterator[Action]]) -> Factory[Arguments]: ...
+
+
+@overload
+def transform(
+    *, limits: Limits = UNLIMITED, backward: bool = True
+) -> Callable[[Callable[Concatenate[int, Arguments], Iterator[Action]]], Factory[Arguments]]: ...
+
+
+def transform(generator: Any = None, *, limits: Limits = UNLIMITED, backward: bool = True) -> Any:
+    """Turn a generator function `(rank, schedule, ...)` into a function from schedules to schedules.
+
+    Any other parameters must be hashable. `limits` declares the limits of the result, as functions of the arguments;
+    `KEPT` means those of the original schedule. If `backward` is false, the result is for inference. The resulting
+    function raises `TypeError` for anything but a `Schedule`.
+
+    >>> from schedules import check, gpipe, transform
+    >>> @transform
+    ... def backwards_last_first(rank, schedule):
+    ...     actions = list(schedule.actions(rank))
+    ...     yield from (action for action in actions if action.kind == "F")
+    ...     yield from (action for action in reversed(actions) if action.kind != "F")
+    >>> print(backwards_last_first(gpipe(ranks=2, microbatches=2)))
+    rank 0 |F0 F1 .  .  .  B1    B0    |
+    rank 1 |.  F0 F1 B1    B0    .  .  |
+    """
+
+    def decorate(generator: Callable[..., Iterator[Action]]) -> Factory[...]:
+        def shape(arguments: dict[str, Any]) -> Shape:
+            schedule = arguments["schedule"]
+            if not isinstance(schedule, Schedule):
+                raise TypeError(
+                    f"{generator.__name__}: got {schedule!r}, expected a Schedule. Call the factory first, as in "
+                    f"{generator.__name__}(one_f_one_b(ranks=4, microbatches=8))."
+                )
+            sizes = schedule.ranks, schedule.microbatches, schedule.placement, schedule.slices
+            return Shape(*sizes, backward and schedule.backward, schedule.graph)
+
+        return Factory(generator, without_rank(generator, "schedule"), shape, limits)
+
+    return decorate if generator is None else decorate(generator)
+
+
+KEPT = Limits(
+    memory=lambda rank, schedule, **others: schedule.memory(rank),
+    versions=lambda rank, schedule, **others: schedule.versions(rank),
+)
