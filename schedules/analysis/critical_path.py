@@ -19,7 +19,7 @@ from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import graph_of
 from schedules.replay.engine import Span
-from schedules.replay.outputs import Payload, inputs_of, payload_of
+from schedules.replay.outputs import Flow, flow_of, inputs_of
 
 
 class Stretch(NamedTuple):
@@ -90,7 +90,7 @@ class _SpanIndex:
         self.all = list(timeline)
         self.previous: dict[Action, Span] = {}
         self.following: dict[Action, Action] = {}
-        self.made: dict[Payload, Span] = {}
+        self.made: dict[Flow, Span] = {}
         self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
         self.sums: dict[tuple[int, int], Span] = {}  # its sum over replicas, if it has several
         last: dict[int, Span] = {}
@@ -103,7 +103,7 @@ class _SpanIndex:
             for action in (span.action, *([opener.action] if opener and opener.action.kind == "OVERLAP_F" else ())):
                 word = KINDS[action.kind]
                 if word.crosses:  # a pair's outputs leave at its end, so its second span replaces the first
-                    self.made[payload_of(action)] = span
+                    self.made[flow_of(action)] = span
                 if word.after == "done":
                     self.gradients[action.stage, span.rank] = span
                 if action.kind == "G":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from statistics import median
 from typing import Any, TypeAlias
 
 from schedules.errors import TimelineError
@@ -42,6 +41,8 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     >>> costs.F, costs.B, costs.comm
     ((1, 2), (2, 4), 1.5)
     """
+    from statistics import median  # rarely needed, and slow to import
+
     found, transfers = defaultdict[tuple[str, int], list[float]](list), list[float]()
     for timeline in map(list, timelines):
         transfers += _measure_transfers(timeline)
@@ -66,8 +67,8 @@ def _complete_times(stage: int, times: Times, backward: bool) -> Times:
     if forward is None or (whole is None and backward):
         raise TimelineError(
             f"stage {stage}: got spans of {sorted(times) or 'nothing'}, expected a forward"
-            f"{' and a backward' if backward else ''} of every stage. Pass one timeline of all ranks: fpipe.timeline "
-            "makes it of what each of them recorded in a step."
+            f"{' and a backward' if backward else ''} of every stage. Pass one timeline of all ranks, as "
+            "fpipe.timeline makes it from what each of them recorded in a step."
         )
     if whole is None:
         return {"F": forward, **times}

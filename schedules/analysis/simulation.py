@@ -95,7 +95,7 @@ def simulate(
         next(running)
     except StopIteration as done:
         played = done.value
-    return _total(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
+    return _sum_up(schedule, sizes, played.begin, played.clock, played.busy, played.peak, None)
 
 
 def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> Timeline:
@@ -128,7 +128,7 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
         busy[rank] += end - start
         held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices * schedule.backward
         peak[rank] = max(peak[rank], held[rank])
-    return _total(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
+    return _sum_up(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
 
 
 def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None = None) -> tuple[Levels, ...]:
@@ -168,7 +168,7 @@ def levels(changes: Iterable[tuple[float, float]]) -> Levels:
     return tuple(found)
 
 
-def _total(
+def _sum_up(
     schedule: Schedule,
     sizes: Sizes | None,
     begin: list[float],

@@ -46,7 +46,8 @@ class LoweredProgram(Protocol):
 class _RankState:
     """The state of one rank: messages made but not sent, sent but not waited for, arrived but not used.
 
-    - `step`: the current compute action and its messages, until it has run; `rest`: the remaining actions of the step.
+    - `turn`: the next compute action or pair and its messages, until it has run; `rest`: how many of its actions have
+      still to run, once the first has.
     - `needed`: the message the rank waits for.
     """
 
@@ -101,11 +102,9 @@ class _Channels:
         if action is None or action.peer is None:
             return self._compute(rank) and action is not None
         if rank.rest:
-            raise rank.violation(
-                "fused", "stands between the two actions of a fused pair", "Move it in front or behind."
-            )
+            raise rank.violation("fused", "splits a fused pair", "Move it before or after the pair.")
         if not (0 <= action.stage < self.placement.stages and 0 <= action.peer < self.placement.stages):
-            raise rank.violation("known_ends", "names a stage that does not exist", "Name the two stages of an edge.")
+            raise rank.violation("known_ends", "names a stage that does not exist", "Use the two stages of an edge.")
         word, _, what = action.kind.partition("_")
         if word == "RECV":
             return self._receive(rank, (what, action.peer, action.microbatch, action.stage, action.slice))
@@ -134,12 +133,16 @@ class _Channels:
     def _require_expected(self, rank: _RankState, expected: Action | None) -> None:
         """Raise `ScheduleError` if the current action is not the schedule's next one."""
         if rank.action != expected:
-            problem = f"stands where the program's schedule has {expected}" if expected else "is not in its schedule"
-            raise rank.violation("same_actions", problem, "Give a program the schedule of its compute actions.")
+            problem = f"runs where the schedule has {expected}" if expected else "is not in the schedule"
+            raise rank.violation(
+                "same_actions", problem, "Run the compute actions of the program's schedule, in its order."
+            )
 
     def _send(self, rank: _RankState, message: Message) -> bool:
         if message not in rank.made:
-            raise rank.violation("sent_once", "is sent before it is made, or again, or nobody needs it", _SENDS)
+            raise rank.violation(
+                "sent_once", "is sent before it is made, or twice, or to a stage that does not use it", _SENDS
+            )
         rank.made.remove(message)
         rank.sent.add(message)
         channel = rank.rank, target_of(message, self.placement)
@@ -151,7 +154,9 @@ class _Channels:
         _, s, i, _, _ = message
         source = self.placement.home(s, i)
         if source == rank.rank or target_of(message, self.placement) != rank.rank:
-            raise rank.violation("received_once", f"is no message for rank {rank.rank}", "Receive it where it is used.")
+            raise rank.violation(
+                "received_once", f"is not a message for rank {rank.rank}", "Receive it on the rank that uses it."
+            )
         self.receives[source, rank.rank].append(message)
         self._pass((source, rank.rank))
         return True
@@ -160,7 +165,7 @@ class _Channels:
         """Wait for a posted send. Return whether it has completed: it is no longer queued."""
         if message not in rank.sent:
             raise rank.violation(
-                "waited_once", "has no send before it, or was waited for", "Wait once, behind the send."
+                "waited_once", "waits for no earlier send, or waits twice", "Wait once, after the send."
             )
         if message in self.sends[rank.rank, target_of(message, self.placement)]:
             rank.needed = message
@@ -182,30 +187,31 @@ class _Channels:
 
     def _explain_disorder(self, channel: tuple[int, int]) -> ScheduleError:
         send, receive = self.sends[channel][0], self.receives[channel][0]
-        problem = f"{transfer('RECV', receive)} is posted where {transfer('SEND', send)} is next on its channel"
+        problem = f"{transfer('RECV', receive)} is posted, but {transfer('SEND', send)} is next on the channel"
         rank = self.ranks[channel[1]]
         return rank.violation("channel_order", problem, "Post both ends of a channel in the same order.")
 
     def _explain_deadlock(self, rank: _RankState) -> ScheduleError:
         """Return the error for ranks that are stuck: follow the waits to one that never ends, or to a cycle."""
-        seen = dict[int, None]()
+        seen = list[int]()
         while True:
             message = rank.needed
             assert message is not None, "a rank that is followed waits"
-            seen[rank.rank] = None
-            ends = self.placement.home(message[1], message[2]), target_of(message, self.placement)
+            seen.append(rank.rank)
+            channel = self.placement.home(message[1], message[2]), target_of(message, self.placement)
             send, receive = transfer("SEND", message), transfer("RECV", message)
-            if message in self.sends[ends]:
-                problem, repair = f"waits for {send}, for which no receive is posted", f"Post {receive} before that."
+            if message in self.sends[channel]:
+                problem, repair = f"waits for {send}, for which no receive is posted", f"Post {receive} earlier."
                 break
-            source = self.ranks[ends[0]]
+            source = self.ranks[channel[0]]
             if send not in source.remaining:
-                problem, repair = f"waits for {send}, which rank {source.rank} never does", f"Add it to rank {ends[0]}."
+                repair = f"Add it to rank {source.rank}."
+                problem = f"waits for {send}, which rank {source.rank} never runs"
                 break
             if source.rank in seen:
-                circle = list(seen)[list(seen).index(source.rank) :]
-                steps = (f"rank {one} at {self.ranks[one].action}" for one in circle)
-                problem = f"waits for {send}, and the ranks wait in a circle: {', '.join(steps)}"
+                cycle = seen[seen.index(source.rank) :]
+                waits = (f"rank {one} at {self.ranks[one].action}" for one in cycle)
+                problem = f"waits for {send}, and the ranks wait for each other: {', '.join(waits)}"
                 repair = "Reorder the actions or the transfers of one of these ranks."
                 break
             rank = source
@@ -222,7 +228,7 @@ class _Channels:
             raise rank.violation("nothing_left", left[0], "Make, send, receive and use every message once.")
 
 
-_SENDS = "Send each value once, behind the action that makes it, to a stage on another rank that uses it."
+_SENDS = "Send each value once, after the action that makes it, to a stage on another rank that uses it."
 END = Turn(0, (), [], [])
 
 

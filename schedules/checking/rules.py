@@ -25,7 +25,7 @@ from schedules.replay.dependencies import graph_of, wires
 from schedules.replay.engine import replay
 
 Rule: TypeAlias = Callable[[Progress, Actions], Actions]
-FREE = Costs(F=0, B=0, I=0, W=0)
+_FREE = Costs(F=0, B=0, I=0, W=0)
 
 
 def require_forward_before_backward(progress: Progress, actions: Actions) -> Actions:
@@ -41,11 +41,11 @@ def require_forward_before_backward(progress: Progress, actions: Actions) -> Act
             work = works[stage]
             if part is not None or work.stride > 1:
                 unit = work.unit(action)
-            stands = work.lives.get(unit, "")
-            if stands != before or (not stands and unit in work.finished):
-                stands = "done" if unit in work.finished else stands
+            state = work.lives.get(unit, "")
+            if state != before or (not state and unit in work.finished):
+                state = "done" if unit in work.finished else state
                 raise violation(
-                    "forward_before_backward", progress, position, action, *_explain_disorder(work, action, stands)
+                    "forward_before_backward", progress, position, action, *_explain_disorder(work, action, state)
                 )
             if after == "done":
                 work.lives.pop(unit, None)
@@ -59,7 +59,7 @@ def require_forward_before_backward(progress: Progress, actions: Actions) -> Act
 
 def _explain_no_backward(action: Action) -> tuple[str, str]:
     """Return the problem with this kind of action in a schedule without backwards, and the repair."""
-    problem = "is for a backward, and nothing comes back in this schedule"
+    problem = "serves a backward, and this schedule has no backwards"
     return problem, f"Write {action._replace(kind='F')}." if KINDS[action.kind].crosses == "F" else f"Drop {action}."
 
 
@@ -67,15 +67,15 @@ _MADE_BY = {"kept": "C", "forward": "F", "halved": "I"}
 _AGE = ("", "kept", "forward", "halved", "done")
 
 
-def _explain_disorder(work: Work, action: Action, stands: str) -> tuple[str, str]:
+def _explain_disorder(work: Work, action: Action, state: str) -> tuple[str, str]:
     needed = KINDS[action.kind].before
-    if stands == "kept" and needed == "forward":
+    if state == "kept" and needed == "forward":
         maker = f"{action.stage}{work.name_action('R', work.unit(action))}"
-        return f"comes before {maker}, and the forward kept its inputs only", f"Add {maker} before it."
-    if _AGE.index(stands) < _AGE.index(needed):
+        return f"comes before {maker}, and the forward saved only its inputs", f"Add {maker} before it."
+    if _AGE.index(state) < _AGE.index(needed):
         maker = f"{action.stage}{work.name_action(_MADE_BY[needed], work.unit(action))}"
-        return f"comes before {maker}", f"Add {maker} before it, or move it behind."
-    return "has run already, or the backward has", f"Drop {action}: each runs once, as B or as I and W."
+        return f"comes before {maker}", f"Add {maker} before it, or move it later."
+    return "has already run, or its backward has", f"Drop {action}: each runs once, as B or as I and W."
 
 
 def require_complete(progress: Progress, actions: Actions) -> Actions:
@@ -116,7 +116,7 @@ def require_fused(progress: Progress, actions: Actions) -> Actions:
         raise violation("fused", progress, position + 1, None, f"nothing overlaps with {opener}", _APART)
 
 
-_APART = "Put a B or I of another stage or microbatch directly behind the OVERLAP_F, or make it an F."
+_APART = "Put a B or I of another stage or microbatch right after the OVERLAP_F, or make it an F."
 
 
 def require_sliced(progress: Progress, actions: Actions) -> Actions:
@@ -150,7 +150,8 @@ def require_within_memory(progress: Progress, actions: Actions) -> Actions:
     for position, action in enumerate(actions):
         held += growth[action.kind]
         if held > limit:
-            problem = f"is activation {held / unit:g} at once, where the limit is {schedule.memory(progress.rank):g}"
+            limit, got = schedule.memory(progress.rank), held / unit
+            problem = f"needs memory for activations of {got:g} microbatches, more than the limit of {limit:g}"
             repair = "Run a backward before it, or raise the limit."
             raise violation("within_memory", progress, position, action, problem, repair)
         yield action
@@ -188,7 +189,7 @@ def rules_of(schedule: Schedule) -> tuple[Rule, ...]:
     return RULES + further
 
 
-def check(plan: Schedule | LoweredProgram, graph: Graph | None = None) -> None:
+def check(schedule: Schedule | LoweredProgram, graph: Graph | None = None) -> None:
     """Raise `ScheduleError` unless the schedule is correct for the stage graph (by default the chain of its stages).
 
     A correct schedule runs every compute action exactly once, on the right rank, within its own limits, and without
@@ -206,18 +207,22 @@ def check(plan: Schedule | LoweredProgram, graph: Graph | None = None) -> None:
     >>> check(impatient(ranks=1, microbatches=1))
     Traceback (most recent call last):
     schedules.errors.ScheduleError: rank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward]. \
-Add 0F0 before it, or move it behind.
+Add 0F0 before it, or move it later.
     """
-    if not isinstance(plan, Schedule):
-        if graph not in (None, plan.graph):
-            raise GraphError("got a program and another graph, expected none: it has its own. Leave the graph out.")
-        check(plan.schedule, plan.graph)
-        check_transfers(plan)
+    if not isinstance(schedule, Schedule):
+        program = schedule
+        if graph not in (None, program.graph):
+            raise GraphError(
+                "got a program and another graph, expected the program alone: it has its own graph. "
+                "Leave the graph out."
+            )
+        check(program.schedule, program.graph)
+        check_transfers(program)
         return
-    schedule, graph = plan, graph_of(plan, graph)
+    graph = graph_of(schedule, graph)
     books = [Progress(schedule, rank, graph) for rank in range(schedule.ranks)]
     streams = [_apply_rules(book) for book in books]
-    for _ in replay(schedule, streams, wires(schedule, graph, FREE, UNITS), FREE, spans=False):
+    for _ in replay(schedule, streams, wires(schedule, graph, _FREE, UNITS), _FREE, spans=False):
         pass
     require_updates_everywhere(books)
 

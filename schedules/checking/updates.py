@@ -34,7 +34,7 @@ def require_updated(progress: Progress, actions: Actions) -> Actions:
     for stage, work in progress.work.items():
         if work.versions and work.applied < progress.schedule.microbatches - work.stride:
             missing = Action("U", stage, work.microbatch(work.count - 1))
-            problem = f"{missing} never runs: gradients behind microbatch {work.applied} are in no update"
+            problem = f"{missing} never runs: no update applies the gradients after microbatch {work.applied}"
             raise violation("updated", progress, position + 1, None, problem, f"Add it to rank {progress.rank}.")
 
 
@@ -42,27 +42,27 @@ def _record_update(progress: Progress, position: int, action: Action) -> None:
     """Record an update: microbatches in flight keep the version they began with. Raise if it breaks a rule."""
     work, i = progress.work[action.stage], action.microbatch
     if not progress.schedule.backward:
-        problem = "has no gradient to use: nothing comes back in this schedule"
+        problem = "has no gradient to use: this schedule has no backwards"
         raise violation("updated", progress, position, action, problem, f"Drop {action}.")
     first = work.finished.prefix  # the first unit that is not finished
     late = first if first < work.count and work.microbatch(first) <= i else None
     if late is not None or i <= work.applied:
         problem = f"comes before the backward of microbatch {work.microbatch(late or 0)}"
         if late is None:
-            problem = f"has no gradient to use: microbatch {work.applied} is in an earlier update"
-        repair = "Put one update behind the last backward of the microbatches that it is for."
+            problem = f"has no new gradient to use: an earlier update applied microbatch {work.applied}"
+        repair = "Put one update after the last backward of the microbatches that it applies."
         raise violation("updated", progress, position, action, problem, repair)
     if work.replicated and not work.summed:
         problem = "comes before the gradients of the replicas are summed, and they would drift apart"
         summing = Action("G", action.stage, work.microbatch(work.count - 1))
-        raise violation("updated", progress, position, action, problem, f"Put it behind {summing}.")
+        raise violation("updated", progress, position, action, problem, f"Put it after {summing}.")
     _require_consistent(progress, position, action)
     began = {unit: work.began.get(unit, work.versions) for unit in work.lives}
     work.began, work.versions, work.applied = began, work.versions + 1, i
     kept, limit = len({work.versions, *began.values()}), progress.schedule.versions(progress.rank)
     work.kept = max(work.kept, kept)
     if kept > limit:
-        problem = f"makes {kept} versions of the weights to keep, where the limit is {limit:g}"
+        problem = f"would make {kept} versions of the weights to keep, more than the limit of {limit:g}"
         repair = "Let microbatches in flight finish first, or raise the limit."
         raise violation("updated", progress, position, action, problem, repair)
 
@@ -72,7 +72,7 @@ def _require_consistent(progress: Progress, position: int, action: Action) -> No
     work = progress.work[action.stage]
     if (work.replicated or work.tied) and action.microbatch != work.last:
         shared = "another rank holds the stage too" if work.replicated else "another stage holds some of its parameters"
-        problem = f"updates before microbatch {work.last}, and {shared}: its gradient is there once, at the end"
+        problem = f"updates before microbatch {work.last}, but {shared}: its gradient is complete only at the end"
         repair = f"Write one {action._replace(microbatch=work.last)}, after the last backward."
         raise violation("updated", progress, position, action, problem, repair)
     if (parted := work.first_partial_microbatch()) is not None:
@@ -103,13 +103,13 @@ def _find_problem(progress: Progress, action: Action) -> tuple[str, str]:
     work = progress.work[action.stage]
     last = Action("G", action.stage, work.microbatch(work.count - 1))
     if not work.replicated or not progress.schedule.backward:
-        return f"stage {action.stage} has no gradient of a replica to add", f"Drop {action}."
+        return f"stage {action.stage} has no replicas whose gradients could be summed", f"Drop {action}."
     if work.summed:
-        return "has run already", f"Drop {action}: gradients are summed once."
+        return "has already run", f"Drop {action}: gradients are summed once."
     if action != last:
-        return f"is not named by the last microbatch, {last.microbatch}, of the replica", f"Write {last}."
+        return f"is not named after the last microbatch that this rank runs, {last.microbatch}", f"Write {last}."
     if len(work.finished) < work.count:
-        return f"comes before the backward of microbatch {work.microbatch(work.finished.prefix)}", "Move it behind."
+        return f"comes before the backward of microbatch {work.microbatch(work.finished.prefix)}", "Move it later."
     return "", ""
 
 

@@ -86,7 +86,10 @@ def _scale(costs: Amounts, share: float) -> Amounts:
     values = {field.name: getattr(costs, field.name) for field in fields(costs) if field.name not in NO_WORK}
     for name, value in values.items():
         if isinstance(value, tuple):
-            raise UsageError(f"got {name}={value}, expected one number: a rank's, since stages differ. Give their sum.")
+            raise UsageError(
+                f"got {name}={value}, expected one number for a whole rank: the schedules differ in their stages. "
+                "Give the sum."
+            )
     return replace(costs, **{name: value * share for name, value in values.items() if value is not None})
 
 
@@ -98,7 +101,8 @@ def _require_equal(entries: Mapping[str, Entry]) -> None:
             expected, got = getattr(one.schedule, size), getattr(other.schedule, size)
             if got != expected:
                 raise UsageError(
-                    f"got {title} with {got} {size} and {first} with {expected}, expected as many. Choose --{size}."
+                    f"got {title} with {got} {size} and {first} with {expected}, expected the same number. "
+                    f"Choose --{size}."
                 )
 
 

@@ -29,8 +29,8 @@ def add_subjects(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--graph",
         metavar="EDGES",
-        help="stages that are no chain, as in 0-2,1-2: a value from each first to each second stage, and a cotangent "
-        "back; F0-2 is a value alone, B2-0 a cotangent alone, G0-2 a gradient of what both hold",
+        help="stages that do not form a chain, as in 0-2,1-2: a value from the first stage to the second, and a "
+        "cotangent back; F0-2 is a value alone, B2-0 a cotangent alone, G0-2 a gradient of what both hold",
     )
 
 
@@ -109,7 +109,7 @@ def fit(costs: Figures, schedule: Schedule) -> Figures:
         if isinstance(value, tuple) and len(value) != schedule.stages:
             raise UsageError(
                 f"got {len(value)} numbers for --{name}, expected {schedule.stages}: one for each stage of "
-                f"{schedule.factory.__name__}. Give as many, or one for all."
+                f"{schedule.factory.__name__}. Give {schedule.stages} numbers, or one for all stages."
             )
     return costs
 

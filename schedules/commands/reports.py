@@ -29,9 +29,9 @@ PAGE, SHARES, LONG = 120, 6, 100
 
 def print_names(options: argparse.Namespace) -> int:
     """Print the names of all schedules and transforms, with their parameters."""
-    print("schedules; each takes ranks and microbatches")
+    print("schedules (each takes ranks and microbatches)")
     _print_factories(built_in())
-    print("\ntransforms; behind a schedule")
+    print("\ntransforms (write them after a schedule)")
     _print_factories(transforms())
     return 0
 

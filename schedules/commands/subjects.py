@@ -34,7 +34,7 @@ from schedules.language.graph import chain
 from schedules.language.schedule import Factory, Schedule
 from schedules.transforms.connect import connect, parse_graph
 
-Value: TypeAlias = int | float | str | bool | None
+Argument: TypeAlias = int | float | str | bool | None
 
 
 class Subject(NamedTuple):
@@ -79,7 +79,7 @@ def subjects(words: Sequence[str], sizes: Mapping[str, int], graph: str | None =
                 for given in _combine(factory, phrase, {})
             ]
         else:
-            raise UsageError(f"got {phrase.name}, expected a schedule before it. Name the one that it is to change.")
+            raise UsageError(f"got {phrase.name}, expected a schedule before it. Name the schedule to transform.")
     return [one for group in found for one in group]
 
 
@@ -93,7 +93,7 @@ def phrases(words: Sequence[str]) -> Iterator[Phrase]:
     for word in words:
         pair = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word)
         if pair and phrase is None:
-            raise UsageError(f"got {word}, expected a schedule's name before it. Put it behind the name.")
+            raise UsageError(f"got {word}, expected a schedule's name before it. Put it after the name.")
         if pair and phrase:
             phrase.pairs[pair[1]] = _split_values(pair[2])
             continue
@@ -159,7 +159,7 @@ def _run_file(path: Path) -> object:
     return module
 
 
-def _combine(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> Iterator[dict[str, Value]]:
+def _combine(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) -> Iterator[dict[str, Argument]]:
     """Yield every combination of the values of the phrase's parameters, which may omit those in `sizes`."""
     known = parameters(factory)
     for name in phrase.pairs:
@@ -174,7 +174,7 @@ def _combine(factory: Factory[...], phrase: Phrase, sizes: Mapping[str, int]) ->
         yield dict(zip(phrase.pairs, chosen, strict=True))
 
 
-def _parse_value(parameter: inspect.Parameter, text: str) -> Value:
+def _parse_value(parameter: inspect.Parameter, text: str) -> Argument:
     """Return a number, true, false or none; or the text itself if the default is text."""
     if isinstance(parameter.default, str):
         return text
@@ -188,7 +188,7 @@ def _parse_value(parameter: inspect.Parameter, text: str) -> Value:
     raise UsageError(f"got {parameter.name}={text}, expected a number. Write it as in {parameter.name}=2.")
 
 
-_WORDS: Mapping[str, Value] = MappingProxyType({"true": True, "false": False, "none": None})
+_WORDS: Mapping[str, Argument] = MappingProxyType({"true": True, "false": False, "none": None})
 
 
 def _read_table(phrase: Phrase, graph: str | None) -> Subject:
@@ -206,7 +206,7 @@ def _read_table(phrase: Phrase, graph: str | None) -> Subject:
 
 
 def _make_subject(
-    factory: Factory[...], name: str, given: dict[str, Value], sizes: Mapping[str, int], graph: str | None
+    factory: Factory[...], name: str, given: dict[str, Argument], sizes: Mapping[str, int], graph: str | None
 ) -> Subject:
     def make() -> Schedule:
         schedule = factory(**{**sizes, **given})
@@ -215,10 +215,10 @@ def _make_subject(
     return Subject(_make_title(name, given), make)
 
 
-def _transform_subject(factory: Factory[...], name: str, given: dict[str, Value], one: Subject) -> Subject:
+def _transform_subject(factory: Factory[...], name: str, given: dict[str, Argument], one: Subject) -> Subject:
     return Subject(_make_title(name, given, one.title), lambda: factory(one.make(), **given))
 
 
-def _make_title(name: str, given: Mapping[str, Value], *first: str) -> str:
+def _make_title(name: str, given: Mapping[str, Argument], *first: str) -> str:
     inside = [*first, *(f"{parameter}={value}" for parameter, value in given.items())]
     return f"{name}({', '.join(inside)})" if inside else name

@@ -15,7 +15,7 @@ from schedules.drawing.strips import Strip, make_strip
 from schedules.language.costs import Sizes
 from schedules.language.graph import Graph, chain
 from schedules.replay.engine import Span
-from schedules.replay.outputs import Payload, payload_of
+from schedules.replay.outputs import Flow, flow_of
 
 Event: TypeAlias = dict[str, Any]
 
@@ -79,12 +79,12 @@ class _Process:
 
     def arrows(self, graph: Graph) -> Iterator[Event]:
         """Yield arrows from just before the end of each producing action to the start of each that uses its output."""
-        users: dict[Payload, Span] = {}
+        users: dict[Flow, Span] = {}
         for span in self.drawn.all_spans:
-            users.setdefault(payload_of(span.action), span)
+            users.setdefault(flow_of(span.action), span)
         count = 0
         for span in self.drawn.all_spans:
-            what, stage, microbatch, part = payload_of(span.action)
+            what, stage, microbatch, part = flow_of(span.action)
             ways = {"F": graph.feeds, "B": graph.pulls}.get(what)
             for target in ways[stage] if ways and stage < graph.stages else ():
                 user = users.get((what, target, microbatch, part))

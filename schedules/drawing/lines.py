@@ -219,9 +219,9 @@ def _draw_rank(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_C
         ends = range(width, len(body) + 1, width)
         lines[lane] += (_Cell(body[end - width : end], drawn.color(span), end == len(body)) for end in ends)
     for span in (span for span in ticks if span not in shown):
-        behind = max(0, ticks[span][0] - 1)
-        lines[0] += [idle] * (behind + 1 - len(lines[0]))
-        lines[0][behind] = lines[0][behind].with_letter(look_of(span.action.kind).letter)
+        at = max(0, ticks[span][0] - 1)
+        lines[0] += [idle] * (at + 1 - len(lines[0]))
+        lines[0][at] = lines[0][at].with_letter(look_of(span.action.kind).letter)
     for first, last in (grid.ticks(drawn, span) for span in row if span.waits):
         lines[0] += [idle] * (last - len(lines[0]))
         lines[0][first:last] = [waits if cell is idle else cell for cell in lines[0][first:last]]

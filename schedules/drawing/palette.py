@@ -32,7 +32,7 @@ LOOKS: Mapping[str, Look] = MappingProxyType(
     {
         "F": Look("F", "#56b4e9", "forward"),
         "C": Look("C", "#3f97dc", "checkpointed forward"),
-        "OVERLAP_F": Look("F", "#8c9cf0", "forward, overlapped with the backward behind it", "&"),
+        "OVERLAP_F": Look("F", "#8c9cf0", "forward, overlapped with the backward after it", "&"),
         "R": Look("R", "#cc79a7", "recomputation"),
         "B": Look("B", "#45c484", "backward"),
         "I": Look("I", "#e69f00", "backward, input half"),

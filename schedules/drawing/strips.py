@@ -116,7 +116,7 @@ def make_strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) ->
         if not (isfinite(span.start) and isfinite(span.end) and span.start <= span.end):
             raise TimelineError(
                 f"rank {span.rank}, {span.action}: got start {span.start} and end {span.end}, expected finite numbers, "
-                "the end not before the start. Look at the costs or the clock that it was made with."
+                "the end not before the start. Check the costs or the clock that it was made with."
             )
     held = dict(enumerate(map(set, stages)))
     for span in given:

@@ -23,7 +23,7 @@ from schedules.transforms.mirror import sum_replicas
 def _require_even(factory: str) -> Callable[..., None]:
     def require(ranks: int, microbatches: int) -> None:
         if ranks % 2:
-            reason = "an even number: with an odd one, the two directions want every rank at the same times"
+            reason = "an even number: with an odd one, the two directions need every rank at the same times"
             raise SizeError.of(factory, "ranks", ranks, reason, f"Choose ranks={ranks + 1}.")
 
     return require
@@ -93,7 +93,7 @@ def dualpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     place = min(rank, ranks - 1 - rank)
     for step in _dualpipe(place, ranks, max(-(-microbatches // 2), ranks - 1)):
         passes = (Action(kind, stage, 2 * k + (side ^ (rank != place))) for kind, stage, side, k in step)
-        yield from _fuse([action for action in passes if action.microbatch < microbatches])
+        yield from _as_pair([action for action in passes if action.microbatch < microbatches])
     yield from sum_replicas(rank, bidirectional(ranks), microbatches)
 
 
@@ -117,10 +117,10 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     rank 1 |.   1F0 2F0 1F1 2F1 1F2 2B0     2F2&1B0     2B1     1B1     .   2I2 1I2 2W2 1W2 |
     """
     for step in _dualpipe(rank, 2 * ranks, max(microbatches, 2 * ranks - 1)):
-        yield from _fuse([Action(kind, stage, k) for kind, stage, _, k in step if k < microbatches])
+        yield from _as_pair([Action(kind, stage, k) for kind, stage, _, k in step if k < microbatches])
 
 
-def _fuse(actions: list[Action]) -> list[Action]:
+def _as_pair(actions: list[Action]) -> list[Action]:
     """Return two passes as a fused pair, and one as it is."""
     return actions if len(actions) < 2 else [actions[0]._replace(kind="OVERLAP_F"), actions[1]]
 

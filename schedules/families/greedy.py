@@ -186,9 +186,7 @@ def _require_possible(ranks: int, microbatches: int, memory: float, costs: Costs
     if not memory >= 1:
         raise SizeError.of("zb_auto", "memory", memory, "at least 1: one microbatch", "Choose memory >= 1.")
     if not isinstance(costs, Costs):
-        raise SizeError.of(
-            "zb_auto", "costs", costs, "costs, for which to find an order", "Write Costs(F=1, I=1, W=1)."
-        )
+        raise SizeError.of("zb_auto", "costs", costs, "Costs to find an order for", "Pass Costs(F=1, I=1, W=1).")
     if not 0 < residual <= 1:
         raise SizeError.of("zb_auto", "residual", residual, "a share above 0, at most 1", "Choose residual=1 for all.")
 

@@ -16,11 +16,11 @@ from schedules.language.actions import Action, B, F
 from schedules.language.placement import linear
 from schedules.language.schedule import Limits, schedule
 
-Item = TypeVar("Item")
+Element = TypeVar("Element")
 Maker: TypeAlias = Callable[[int, int], Action]
 
 
-def alternate(ahead: int, forwards: Iterator[Item], backwards: Iterator[Item]) -> Iterator[Item]:
+def alternate(ahead: int, forwards: Iterator[Element], backwards: Iterator[Element]) -> Iterator[Element]:
     """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     >>> list(alternate(1, iter("FGH"), iter("bcd")))

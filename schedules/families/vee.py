@@ -123,9 +123,9 @@ def least_memory(ranks: int) -> int:
 
 def _require_enough(ranks: int, microbatches: int, memory: int) -> None:
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < least_memory(ranks):
-        expected = f"an integer of at least {least_memory(ranks)}, the activations of chunks that {ranks} ranks need"
+        expected = f"an integer of at least {least_memory(ranks)}, the chunk activations that {ranks} ranks need"
         raise SizeError.of(
-            "v_schedule", "memory", memory, expected, f"Choose memory={least_memory(ranks)}, which is v_min."
+            "v_schedule", "memory", memory, expected, f"Choose memory={least_memory(ranks)}, which gives v_min."
         )
 
 

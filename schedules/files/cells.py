@@ -62,7 +62,7 @@ _EXPECTED = (
     "a compute action such as 3F0, 3B0, 3I0 or 3W0, a pair such as (3F1;3B0)OVERLAP_F_B, or nothing. "
     "Leave transfers out: lower() inserts them.",
     "an action such as 3F0, a transfer such as 2SEND_F1>5, or 2SEND_F1 if it goes to the next stage, a pair such as "
-    "(3F1;3B0)OVERLAP_F_B, or nothing. Write the action so, or leave the cell empty.",
+    "(3F1;3B0)OVERLAP_F_B, or nothing. Correct the cell, or leave it empty.",
 )
 
 
@@ -83,10 +83,10 @@ Notation: TypeAlias = Callable[[ScheduleOrProgram, int], str]
 
 def own(plan: ScheduleOrProgram, rank: int) -> str:
     """Return the line of `rank` in our notation: every action in its text form, a fused pair in one cell."""
-    return _fuse(",".join(map(str, plan.actions(rank))))
+    return _join_pairs(",".join(map(str, plan.actions(rank))))
 
 
-def _fuse(line: str) -> str:
+def _join_pairs(line: str) -> str:
     return re.sub(r"([0-9]+)OVERLAP_(F[0-9.]+),([0-9]+[BI][0-9.]+)", r"(\1\2;\3)OVERLAP_F_B", line)
 
 
@@ -114,9 +114,9 @@ def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
         if plan is schedule
         else _add_sharding(rank, schedule, actions)
     )
-    line = _fuse(",".join(words))
+    line = _join_pairs(",".join(words))
     if lone := _LONE.search(line):
-        raise TableError(f"rank {rank}: got {lone[0]}, expected 3B0 or 3I0 directly behind it. Put one there.")
+        raise TableError(f"rank {rank}: got {lone[0]}, expected a B or I right after it, such as 3B0. Add one.")
     return line
 
 
@@ -144,5 +144,5 @@ def _write_cell(rank: int, action: Action) -> str:
     return f"{stage}{kind}{microbatch}"
 
 
-_NO_WORD = "torch.distributed.pipelining cannot read it: write it in our own words."
+_NO_WORD = "torch.distributed.pipelining cannot read it. Write it in our own notation."
 _LONE = re.compile(r"[0-9]+OVERLAP_F[0-9]+")

@@ -47,7 +47,7 @@ def _infer_shape(arguments: dict[str, Any]) -> Shape:
             home = homes.setdefault((action.stage, action.microbatch % 2), rank)
             if home != rank:
                 raise TableError(
-                    f"stage {action.stage} stands on line {home + 1} and on line {rank + 1}, expected one line for "
+                    f"stage {action.stage} is on line {home + 1} and on line {rank + 1}, expected one line for "
                     "each stage, or one for its even microbatches and one for its odd ones. "
                     f"Move {action} and the stage's other actions to one of them."
                 )
@@ -59,18 +59,20 @@ def _infer_shape(arguments: dict[str, Any]) -> Shape:
 
 def _require_texts(rows: object) -> None:
     if not isinstance(rows, tuple) or not rows or not all(isinstance(row, str) for row in rows):
-        raise TableError(f"got rows={rows!r}, expected a tuple with one text per rank. Write at least one line.")
+        raise TableError(f"got rows={rows!r}, expected a tuple with one string per rank. Write at least one line.")
 
 
 def _infer_placement(ranks: int, homes: Homes) -> Placement:
     for rank in range(ranks):
         if rank not in homes.values():
-            raise TableError(f"line {rank + 1}: got no action, expected some. Drop the line: a rank holds a stage.")
+            raise TableError(
+                f"line {rank + 1}: got no action, expected at least one: every rank holds a stage. Drop the line."
+            )
     stages = sorted({stage for stage, _ in homes})
     for stage, found in enumerate(stages):
         if stage != found:
             raise TableError(
-                f"stage {stage} stands on no line, but stage {stages[-1]} does. Number the stages from 0 without gaps."
+                f"stage {stage} is on no line, but stage {stages[-1]} is. Number the stages from 0 without gaps."
             )
     even, odd = (tuple(homes.get((s, side), homes.get((s, 1 - side), 0)) for s in stages) for side in (0, 1))
     return Placement(ranks, even, () if even == odd else (odd,))

@@ -52,18 +52,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "W": Kind("weight half of the backward: gradients of weights", "", "halved", "done"),
         "C": Kind("checkpointed forward: keeps its inputs only", "", "", "kept", "F"),
         "R": Kind("recomputation of a checkpointed forward, for its backward", "", "kept", "forward"),
-        "OVERLAP_F": Kind("forward, overlapped with the backward behind it", "", "", "forward", "F"),
+        "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "", "forward", "F"),
         "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),
         "U": Kind("update of the weights with the gradients up to this microbatch: a new version"),
         "SEND_F": Kind("post the send of a value to a later stage", ">"),
         "RECV_F": Kind("post the receive of a value from an earlier stage", "<"),
-        "WAIT_F": Kind("let go of a sent value: the later stage has consumed it", ">"),
+        "WAIT_F": Kind("release a sent value: the later stage has consumed it", ">"),
         "SEND_B": Kind("post the send of a cotangent to an earlier stage", ">"),
         "RECV_B": Kind("post the receive of a cotangent from a later stage", "<"),
-        "WAIT_B": Kind("let go of a sent cotangent: the earlier stage has consumed it", ">"),
+        "WAIT_B": Kind("release a sent cotangent: the earlier stage has consumed it", ">"),
         "SEND_G": Kind("post the send of the gradient summed up to this microbatch to another holder", ">"),
         "RECV_G": Kind("post the receive of that gradient from another holder", "<"),
-        "WAIT_G": Kind("let go of a sent gradient: the other holder has it", ">"),
+        "WAIT_G": Kind("release a sent gradient: the other holder has it", ">"),
     }
 )
 
@@ -98,47 +98,47 @@ class Action(NamedTuple):
         return f"Action({kind!r}, {stage}, {microbatch}{'' if peer is None else f', {peer}'}{cut})"
 
 
-_new = tuple.__new__  # the same as Action(...) in half the time; schedules make these calls by the million
+new_tuple = tuple.__new__  # `new_tuple(Action, ...)` takes half the time of `Action(...)`; it is called by the million
 
 
 def F(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return the forward of one microbatch, or of one slice of it, through one stage."""
-    return _new(Action, ("F", stage, microbatch, None, slice))
+    return new_tuple(Action, ("F", stage, microbatch, None, slice))
 
 
 def B(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return the full backward: gradients of the stage's inputs and weights."""
-    return _new(Action, ("B", stage, microbatch, None, slice))
+    return new_tuple(Action, ("B", stage, microbatch, None, slice))
 
 
 def I(stage: int, microbatch: int, slice: int | None = None) -> Action:  # noqa: E743 - the standard name
     """Return the input half of the backward: gradients of the inputs only (arXiv 2401.10241, section 2, there `B`)."""
-    return _new(Action, ("I", stage, microbatch, None, slice))
+    return new_tuple(Action, ("I", stage, microbatch, None, slice))
 
 
 def W(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return the weight half of the backward: gradients of the stage's weights (arXiv 2401.10241, section 2)."""
-    return _new(Action, ("W", stage, microbatch, None, slice))
+    return new_tuple(Action, ("W", stage, microbatch, None, slice))
 
 
 def C(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return a checkpointed forward: it saves only its inputs, so its backward needs an `R` (arXiv 1604.06174)."""
-    return _new(Action, ("C", stage, microbatch, None, slice))
+    return new_tuple(Action, ("C", stage, microbatch, None, slice))
 
 
 def R(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return the recomputation: the forward again from its saved inputs, now saving all that the backward needs."""
-    return _new(Action, ("R", stage, microbatch, None, slice))
+    return new_tuple(Action, ("R", stage, microbatch, None, slice))
 
 
 def G(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return the sum of the gradients of all replicas; `microbatch` is the last one that this rank's replica runs."""
-    return _new(Action, ("G", stage, microbatch, None, slice))
+    return new_tuple(Action, ("G", stage, microbatch, None, slice))
 
 
 def U(stage: int, microbatch: int, slice: int | None = None) -> Action:
     """Return the weight update that applies all gradients up to `microbatch` not yet applied: a new version."""
-    return _new(Action, ("U", stage, microbatch, None, slice))
+    return new_tuple(Action, ("U", stage, microbatch, None, slice))
 
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"  # bounded: no longer number is valid, and int() would raise its own error
@@ -158,8 +158,8 @@ def parse(text: str) -> Action:
     if not found or found[2] not in KINDS or (found[5] or "") != KINDS[found[2]].mark:
         known = " ".join(KINDS)
         raise VocabularyError(
-            f"got {text!r}, expected <stage><kind><microbatch> as in 3F0, or 3F0.2 for a slice, with the peer stage "
-            f"behind it for a transfer as in 2SEND_F1>5 or 5RECV_F1<2. Use one of the kinds {known}, and no blanks."
+            f"got {text!r}, expected <stage><kind><microbatch> as in 3F0, or 3F0.2 for a slice; a transfer ends "
+            f"with its peer stage, as in 2SEND_F1>5 or 5RECV_F1<2. Use one of the kinds {known}, and no blanks."
         )
     part, peer = (None if number is None else int(number) for number in (found[4], found[6]))
     return Action(found[2], int(found[1]), int(found[3]), peer, part)

@@ -38,7 +38,7 @@ def _require_costs(values: Costs | Link | Sizes, *names: str) -> None:
     for name in names:
         cost = getattr(values, name)
         if not all(map(_is_cost, cost if isinstance(cost, tuple) else (cost,))):
-            raise _size_error(values, name, "a finite number of at least 0, or a tuple of them: one for each stage")
+            raise _size_error(values, name, "a finite number of at least 0, or a tuple with one for each stage")
 
 
 def _require_number(values: Costs | Link, name: str) -> None:
@@ -51,7 +51,7 @@ def _is_cost(number: object) -> bool:
 
 
 def _size_error(values: Costs | Link | Sizes, name: str, expected: str) -> SizeError:
-    return SizeError.of(type(values).__name__, name, getattr(values, name), expected, f"Choose another {name}.")
+    return SizeError.of(type(values).__name__, name, getattr(values, name), expected, f"Correct {name}.")
 
 
 @dataclass(frozen=True)

@@ -44,18 +44,18 @@ def _has_valid_slice(action: Action, slices: int) -> bool:
 def _explain_misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
     """Return the problem with the action, and the repair."""
     if type(action) is not Action:
-        return f"no compute action, but {action!r}", "Yield F(stage, microbatch) and the like."
+        return f"got {action!r}, expected an action", "Yield actions such as F(stage, microbatch)."
     if action.kind not in _COMPUTE or action.peer is not None:
         kinds = ", ".join(_COMPUTE)
-        return "no compute action", f"Yield only {kinds}; transfers are inserted by lower()."
+        return "is not a compute action", f"Yield only {kinds}; lower() inserts the transfers."
     if not type(action.stage) is type(action.microbatch) is int:
-        return f"got {tuple(action)}, expected integers", "Name stage and microbatch by an int each."
+        return f"got {tuple(action)}, expected integers", "Make stage and microbatch ints."
     if not 0 <= action.stage < schedule.stages:
         return f"stage {action.stage} does not exist", f"Use stages 0 to {schedule.stages - 1}."
     if not 0 <= action.microbatch < schedule.microbatches:
         return f"microbatch {action.microbatch} does not exist", f"Use microbatches 0 to {schedule.microbatches - 1}."
     if schedule.slices == 1 or not KINDS[action.kind].after:
-        return f"slice {action.slice} does not exist", "Leave the slice out: this is not done by slices."
+        return f"slice {action.slice} does not exist", "Leave the slice out: this action has none."
     return f"slice {action.slice} does not exist", f"Use slices 0 to {schedule.slices - 1}."
 
 

@@ -36,11 +36,11 @@ class Placement:
 
     def __post_init__(self) -> None:
         if len(self.mirrors) > 1:
-            raise SizeError.of("Placement", "mirrors", self.mirrors, "one at most", "Use two routes.")
+            raise SizeError.of("Placement", "mirrors", self.mirrors, "at most one", "Use at most two routes.")
         for homes in self.routes:
             if len(homes) != len(self.homes) or not all(0 <= rank < self.ranks for rank in homes):
                 expected = f"a rank from 0 to {self.ranks - 1} for each of {len(self.homes)} stages"
-                raise SizeError.of("Placement", "homes", homes, expected, "Give every stage one of the ranks.")
+                raise SizeError.of("Placement", "homes", homes, expected, "Assign every stage to one of the ranks.")
 
     @property
     def stages(self) -> int:

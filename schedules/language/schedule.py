@@ -205,7 +205,7 @@ def without_rank(generator: Callable[..., Actions], *first: str) -> inspect.Sign
     if names[: len(expected)] != expected:
         raise TypeError(
             f"{generator.__name__}: got parameters {names}, expected them to begin with {', '.join(expected)}. "
-            "Write the generator of one rank, and take what it needs by these names."
+            "Write a generator for one rank that takes these parameters first."
         )
     return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=Schedule)
 

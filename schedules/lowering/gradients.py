@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a rank sends gradients to other ranks, and which gradients it waits for.
 
-Gradients travel once per step, and there are two reasons to send one:
+GradientExchange travel once per step, and there are two reasons to send one:
 
 - A stage has replicas. Each replica sends its part to the others once its last backward has run; each `G` waits for
   the parts of the others and adds them up.
@@ -18,7 +18,7 @@ from schedules.language.schedule import Schedule
 from schedules.lowering.messages import Message
 
 
-class Gradients:
+class GradientExchange:
     """The gradients that `rank` exchanges with the ranks in `peers`.
 
     `backwards_left` counts, per stage, the backwards that `rank` has still to run; `received` are the stages whose

@@ -12,9 +12,9 @@ from schedules.language.actions import Action
 Message: TypeAlias = tuple[str, int, int, int, int | None]
 """The payload (`F` value, `B` cotangent, `G` gradient), source stage, microbatch, target stage and slice."""
 
-SEND: Mapping[str, str] = MappingProxyType({"F": "SEND_F", "B": "SEND_B", "G": "SEND_G"})
-RECEIVE: Mapping[str, str] = MappingProxyType({"F": "RECV_F", "B": "RECV_B", "G": "RECV_G"})
-WAIT: Mapping[str, str] = MappingProxyType({"F": "WAIT_F", "B": "WAIT_B", "G": "WAIT_G"})
+SENDS: Mapping[str, str] = MappingProxyType({"F": "SEND_F", "B": "SEND_B", "G": "SEND_G"})
+RECEIVES: Mapping[str, str] = MappingProxyType({"F": "RECV_F", "B": "RECV_B", "G": "RECV_G"})
+WAITS: Mapping[str, str] = MappingProxyType({"F": "WAIT_F", "B": "WAIT_B", "G": "WAIT_G"})
 
 
 def transfer(word: str, message: Message) -> Action:

@@ -27,17 +27,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import Action
+from schedules.language.actions import Action, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.membership import require_fitting
 from schedules.language.picture import picture
 from schedules.language.schedule import Schedule
-from schedules.lowering.messages import RECEIVE, SEND, WAIT, Message, transfer
+from schedules.lowering.messages import RECEIVES, SENDS, WAITS, Message, transfer
 from schedules.lowering.turns import Turn, Turns
 from schedules.replay.dependencies import graph_of
 
 LOOK_AHEAD = 1
-_make = tuple.__new__  # fast: transfers are made by the million
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class _Lowering:
             yield from posts + self._run(ahead.popleft()) if len(ahead) > LOOK_AHEAD else posts
         for turn in ahead:
             yield from self._run(turn)
-        yield from (_make(Action, (WAIT[what], s, i, t, part)) for what, s, i, t, part in self.unconfirmed)
+        yield from (new_tuple(Action, (WAITS[what], s, i, t, part)) for what, s, i, t, part in self.unconfirmed)
 
     def _post(self, turn: Turn) -> list[Action]:
         """Return the receives to post for the turn, in each source's send order, up to the last one needed."""
@@ -142,7 +141,7 @@ class _Lowering:
             for earlier, vouched in self.incoming[source]:
                 posted[earlier] = vouched
                 what, s, i, t, part = earlier
-                posts.append(_make(Action, (RECEIVE[what], t, i, s, part)))
+                posts.append(new_tuple(Action, (RECEIVES[what], t, i, s, part)))
                 if earlier == message:
                     break
             else:
@@ -156,7 +155,7 @@ class _Lowering:
         for message in turn.sends:
             unconfirmed[message] = None
             what, s, i, t, part = message
-            actions.append(_make(Action, (SEND[what], s, i, t, part)))
+            actions.append(new_tuple(Action, (SENDS[what], s, i, t, part)))
         for message in turn.waits:
             if message not in posted:
                 raise self._stranded(turn, message, "which an earlier action has consumed")
@@ -165,7 +164,7 @@ class _Lowering:
                     raise self._stranded(turn, message, f"but its sender needs {transfer('SEND', sent)} first")
                 del unconfirmed[sent]
                 what, s, i, t, part = sent
-                actions.append(_make(Action, (WAIT[what], s, i, t, part)))
+                actions.append(new_tuple(Action, (WAITS[what], s, i, t, part)))
         return actions
 
     def _stranded(self, turn: Turn, message: Message, why: str) -> ScheduleError:

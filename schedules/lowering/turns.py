@@ -2,7 +2,7 @@
 """What a rank exchanges with other ranks, action by action.
 
 Values and cotangents cross the edges of the stage graph with every microbatch: per kind of action and stage, they are
-looked up in a table that is made once. Gradients travel once per step (`schedules.lowering.gradients`).
+looked up in a table that is made once. GradientExchange travel once per step (`schedules.lowering.gradients`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from typing import NamedTuple
 
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import KINDS, Action, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
-from schedules.lowering.gradients import Gradients
+from schedules.lowering.gradients import GradientExchange
 from schedules.lowering.messages import Message
-
-_make = tuple.__new__  # fast: turns are made by the million
 
 
 class Turn(NamedTuple):
@@ -46,7 +44,7 @@ class Turns:
         self.schedule, self.graph, self.rank = schedule, graph, rank
         self.peers = {*range(schedule.ranks)} - {rank} if peers is None else peers
         self.routes = schedule.placement.routes
-        self.gradients = Gradients(schedule, graph, rank, self.peers)
+        self.gradients = GradientExchange(schedule, graph, rank, self.peers)
         self.exchanges: dict[str, dict[int, _Exchange]] = {kind: {} for kind, word in KINDS.items() if not word.mark}
         for route, homes in enumerate(self.routes):
             for s in (s for s in schedule.placement.stages_on(rank) if homes[s] == rank):
@@ -78,7 +76,7 @@ class Turns:
             if gradients:
                 waits = [*waits, *self.gradients.needed_by(kind, s)]
                 sends = [*sends, *self.gradients.completed_by(kind, s)]
-            turn = _make(Turn, (position, (action,), waits, sends))
+            turn = new_tuple(Turn, (position, (action,), waits, sends))
             if opener is not None:
                 yield Turn(opener.position, (*opener.actions, action), opener.waits + waits, opener.sends + sends)
                 opener = None

@@ -59,7 +59,7 @@ class Partial(dict[int, float]):
         """Do nothing: the gradient is one for all units."""
 
 
-class Row(NamedTuple):
+class Wire(NamedTuple):
     """One kind of action on one stage of one rank: what it takes, what it gives with the transfer times, its costs.
 
     `grows` is the change in the rank's memory; `fused` is true if the next action is its partner in a fused pair.
@@ -72,7 +72,7 @@ class Row(NamedTuple):
     fused: bool
 
 
-Wires: TypeAlias = list[dict[str, dict[int, Row]]]
+Wires: TypeAlias = list[dict[str, dict[int, Wire]]]
 _Key: TypeAlias = tuple[str, int, int]  # a kind, or a payload kind, or `done`; stage and route
 
 
@@ -83,7 +83,7 @@ def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
     if graph.stages != schedule.stages:
         raise GraphError(
             f"got a graph of {graph.stages} stages for {schedule!r}, expected {schedule.stages}. "
-            "Cut the model into as many stages as the schedule drives, or change the schedule's ranks or chunks."
+            f"Cut the model into {schedule.stages} stages, or change the schedule's ranks or chunks."
         )
     return graph
 
@@ -141,7 +141,7 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
                 gives += given.get(("done", s, route), ()) if word.after == "done" else ()
                 share = schedule.slices if word.after else 1
                 time, grows = costs.time(kind, s) / share, sizes.growth(kind, s) / share * schedule.backward
-                rows[s * R + route] = Row(tuple(takes), tuple(gives), time, grows, kind == "OVERLAP_F")
+                rows[s * R + route] = Wire(tuple(takes), tuple(gives), time, grows, kind == "OVERLAP_F")
     return table
 
 

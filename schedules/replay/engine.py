@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Play all ranks together: in which order actions can run, and when each one ends.
 
-Checking, simulating and drawing ask the same question: if each rank runs its actions in order and waits for its inputs,
-how far does each rank get, and when does each action end? `replay` answers it in one loop over all actions, holding
-only what is in flight. A rank is state until it blocks on a crossing; the rank that produces that crossing pushes it
-back onto the stack of runnable ranks. The stack is last in, first out, so a rank resumes soon after its input arrives.
+Problem. Checking, simulating and drawing ask the same question: if each rank runs its actions in order and waits for
+its inputs, how far does each rank get, and when does each action end?
+
+Idea. `replay` answers it in one loop over all actions, holding only what is in flight. A rank is played until it blocks
+on a crossing; the rank that produces that crossing pushes it back onto the stack of runnable ranks. The stack is last
+in, first out, so a rank resumes soon after its input arrives.
 
 A fused pair runs as one action: it starts once the inputs of both actions are there, and both outputs leave at its end.
 
@@ -13,9 +15,8 @@ Invariant: no rank waits for something that has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from math import inf
-from random import Random
 from typing import NamedTuple, TypeAlias
 
 from schedules.errors import ScheduleError
@@ -23,7 +24,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.costs import Costs
 from schedules.language.membership import require_fitting
 from schedules.language.schedule import Schedule
-from schedules.replay.dependencies import Crossing, Row, Wires
+from schedules.replay.dependencies import Crossing, Wire, Wires
 from schedules.replay.outputs import unit_of
 
 Gives: TypeAlias = tuple[tuple[Crossing, float], ...]
@@ -60,20 +61,27 @@ class ReplayState:
     - `heads`: the next action, `None` at the end; `partners`: the one after it, if it has been read; `streams`: the
       rest.
     - `waits`: the crossing the rank is blocked on.
-    - `draws`: the rank's random numbers, for jitter.
+    - `draws`: the rank's random numbers, if there is jitter.
     - `begin`, `clock`: when the first action began and the last one ended; `busy`: the time spent in actions.
     - `held`, `peak`: current and peak memory.
     """
 
-    def __init__(self, streams: Sequence[Iterator[Action]], seed: int) -> None:
+    def __init__(self, streams: Sequence[Iterator[Action]], costs: Costs) -> None:
         P = len(streams)
-        self.draws = [Random(f"{seed}/{rank}").uniform for rank in range(P)]
+        self.draws = _make_draws(costs.seed, P) if costs.jitter else ()
         self.streams = streams
         self.heads = [next(stream, None) for stream in streams]
         self.partners: list[Action | None] = [None] * P
         self.waits: list[Crossing | None] = [None] * P
         self.begin, self.clock, self.busy = [inf] * P, [0.0] * P, [0.0] * P
         self.held, self.peak = [0.0] * P, [0.0] * P
+
+
+def _make_draws(seed: int, ranks: int) -> Sequence[Callable[[float, float], float]]:
+    """Return a generator of uniform random numbers for each rank."""
+    from random import Random  # it is rarely needed, and slow to import
+
+    return [Random(f"{seed}/{rank}").uniform for rank in range(ranks)]
 
 
 def replay(
@@ -86,7 +94,7 @@ def replay(
     linear in the number of actions; memory is proportional to what is in flight.
     """
     try:
-        state = ReplayState(streams, costs.seed)
+        state = ReplayState(streams, costs)
         yield from _play(schedule, state, wires, costs, spans)
     except ScheduleError:
         raise
@@ -106,56 +114,71 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
     batch: list[Span] = []
     ready = [*reversed(range(len(wires)))]
     while ready:
+        # Resume a rank where it blocked. Its state is in local variables as long as it runs.
         rank = ready.pop()
-        pending: Pending = ()  # outputs of the first action of a pair
+        pending: Pending = ()  # the outputs of the first action of a pair, until the pair ends
         rows, stream, action = wires[rank], state.streams[rank], state.heads[rank]
         now, busy, held, peak = state.clock[rank], state.busy[rank], state.held[rank], state.peak[rank]
+
         while action is not None:
+            # Look up what the action takes, gives and costs.
             kind, stage, unit, _, part = action
             takes, gives, time, grows, fused = rows[kind][stage if R == 1 else stage * R + unit % R]
             if part is not None:
                 unit = unit * slices + part
+
+            # Find when it can start: its rank is free, and its inputs are there; for a pair, those of both actions. If
+            # one is missing, the rank blocks.
             start = now
             if fused and (start := max(now, _find_pair_start(schedule, state, rank, rows))) == inf:
                 break
+            blocked = False
             for crossing in takes:
                 if (arrived := crossing.arrived.get(unit)) is None:
                     crossing.wanted, state.waits[rank] = unit, crossing
+                    blocked = True
                     break
                 if arrived > start:
                     start = arrived
-            else:
-                for crossing in takes:
-                    del crossing.arrived[unit]
-                if jitter:
-                    time *= state.draws[rank](1 - jitter, 1 + jitter)
-                if not now:
-                    state.begin[rank] = min(start, state.begin[rank])
-                now = start + time
-                busy += time
-                held += grows
-                if held > peak:
-                    peak = held
-                if spans:
-                    batch.append(Span(rank, action, start, now))
-                    if len(batch) == SPANS_AT_ONCE:
-                        yield batch
-                        batch = []
-                if fused:
-                    pending = gives, unit
-                    action, state.partners[rank] = state.partners[rank], None
-                    continue
-                for crossing, delay in gives:
-                    crossing.arrived[unit] = now + delay
-                    if crossing.wanted == unit:
-                        crossing.wanted = None
-                        ready.append(crossing.consumer)
-                if pending:
-                    _deliver(*pending, now, ready)
-                    pending = ()
-                action = next(stream, None)
+            if blocked:
+                break
+
+            # Run it: use the inputs up, and move the clock on.
+            for crossing in takes:
+                del crossing.arrived[unit]
+            if jitter:
+                time *= state.draws[rank](1 - jitter, 1 + jitter)
+            if not now:
+                state.begin[rank] = min(start, state.begin[rank])
+            now = start + time
+            busy += time
+            held += grows
+            if held > peak:
+                peak = held
+            if spans:
+                batch.append(Span(rank, action, start, now))
+                if len(batch) == SPANS_AT_ONCE:
+                    yield batch
+                    batch = []
+
+            # The outputs of the first action of a pair leave when the second one ends.
+            if fused:
+                pending = gives, unit
+                action, state.partners[rank] = state.partners[rank], None
                 continue
-            break
+
+            # Send the outputs, and wake the ranks that wait for them.
+            for crossing, delay in gives:
+                crossing.arrived[unit] = now + delay
+                if crossing.wanted == unit:
+                    crossing.wanted = None
+                    ready.append(crossing.consumer)
+            if pending:
+                _deliver(*pending, now, ready)
+                pending = ()
+            action = next(stream, None)
+
+        # Save the state of the rank: it has blocked or ended.
         state.heads[rank] = action
         state.clock[rank], state.busy[rank], state.held[rank], state.peak[rank] = now, busy, held, peak
     if batch:
@@ -171,7 +194,7 @@ def _deliver(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
             ready.append(crossing.consumer)
 
 
-def _find_pair_start(schedule: Schedule, state: ReplayState, rank: int, rows: dict[str, dict[int, Row]]) -> float:
+def _find_pair_start(schedule: Schedule, state: ReplayState, rank: int, rows: dict[str, dict[int, Wire]]) -> float:
     """Return when the inputs of a fused pair's second action are there, or infinity if they are not: the pair waits."""
     if state.partners[rank] is None:
         state.partners[rank] = next(state.streams[rank], None)
@@ -197,30 +220,34 @@ def _explain_deadlock(schedule: Schedule, state: ReplayState) -> ScheduleError:
     """
     ahead = [[a for a in (head, partner) if a] for head, partner in zip(state.heads, state.partners, strict=True)]
     rest = [[*some, *stream] for some, stream in zip(ahead, state.streams, strict=True)]
-    rank, seen = next(rank for rank, actions in enumerate(rest) if actions), dict[int, None]()
+    rank, seen = next(rank for rank, actions in enumerate(rest) if actions), list[int]()
     while True:
-        seen[rank] = None
+        seen.append(rank)
         crossing = state.waits[rank]
         assert crossing is not None, "a rank with actions to come waits"
-        home, word = crossing.producer, _name_crossing(crossing, schedule.slices)
-        makers = [action for action in rest[home] if _is_made_by(action, crossing, schedule)]
-        if home == rank:
-            why = "which this rank does only later" if makers else "which no rank ever does"
-            repair = f"Move {word} before it." if makers else f"Add {word} to rank {home}."
+        maker, name = crossing.producer, _name_crossing(crossing, schedule.slices)
+        is_made = any(_is_made_by(action, crossing, schedule) for action in rest[maker])
+        if maker == rank or not is_made:
+            why, repair = _explain_missing(rank, maker, name, is_made)
             break
-        if not makers:
-            why, repair = f"which rank {home} never does", f"Add {word} to rank {home}."
+        if maker in seen:
+            cycle = seen[seen.index(maker) :]
+            names = [_name_crossing(wait, schedule.slices) for r in cycle if (wait := state.waits[r])]
+            waits = [f"rank {r} at {rest[r][0]} needs {need}" for r, need in zip(cycle, names, strict=True)]
+            rank, name, why = cycle[0], names[0], f"and the ranks wait for each other: {', '.join(waits)}"
+            repair = "Reorder the actions of one of these ranks."
             break
-        if home in seen:
-            circle = list(seen)[list(seen).index(home) :]
-            words = [_name_crossing(wait, schedule.slices) for r in circle if (wait := state.waits[r])]
-            steps = [f"rank {r} at {rest[r][0]} needs {need}" for r, need in zip(circle, words, strict=True)]
-            why = f"and the ranks wait in a circle: {', '.join(steps)}"
-            rank, word, repair = circle[0], words[0], "Reorder the actions of one of these ranks."
-            break
-        rank = home
+        rank = maker
     position = sum(1 for _ in schedule.actions(rank)) - len(rest[rank])
-    return ScheduleError("ordered", rank, position, rest[rank][0], f"needs {word}, {why}", repair)
+    return ScheduleError("ordered", rank, position, rest[rank][0], f"needs {name}, {why}", repair)
+
+
+def _explain_missing(rank: int, maker: int, name: str, is_made: bool) -> tuple[str, str]:
+    """Return why `rank` waits forever for something that `maker` makes later, or never; and the repair."""
+    if is_made:
+        return "which this rank runs only later", f"Move {name} before it."
+    runner = "no rank ever" if maker == rank else f"rank {maker} never"
+    return f"which {runner} runs", f"Add {name} to rank {maker}."
 
 
 def _is_made_by(action: Action, crossing: Crossing, schedule: Schedule) -> bool:

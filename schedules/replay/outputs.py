@@ -13,7 +13,7 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.graph import Graph
 
 Output: TypeAlias = tuple[str, int, int]
-Payload: TypeAlias = tuple[str, int, int, int | None]
+Flow: TypeAlias = tuple[str, int, int, int | None]
 """What an action exchanges with other stages (`F`, `B` or nothing), and its stage, microbatch and slice."""
 
 
@@ -41,7 +41,7 @@ def output_of(action: Action) -> Output:
     return KINDS[action.kind].crosses or action.kind, action.stage, action.microbatch
 
 
-def payload_of(action: Action) -> Payload:
+def flow_of(action: Action) -> Flow:
     """Return what `action` exchanges with other stages, by microbatch and slice."""
     kind, stage, microbatch, _, part = action
     return KINDS[kind].crosses, stage, microbatch, part

@@ -116,7 +116,7 @@ def require_matching_ends(program: LoweredProgram) -> None:
             if kind.startswith("RECV"):
                 send = send_of(action)
                 receives[placement.home(send.stage, send.microbatch), rank].append(action)
-    assert receives == sends, f"posted are the receives {receives}, expected {sends}. Post them in the sender's order."
+    assert receives == sends, f"got the receives {receives}, expected {sends}. Post them in the sender's order."
 
 
 def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:

@@ -87,7 +87,7 @@ def parse_graph(text: str, stages: int) -> Graph:
         if not edge:
             raise GraphError(
                 f"got {word!r} in the graph {text!r}, expected edges such as 0-2, or F0-2, B2-0 or G0-2 for what "
-                "crosses one way only, between commas. Write each edge as two stages."
+                "crosses one way only, separated by commas. Write each edge as two stages."
             )
         what, start, end = edge[1], int(edge[2]), int(edge[3])
         for one in what or "FB":

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import isfinite
-from typing import Any, TypeAlias
+from typing import Any
 
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action, G
@@ -26,11 +26,9 @@ from schedules.replay.dependencies import graph_of
 from schedules.replay.outputs import Output, inputs_of, output_of, unit_of
 from schedules.transforms.transform import transform
 
-Step: TypeAlias = tuple[Action, ...]
-
 
 def sum_replicas(rank: int, placement: Placement, microbatches: int) -> Iterator[Action]:
-    """Yield the `G`s that end a step, one for every stage `rank` shares with another rank, in stage order.
+    """Yield the `G`s that end a turn, one for every stage `rank` shares with another rank, in stage order.
 
     >>> from schedules import bidirectional
     >>> [list(sum_replicas(rank, bidirectional(ranks=3), microbatches=4)) for rank in (0, 1)]
@@ -61,7 +59,7 @@ def _double(once: Factory[[Schedule]]) -> Factory[[Schedule]]:
 def _require_copies(schedule: Schedule) -> None:
     if schedule.placement.mirrors:
         expected = "one whose stages live on one rank each"
-        raise SizeError.of("mirror", "schedule", schedule, expected, "Mirror the schedule that it is made of.")
+        raise SizeError.of("mirror", "schedule", schedule, expected, "Mirror the original schedule.")
     if isfinite(schedule.versions(0)):
         raise _drift_error(schedule)
 
@@ -96,55 +94,58 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 0 |0F0 1F1 1B1     0F2 0B0     1F3 1B3     0B2    g|
     rank 1 |0F1 1F0 1B0     0F3 0B1     1F2 1B2     0B3    g|
     """
-    yield from _merge(schedule)[rank]
+    yield from _merge_copies(schedule)[rank]
     if schedule.backward:
         yield from sum_replicas(rank, _mirror_placement(schedule.placement), 2 * schedule.microbatches)
 
 
 @lru_cache(maxsize=1)  # every rank asks for its row in turn
-def _merge(schedule: Schedule) -> Sequence[Sequence[Action]]:
-    """Return each rank's actions of both copies; those whose inputs never come are last, for `check` to report."""
+def _merge_copies(schedule: Schedule) -> Sequence[Sequence[Action]]:
+    """Return each rank's actions of both copies; those whose inputs never come are last, for `check` to report.
+
+    A lane is what a rank has still to run of one copy. In each round, every rank runs one turn of its two lanes.
+    """
     P, graph = schedule.ranks, graph_of(schedule, None)
-    lanes = [[deque(_steps(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
+    lanes = [[deque(_list_turns(schedule, home, way)) for way, home in enumerate((r, P - 1 - r))] for r in range(P)]
     rows: list[list[Action]] = [[] for _ in range(P)]
-    made = set[Output]()
+    outputs = set[Output]()
     while True:
-        slot: list[Action] = []
+        ran: list[Action] = []
         for row, pair in zip(rows, lanes, strict=True):
-            ready = [lane for lane in pair if lane and made.issuperset(_needs(lane[0], graph))]
+            ready = [lane for lane in pair if lane and outputs.issuperset(_inputs(lane[0], graph))]
             if ready:
-                step = min(ready, key=lambda lane: _priority(lane[0], graph)).popleft()
-                row += step
-                slot += step
-        if not slot:
+                turn = min(ready, key=lambda lane: _priority(lane[0], graph)).popleft()
+                row += turn
+                ran += turn
+        if not ran:
             break
-        made.update(map(output_of, slot))
+        outputs.update(map(output_of, ran))
     for row, pair in zip(rows, lanes, strict=True):
-        row += [action for lane in pair for step in lane for action in step]
+        row += [action for lane in pair for turn in lane for action in turn]
     return tuple(tuple(one._replace(microbatch=one.microbatch // schedule.slices) for one in row) for row in rows)
 
 
-def _steps(schedule: Schedule, home: int, way: int) -> Iterator[Step]:
-    """Yield the actions of rank `home` for the copy `way`, numbered by slice; a fused pair is one step."""
-    opener: Step = ()
+def _list_turns(schedule: Schedule, home: int, way: int) -> Iterator[tuple[Action, ...]]:
+    """Yield the actions of rank `home` for the copy `way`, numbered by slice; a fused pair is one turn."""
+    opener: tuple[Action, ...] = ()
     for action in schedule.actions(home):
         if action.kind == "U":
             raise _drift_error(schedule)
-        there = action._replace(microbatch=2 * action.microbatch + way)
-        step = (*opener, there._replace(microbatch=unit_of(there, schedule.slices)))
-        opener = step if action.kind == "OVERLAP_F" else ()
+        copy = action._replace(microbatch=2 * action.microbatch + way)
+        turn = (*opener, copy._replace(microbatch=unit_of(copy, schedule.slices)))
+        opener = turn if action.kind == "OVERLAP_F" else ()
         if not opener:
-            yield step
+            yield turn
     if opener:
         yield opener
 
 
-def _needs(step: Step, graph: Graph) -> set[Output]:
-    return {token for action in step for token in inputs_of(action, graph)}
+def _inputs(turn: tuple[Action, ...], graph: Graph) -> set[Output]:
+    return {output for action in turn for output in inputs_of(action, graph)}
 
 
-def _priority(step: Step, graph: Graph) -> tuple[int, int]:
-    """Return the priority of a step: the stages its microbatch has to go (most for weight gradients), then its age."""
-    kind, stage, microbatch, *_ = step[-1]
-    ways = {"F": 2 * graph.stages - stage, "B": stage + 1, "": 2 * graph.stages + 1}
-    return ways[KINDS[kind].crosses], microbatch
+def _priority(turn: tuple[Action, ...], graph: Graph) -> tuple[int, int]:
+    """Return the priority of a turn: the stages its microbatch has to go (most for weight gradients), then its age."""
+    kind, stage, microbatch, *_ = turn[-1]
+    stages_to_go = {"F": 2 * graph.stages - stage, "B": stage + 1, "": 2 * graph.stages + 1}
+    return stages_to_go[KINDS[kind].crosses], microbatch

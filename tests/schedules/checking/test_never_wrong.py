@@ -83,13 +83,13 @@ FIRST, SECOND = "0RECV_B0<1 0F0 0SEND_F0>1 0B0", "1RECV_F0<0 1F0 1B0 1SEND_B0>0"
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ((FIRST.replace(" 0SEND_F0>1", ""), SECOND), "1F0: waits for 0SEND_F0>1, which rank 0 never does"),
+        ((FIRST.replace(" 0SEND_F0>1", ""), SECOND), "1F0: waits for 0SEND_F0>1, which rank 0 never runs"),
         ((FIRST, SECOND.replace("1RECV_F0<0 ", "")), "1F0: waits for 0SEND_F0>1, for which no receive is posted"),
-        (("0RECV_B0<1 0F0 0B0 0SEND_F0>1", SECOND), "in a circle: rank 0 at 0B0, rank 1 at 1F0 [rule: flows]"),
-        ((FIRST + " 0SEND_F0>1", SECOND), "0SEND_F0>1: is sent before it is made, or again"),
-        ((FIRST, SECOND + " 1WAIT_B0>0 1WAIT_B0>0"), "1WAIT_B0>0: has no send before it, or was waited for"),
+        (("0RECV_B0<1 0F0 0B0 0SEND_F0>1", SECOND), "for each other: rank 0 at 0B0, rank 1 at 1F0 [rule: flows]"),
+        ((FIRST + " 0SEND_F0>1", SECOND), "0SEND_F0>1: is sent before it is made, or twice"),
+        ((FIRST, SECOND + " 1WAIT_B0>0 1WAIT_B0>0"), "1WAIT_B0>0: waits for no earlier send, or waits twice"),
         ((FIRST, SECOND + " 1RECV_F0<0"), "1RECV_F0<0 is posted, but never sent [rule: nothing_left]"),
-        ((FIRST + " 1RECV_B0<0", SECOND), "1RECV_B0<0: is no message for rank 0 [rule: received_once]"),
+        ((FIRST + " 1RECV_B0<0", SECOND), "1RECV_B0<0: is not a message for rank 0 [rule: received_once]"),
         ((FIRST + " 0SEND_F0>7", SECOND), "names a stage that does not exist"),
     ],
 )

@@ -83,8 +83,8 @@ GOOD = (F(1, 0), B(1, 0))
     [
         (
             [F(0, 0), Action("SEND_F", 0, 0, 1), B(0, 0)],
-            "rank 0, position 1, 0SEND_F0>1: no compute action [rule: compute_only]. "
-            "Yield only F, B, I, W, C, R, OVERLAP_F, G, U; transfers are inserted by lower().",
+            "rank 0, position 1, 0SEND_F0>1: is not a compute action [rule: compute_only]. "
+            "Yield only F, B, I, W, C, R, OVERLAP_F, G, U; lower() inserts the transfers.",
         ),
         (
             [F(0, 0), B(0, 1)],
@@ -101,26 +101,26 @@ GOOD = (F(1, 0), B(1, 0))
         (
             [B(0, 0), F(0, 0)],
             "rank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward]. "
-            "Add 0F0 before it, or move it behind.",
+            "Add 0F0 before it, or move it later.",
         ),
         (
             [W(0, 0)],
             "rank 0, position 0, 0W0: comes before 0I0 [rule: forward_before_backward]. "
-            "Add 0I0 before it, or move it behind.",
+            "Add 0I0 before it, or move it later.",
         ),
         (
             [F(0, 0), W(0, 0), I(0, 0)],
             "rank 0, position 1, 0W0: comes before 0I0 [rule: forward_before_backward]. "
-            "Add 0I0 before it, or move it behind.",
+            "Add 0I0 before it, or move it later.",
         ),
         (
             [F(0, 0), I(0, 0), B(0, 0)],
-            "rank 0, position 2, 0B0: has run already, or the backward has [rule: forward_before_backward]. "
+            "rank 0, position 2, 0B0: has already run, or its backward has [rule: forward_before_backward]. "
             "Drop 0B0: each runs once, as B or as I and W.",
         ),
         (
             [F(0, 0), B(0, 0), F(0, 0)],
-            "rank 0, position 2, 0F0: has run already, or the backward has [rule: forward_before_backward]. "
+            "rank 0, position 2, 0F0: has already run, or its backward has [rule: forward_before_backward]. "
             "Drop 0F0: each runs once, as B or as I and W.",
         ),
         (
@@ -149,7 +149,7 @@ def test_a_circle_is_followed_and_named():
         (F(1, 0), F(1, 1), B(1, 0), B(1, 1)),
         microbatches=2,
     ) == (
-        "rank 0, position 1, 0B0: needs 1B0 or 1I0, and the ranks wait in a circle: rank 0 at 0B0 needs 1B0 or 1I0, "
+        "rank 0, position 1, 0B0: needs 1B0 or 1I0, and the ranks wait for each other: rank 0 at 0B0 needs 1B0 or 1I0, "
         "rank 1 at 1F1 needs 0F1 [rule: ordered]. Reorder the actions of one of these ranks."
     )
 
@@ -164,12 +164,12 @@ def test_a_rank_that_waits_for_itself_is_told_so():
     def backwards(rank, ranks, microbatches, chunks=2):
         yield from (F(1, 0), F(0, 0), B(1, 0), B(0, 0))
 
-    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0, which this rank does only later .* Move 0F0 before it"):
+    with pytest.raises(ScheduleError, match=r"1F0: needs 0F0, which this rank runs only later .* Move 0F0 before it"):
         check(backwards(1, 1))
 
 
 def test_what_is_no_action_at_all_is_refused():
-    assert "no compute action" in violation(["0F0"], GOOD)
+    assert "got '0F0', expected an action" in violation(["0F0"], GOOD)
 
 
 def test_a_graph_of_another_size_is_refused():
@@ -180,8 +180,8 @@ def test_a_graph_of_another_size_is_refused():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (None, "no compute action, but None"),
-        (("F", 0, 0, None, None), "no compute action"),
+        (None, "got None, expected an action"),
+        (("F", 0, 0, None, None), "expected an action"),
         (F(False, 0), "expected integers"),
         (F(0, False), "got ('F', 0, False, None, None), expected integers"),
         (F("0", 0), "expected integers"),
@@ -203,11 +203,11 @@ def test_numbers_are_integers_that_exist(wrong, message):
     [
         (
             C(0, 0),
-            "nothing comes back in this schedule [rule: forward_before_backward]. Write 0F0",
+            "this schedule has no backwards [rule: forward_before_backward]. Write 0F0",
         ),
         (Action("OVERLAP_F", 0, 0), "Write 0F0."),
         (B(0, 0), "Drop 0B0."),
-        (U(0, 0), "has no gradient to use: nothing comes back in this schedule [rule: updated]. Drop 0U0."),
+        (U(0, 0), "has no gradient to use: this schedule has no backwards [rule: updated]. Drop 0U0."),
     ],
 )
 def test_where_nothing_comes_back_nothing_is_for_a_backward(action, message):
@@ -230,7 +230,7 @@ def test_replicas_update_with_the_sum_of_their_gradients():
     prove(right)
     assert simulate(right, sizes=Sizes(activation=0, weight=1)).peak_memory == (2, 2)
     wrong = edit(s, [a + b + c for a, b, c in zip(done, updates, sums, strict=True)])
-    with pytest.raises(ScheduleError, match=r"0U0: comes before the gradients of the replicas are summed.*behind 0G0"):
+    with pytest.raises(ScheduleError, match=r"0U0: comes before the gradients of the replicas are summed.*after 0G0"):
         check(wrong)
     with pytest.raises(PipelineError):
         prove(wrong)
@@ -253,7 +253,7 @@ def test_the_memory_limit_holds_for_every_microbatch(microbatch):
     with pytest.raises(ScheduleError) as caught:
         check(limited(ranks=1, microbatches=4))
     assert (caught.value.rule, caught.value.action) == ("within_memory", F(0, microbatch))
-    assert "is activation 2 at once, where the limit is 1" in str(caught.value)
+    assert "needs memory for activations of 2 microbatches, more than the limit of 1" in str(caught.value)
 
 
 TIED = Graph(2, frozenset({(0, 1)}), frozenset({(0, 1)}), frozenset({(0, 1), (1, 0)}))
@@ -265,18 +265,18 @@ TIED = Graph(2, frozenset({(0, 1)}), frozenset({(0, 1)}), frozenset({(0, 1), (1,
         (
             ("0F0,0B0,0F2,0B2,0G2,0U0,0U2", "0F1,0B1,0F3,0B3,0G3,0U3"),
             None,
-            "0U0: updates before microbatch 2, and another rank holds the stage too: its gradient is there once, at "
+            "0U0: updates before microbatch 2, but another rank holds the stage too: its gradient is complete only at "
             "the end [rule: updated]. Write one 0U2",
         ),
         (
             ("0F0,0F1,0B0,0U0,0B1,0U1", "1F0,1B0,1U0,1F1,1B1,1U1"),
             TIED,
-            "1U0: updates before microbatch 1, and another stage holds some of its parameters",
+            "1U0: updates before microbatch 1, but another stage holds some of its parameters",
         ),
         (
             ("0F0,1F0,1B0,1U0,0B0,0U0",),
             TIED,
-            "1U0: needs all backwards of stage 0 on rank 0, which this rank does only later [rule: ordered]",
+            "1U0: needs all backwards of stage 0 on rank 0, which this rank runs only later [rule: ordered]",
         ),
         (
             ("0F0.0,0F0.1,0B0.1,0B0.0,0F1.0,0U0,0F1.1,0B1.1,0B1.0,0U1",),

@@ -144,14 +144,16 @@ def test_what_blocks_is_drawn_up_to_there_with_the_reason():
     assert str(broken).splitlines() == [
         "rank 0 |F0 B0!|",
         "rank 1 |.  F0 |",
-        "rank 0, position 1, 0B0: needs 1B0 or 1I0, which rank 1 never does [rule: ordered]. Add 1B0 or 1I0 to rank 1.",
+        "rank 0, position 1, 0B0: needs 1B0 or 1I0, which rank 1 never runs [rule: ordered]. Add 1B0 or 1I0 to rank 1.",
         "This is along a chain of stages. For another stage graph, print connect(schedule, graph).",
     ]
 
 
 def test_what_cannot_begin_is_the_action_and_the_reason():
     assert str(edit(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0 |B0!|\nrank 0, position 0, 0B0: comes before 0F0")
-    assert str(edit(gpipe(1, 1), (("F",),))).startswith("rank 0 |F!|\nrank 0, position 0, F: no compute action")
+    assert str(edit(gpipe(1, 1), (("F",),))).startswith(
+        "rank 0 |F!|\nrank 0, position 0, F: got 'F', expected an action"
+    )
     assert str(edit(gpipe(1, 1), ((),))) == ""
 
 

@@ -325,7 +325,7 @@ def test_what_is_no_table_is_refused(text, message):
 @pytest.mark.parametrize("given", [["0F0"], "0F0", (b"0F0",), (), None])
 @pytest.mark.parametrize("maker", [table, listing])
 def test_rows_are_a_tuple_of_texts(maker, given):
-    with pytest.raises(TableError, match="expected a tuple with one text per rank"):
+    with pytest.raises(TableError, match="expected a tuple with one string per rank"):
         maker(rows=given)
 
 

@@ -151,7 +151,7 @@ def test_a_broken_schedule(row, why):
 def test_a_sum_over_replicas_must_have_all_terms():
     both = dualpipe(ranks=2, microbatches=2)
     early = [F(0, 0), F(1, 1), B(1, 1), I(0, 0), G(0, 0), W(0, 0), G(1, 1)]
-    late = "gradients were summed too early. Put each G behind all backwards"
+    late = "gradients were summed too early. Put each G after all backwards"
     with pytest.raises(ProgramError, match=f"stage 0: its {late}"):
         ideal(edit(both, (early, [*both.actions(1)])))
 

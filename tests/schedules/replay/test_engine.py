@@ -60,9 +60,9 @@ def test_who_needs_and_makes_what():
 @pytest.mark.parametrize(
     ("rows", "where", "why"),
     [
-        ([[F(0, 0)], [F(1, 1)]], (1, 0, F(1, 1)), "needs 0F1, which rank 0 never does"),
-        ([[F(0, 0), B(0, 0), F(0, 1)], [F(1, 1), B(1, 0)]], (0, 1, B(0, 0)), "wait in a circle"),
-        ([[F(0, 0), B(0, 0)], [F(1, 1), B(1, 0)]], (1, 0, F(1, 1)), "needs 0F1, which rank 0 never does"),
+        ([[F(0, 0)], [F(1, 1)]], (1, 0, F(1, 1)), "needs 0F1, which rank 0 never runs"),
+        ([[F(0, 0), B(0, 0), F(0, 1)], [F(1, 1), B(1, 0)]], (0, 1, B(0, 0)), "wait for each other"),
+        ([[F(0, 0), B(0, 0)], [F(1, 1), B(1, 0)]], (1, 0, F(1, 1)), "needs 0F1, which rank 0 never runs"),
     ],
 )
 def test_a_block_is_followed_to_its_cause(rows, where, why):
@@ -73,5 +73,5 @@ def test_a_block_is_followed_to_its_cause(rows, where, why):
 
 
 def test_a_circle_may_go_through_what_a_rank_is_about_to_do():
-    with pytest.raises(ScheduleError, match=r"in a circle: rank 0 at 2F0 needs 1F0, rank 1 at 1F0 needs 0F0"):
+    with pytest.raises(ScheduleError, match=r"for each other: rank 0 at 2F0 needs 1F0, rank 1 at 1F0 needs 0F0"):
         played(table(("2F0,0F0", "1F0")), chain(3))

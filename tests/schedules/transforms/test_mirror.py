@@ -110,7 +110,7 @@ def test_asynchronous_schedules_are_refused():
 @pytest.mark.parametrize("changed", [mirror, overlap])
 def test_a_circle_stays_one(changed):
     s = changed(table(rows=("0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0")))
-    with pytest.raises(ScheduleError, match="circle"):
+    with pytest.raises(ScheduleError, match="wait for each other"):
         check(s)
 
 
