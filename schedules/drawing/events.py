@@ -6,7 +6,6 @@ The format is Chrome's "Trace Event Format" in JSON: an object with a list of ev
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -35,10 +34,13 @@ def trace(
     for invalid times.
 
     >>> from schedules import Costs, gpipe, spans
+    >>> import json
     >>> events = json.loads(trace({"gpipe": spans(gpipe(ranks=2, microbatches=1), Costs())}))["traceEvents"]
     >>> [event["name"] for event in events if event["ph"] == "X"]
     ['0F0', '0B0', '1F0', '1B0']
     """
+    import json  # rarely needed, and slow to import
+
     events = list[Event]()
     for number, (name, spans) in enumerate(timelines.items()):
         drawn = make_strip(spans)

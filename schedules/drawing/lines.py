@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import ceil, floor
 from sys import maxsize
@@ -142,8 +141,7 @@ _Line: TypeAlias = tuple[str, list[_Cell]]
 """The name of a line, and its cells."""
 
 
-@dataclass(frozen=True)
-class _Grid:
+class _Grid(NamedTuple):
     """The time a cell stands for, and its width in characters."""
 
     unit: float

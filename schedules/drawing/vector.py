@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from html import escape
 from math import floor, log10
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
 from schedules.drawing.strips import Strip, lanes, make_strip
@@ -78,8 +76,7 @@ def _choose_width(strips: list[Strip], duration: float) -> Size:
     return min(max(full, NARROW), max(WIDE, 1.15 * brief if brief <= WIDEST else 0))
 
 
-@dataclass(frozen=True)
-class _Panel:
+class _Panel(NamedTuple):
     """One timeline: a title, a row for each rank, and the time axis."""
 
     name: str
@@ -200,4 +197,6 @@ def _text(x: Size, y: Size, words: str, style: str = "") -> str:
 
 def _escape(words: str) -> str:
     """Return `words` escaped, with characters that XML does not allow replaced."""
+    from html import escape  # rarely needed, and slow to import
+
     return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", words))

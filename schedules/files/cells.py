@@ -116,7 +116,7 @@ def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
     )
     line = _join_pairs(",".join(words))
     if lone := _LONE.search(line):
-        raise TableError(f"rank {rank}: got {lone[0]}, expected a B or I right after it, such as 3B0. Add one.")
+        raise TableError(f"rank {rank}: got {lone[0]}, expected 3B0 or 3I0 right after it. Add one.")
     return line
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -142,7 +143,12 @@ def U(stage: int, microbatch: int, slice: int | None = None) -> Action:
 
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"  # bounded: no longer number is valid, and int() would raise its own error
-_TEXT = re.compile(rf"{_NUMBER}([A-Z_]+){_NUMBER}(?:\.{_NUMBER})?(?:([<>]){_NUMBER})?", re.ASCII)
+
+
+@cache
+def _pattern() -> re.Pattern[str]:
+    """Return the pattern of an action's text, compiled when it is first needed."""
+    return re.compile(rf"{_NUMBER}([A-Z_]+){_NUMBER}(?:\.{_NUMBER})?(?:([<>]){_NUMBER})?", re.ASCII)
 
 
 def parse(text: str) -> Action:
@@ -154,7 +160,7 @@ def parse(text: str) -> Action:
     >>> parse("1I4"), parse("5RECV_F1<2")
     (I(1, 4), Action('RECV_F', 5, 1, 2))
     """
-    found = _TEXT.fullmatch(text)
+    found = _pattern().fullmatch(text)
     if not found or found[2] not in KINDS or (found[5] or "") != KINDS[found[2]].mark:
         known = " ".join(KINDS)
         raise VocabularyError(

@@ -25,7 +25,7 @@ from schedules.language.graph import Edge, Graph
 from schedules.language.schedule import Factory, Schedule, Shape
 from schedules.transforms.transform import KEPT, transform
 
-_EDGE = re.compile(r"([FBG]?)(0|[1-9][0-9]{0,17})-(0|[1-9][0-9]{0,17})", re.ASCII)
+_EDGE = r"([FBG]?)(0|[1-9][0-9]{0,17})-(0|[1-9][0-9]{0,17})"
 
 
 def _with_graph(once: Factory[[Schedule, Graph]]) -> Factory[[Schedule, Graph]]:
@@ -83,7 +83,7 @@ def parse_graph(text: str, stages: int) -> Graph:
     """
     found: dict[str, set[Edge]] = {what: set() for what in "FBG"}
     for word in (word.strip() for word in text.split(",") if word.strip()):
-        edge = _EDGE.fullmatch(word)
+        edge = re.fullmatch(_EDGE, word, re.ASCII)
         if not edge:
             raise GraphError(
                 f"got {word!r} in the graph {text!r}, expected edges such as 0-2, or F0-2, B2-0 or G0-2 for what "

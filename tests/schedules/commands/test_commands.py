@@ -179,7 +179,7 @@ def test_check_draws_the_last_of_what_leads_to_the_violation(capsys, tmp_path):
     picture, reason = out.rstrip().rsplit("\n", 1)
     assert len(picture) < 300
     assert picture.endswith("F99 B99     F7! |")
-    assert reason.startswith("rank 0, position 200, 0F7: has run already")
+    assert reason.startswith("rank 0, position 200, 0F7: has already run")
 
 
 def test_a_table(capsys, tmp_path):
@@ -228,7 +228,7 @@ def test_parameters_are_the_factory_s_own(capsys, tmp_path):
     assert answer(capsys, *arguments, "chunks=3")[1] == "ok: 2 ranks, 6 stages, 1 microbatches, 12 actions\n"
     more = ["ranks=3", "chunks=1", "name=a=b", "late=true"]
     assert answer(capsys, *arguments, *more)[1] == "ok: 3 ranks, 3 stages, 1 microbatches, 6 actions\n"
-    assert "has run already" in answer(capsys, *arguments, f"{path}:twice", "times=2")[1]
+    assert "has already run" in answer(capsys, *arguments, f"{path}:twice", "times=2")[1]
 
 
 def test_files(capsys, tmp_path):
@@ -315,7 +315,7 @@ def test_compare_counts_weights(capsys):
         (["check", "FILE:needy"], "needy needs k. Add it, as in"),
         (
             ["compare", "gpipe", "ranks=2", "gpipe"],
-            "got gpipe with 4 ranks and gpipe(ranks=2) with 2, expected as many",
+            "got gpipe with 4 ranks and gpipe(ranks=2) with 2, expected the same number",
         ),
         (["compare", "gpipe", "--F", "1,2"], "got F=(1.0, 2.0), expected one number"),
         (["show", "gpipe", "--F", "1,2"], "got 2 numbers for --F, expected 4: one for each stage of gpipe"),

@@ -130,7 +130,7 @@ def test_each_taste_is_needed_either_way(P, M, memory, F, I, W, comm, span):  # 
         ({"memory": 0.5}, r"zb_auto: got memory=0.5, expected at least 1: one microbatch. Choose memory >= 1."),
         ({"residual": 0}, r"zb_auto: got residual=0, expected a share above 0, at most 1. Choose residual=1 for all."),
         ({"residual": 1.5}, r"zb_auto: got residual=1.5"),
-        ({"costs": 3}, r"zb_auto: got costs=3, expected costs, for which to find an order. Write Costs\("),
+        ({"costs": 3}, r"zb_auto: got costs=3, expected Costs to find an order for. Pass Costs\("),
     ],
 )
 def test_what_means_nothing_is_refused(given, message):

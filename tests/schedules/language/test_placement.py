@@ -59,7 +59,7 @@ def test_a_rank_may_hold_nothing_and_placements_are_values():
     [
         ((0, 2), (), r"got homes=\(0, 2\), expected a rank from 0 to 1 for each of 2 stages"),
         ((0, 1), ((1,),), r"got homes=\(1,\)"),
-        ((0, 1), ((1, 0), (0, 1)), "expected one at most"),
+        ((0, 1), ((1, 0), (0, 1)), "expected at most one"),
     ],
 )
 def test_a_placement_that_is_none_is_refused(homes, mirrors, why):
