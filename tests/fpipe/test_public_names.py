@@ -44,7 +44,7 @@ Listing own pipelining read_csv write_csv
 """,
     "schedules.testing": """
 conformance costs graphs mutants orders require_bounds require_matching_ends require_round_trip require_same_times
-schedules sizes timed
+schedules sizes time_program
 """,
 }
 HOME = Path(__file__).parents[2]
