@@ -16,7 +16,9 @@ Whatever differs between versions of torch is settled here, too.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
@@ -42,6 +44,9 @@ __all__ = [
 
 TESTED: Final = ("2.13",)
 """The versions of torch that the tests were run with."""
+
+
+VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Name(NamedTuple):
@@ -256,7 +261,6 @@ set_grad_enabled: Any = torch._C._set_grad_enabled
 gelu: Any = torch._C._nn.gelu
 
 # what a capture replaces
-set_thread_local: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
 has_thread_local: Callable[[str], bool] = torch._C._is_key_in_tls
 get_thread_local: Callable[[str], Any] = torch._C._get_obj_in_tls
 FAKE_TENSOR: Final = Place(torch._subclasses, "FakeTensor")
@@ -273,6 +277,8 @@ INNER_TRANSFORMS: Final = (
 """What the transforms of torch.func call that have no public name at their one place."""
 fused_encoder_layer: Any = torch._transformer_encoder_layer_fwd
 CheckpointHook: Any = checkpoint._checkpoint_hook
+SAVED_INPUTS: Any = vars(checkpoint).get("_NoopSaveInputs")
+"""The autograd function with which checkpoints save their inputs in torch 2.11; later versions need none."""
 FUNCTORCH: Final = "torch._functorch"
 """The package of the operators that torch.func leaves in graphs."""
 
@@ -300,6 +306,21 @@ get_flash_sdp_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 get_mem_efficient_sdp_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
 get_math_sdp_enabled: Callable[[], bool] = torch._C._get_math_sdp_enabled
 get_cudnn_sdp_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+
+
+def set_thread_local(key: str, value: Any) -> None:
+    """Keep a value for this thread; torch hands it to the threads in which it runs a backward for this one.
+
+    torch 2.11 keeps the value without counting its reference, which is counted here.
+    """
+    if VERSION < (2, 12):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def unseen_by_modes() -> AbstractContextManager[Any]:
+    """Return the context in which a checkpoint begins: in torch 2.11 it makes torch calls that are not the model's."""
+    return nullcontext() if SAVED_INPUTS is None else DisableTorchFunction()
 
 
 def mark_as_parameter(tensor: Tensor) -> None:

@@ -28,6 +28,7 @@ from fpipe.patching import current, replace
 from fpipe.tensors.attributes import refuse_marks
 from fpipe.tensors.settings import changes_since, settings
 from fpipe.tensors.tree import Structure, flatten
+from fpipe.torch_private import SAVED_INPUTS
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -64,6 +65,8 @@ def guard(model: nn.Module) -> Iterator[None]:
     modules = places(model)
 
     def custom_function(cls: Any, /, *args: object, **kwargs: object) -> NoReturn:
+        if cls is SAVED_INPUTS:
+            refuse_in_graph("activation checkpointing", current_place(modules), "it would be lost")
         refuse_in_graph(
             f"the custom autograd function {cls.__name__}", current_place(modules), "its backward would be lost"
         )

@@ -33,9 +33,11 @@ from fpipe.torch_private import (
     CHECKPOINT,
     FUSED_ATTENTION,
     INNER_TRANSFORMS,
+    SAVED_INPUTS,
     TENSOR_CHECK,
     CheckpointHook,
     Place,
+    unseen_by_modes,
 )
 
 TRANSFORMS = (
@@ -44,6 +46,8 @@ TRANSFORMS = (
 )
 SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
 """Where forwards find the function that seeds the generators."""
+UNSEEN = (CheckpointNode, SAVED_INPUTS)
+"""Autograd functions that checkpointing calls itself."""
 SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
@@ -171,7 +175,7 @@ class _Watching:
         if cls is checkpoint.CheckpointFunction and not self.idle:
             return self._reentrant(*args)
         function = self.torch.apply.__get__(None, cls)
-        unseen = self.idle or cls is CheckpointNode
+        unseen = self.idle or cls in UNSEEN
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _reentrant(self, function: Any, preserve: bool, *args: Any) -> Any:
@@ -260,7 +264,8 @@ class _Watching:
             return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
 
         outer = self.stack.frames[-1]
-        next(generator)
+        with unseen_by_modes():
+            next(generator)
         frame = self.recorder.frame(
             outer.path, outer.kind, again, (function, *args), kwargs, "activation checkpointing"
         )
