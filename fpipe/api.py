@@ -24,7 +24,7 @@ from fpipe.cutting.partition import Asked, asked
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import Variant
-from fpipe.pipelines.argument_checks import require_arguments, require_backward
+from fpipe.pipelines.argument_checks import require_backward, require_buildable
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.inputs import State
@@ -122,7 +122,7 @@ def pipeline(
     (True, ['0.weight', '0.bias', '2.weight', '2.bias'])
     """
     module = as_module(model)
-    require_arguments(module, example, loss, schedule)
+    require_buildable(module, example, loss, schedule)
     where = asked(cuts, stages, unsplittable, schedule)
     batchings = {
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),

@@ -52,7 +52,7 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
     with pipe.ranks.enter_call("timeline"):
         _require_own(mine, pipe.ranks.ranks)
         pipe.ranks.agree()
-        rows = _rows(mine, pipe.ranks.measure_clock_offset())
+        rows = _span_rows(mine, pipe.ranks.measure_clock_offset())
         every = [_span(row) for found in pipe.ranks.gather_rows(rows) for row in found.tolist()]
     begin = min((span.start for span in every if not span.waits), default=0.0)
     moved = (_shift(span, begin) for span in sorted(every, key=lambda span: span.rank))
@@ -77,11 +77,11 @@ def _require_own(spans: Sequence[Span], ranks: tuple[int, ...]) -> None:
         if span.rank not in ranks:
             raise InputError(
                 f"spans[{position}]: got {span.action} of rank {span.rank}, expected spans of ranks {list(ranks)}, "
-                "which this process recorded. Pass what record= was called with, on each rank its own."
+                "which this process recorded. On each rank, pass the spans that its own record= was called with."
             )
 
 
-def _rows(spans: Sequence[Span], offset: float) -> Tensor:
+def _span_rows(spans: Sequence[Span], offset: float) -> Tensor:
     """Return a row of numbers for each span, with times by the first process's clock."""
     rows = [
         (

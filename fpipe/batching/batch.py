@@ -199,9 +199,9 @@ class Batching:
             if size % self.microbatches and another != size:
                 raise InputError(
                     f"{leaf.name}: got {size} in dimension {leaf.dim}, and {another} in dimension {other.dim} of "
-                    f"{other.name}, expected the same size, or sizes divisible by {self.microbatches}: rows that "
-                    "belong together would not meet. Pad or cut the batch; on a rank that is not given all of it, pass "
-                    "the rest on the meta device, for its shape."
+                    f"{other.name}, expected the same size, or sizes divisible by {self.microbatches}: otherwise rows "
+                    "that belong together are in different microbatches. Pad or truncate the batch. On a rank that "
+                    "lacks part of it, pass that part on the meta device, for its shape."
                 )
         self._require_same_pieces(signature)
 
@@ -213,8 +213,9 @@ class Batching:
             for other, theirs in cut:
                 if callable(leaf.dim) and sum(sizes) == sum(theirs) and sizes != theirs:
                     raise InputError(
-                        f"{leaf.name}: got pieces of {sizes} rows from the function in batch_dims, and of {theirs} of "
-                        f"{other.name}, expected the same: rows that belong together would not meet. Cut both alike."
+                        f"{leaf.name}: got pieces of {sizes} rows from the function in batch_dims, but {theirs} of "
+                        f"{other.name}, expected the same: otherwise rows that belong together are in different "
+                        "microbatches. Split both the same way."
                     )
 
 

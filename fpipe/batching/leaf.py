@@ -43,9 +43,9 @@ class Leaf:
             rank = len(spec.shape)
             if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
                 raise InputError(
-                    f"{name}: got shape {list(spec.shape)} to be cut on dimension {dim!r}, expected one of its "
-                    f"{rank} dimensions. Say in batch_dims which one, None to give every microbatch the whole leaf, or "
-                    "a function (leaf, microbatches) -> tensors."
+                    f"{name}: got shape {list(spec.shape)} to split along dimension {dim!r}, expected one of its "
+                    f"{rank} dimensions. Pass one in batch_dims, None to give every microbatch the whole leaf, or a "
+                    "function (leaf, microbatches) -> tensors."
                 )
             dim %= rank
         return cls(name, spec, dim)
@@ -123,9 +123,9 @@ class Leaf:
             more = next(n for n in count(size + 1) if len(chunk_sizes(n, microbatches)) == microbatches)
             raise InputError(
                 f"{self.name}: got shape {list(shape)}, {size} in dimension {self.dim}, which makes pieces of {found}, "
-                f"expected {microbatches}, one for each microbatch, of one size but for a smaller last one. Pass "
-                f"{more}, or a multiple of {microbatches}, choose another number of microbatches, or say in batch_dims "
-                "how the leaf is cut."
+                f"expected {microbatches} pieces, one per microbatch, of equal size except for a smaller last one. "
+                f"Pass {more} or a multiple of {microbatches}, change the number of microbatches, or say in batch_dims "
+                "how to split the leaf."
             )
 
 

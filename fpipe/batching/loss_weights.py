@@ -27,29 +27,30 @@ def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> l
     >>> compute_scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
     [0.75, 0.25]
     """
-    counts = [_count(weight, i, *given) for i, given in enumerate(microbatches)]
+    counts = [_count_microbatch(weight, i, *given) for i, given in enumerate(microbatches)]
     total = sum(counts)
     if not total:
         raise InputError(
-            f"weight: got 0 for each of the {len(counts)} microbatches, expected one that counts. Skip this batch on "
+            f"weight: got 0 for each of the {len(counts)} microbatches, expected a positive one. Skip this batch on "
             "every rank."
         )
     return [count / total for count in counts]
 
 
-def _count(weight: Weight, i: int, inputs: Any, targets: Any) -> float:
+def _count_microbatch(weight: Weight, i: int, inputs: Any, targets: Any) -> float:
     missing = [what for what, tree in (("inputs", inputs), ("targets", targets)) if tree is None]
+    lacks = f"This rank was given no {' and no '.join(missing)}. " if missing else ""
     try:
         count = weight(inputs, targets)
         value = float(count.item() if isinstance(count, Tensor) else count)
     except Exception as error:
         raise InputError(
             f"weight, microbatch {i}: got {type(error).__name__}: {error}, expected a number or a tensor with one "
-            f"element. On this rank {' and '.join(missing) or 'nothing'} is missing; pass what the weight reads, with "
-            "its values, on every rank that computes the loss."
+            f"element. {lacks}Pass what the weight reads, with its values, on every rank that computes the loss."
         ) from error
     if not (math.isfinite(value) and value >= 0):
         raise InputError(
-            f"weight, microbatch {i}: got {value}, expected a count, 0 or more. Return how much it counts."
+            f"weight, microbatch {i}: got {value}, expected a finite number, 0 or more. Return its number of rows or "
+            "tokens."
         )
     return value

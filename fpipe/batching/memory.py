@@ -35,15 +35,15 @@ def require_apart(memories: Sequence[Memory], written: Collection[int]) -> None:
     for name, tensors in (memories[k] for k in sorted(written) if k < len(memories)):
         if any(map(_has_inner_overlap, tensors)) or any(has_overlap(*pair) for pair in combinations(tensors, 2)):
             raise InputError(
-                f"{name}: got microbatches that share memory, which the model changes in place, expected memory of its "
-                "own for each: on one device, one would see the changes of another. Clone the leaf, or cut it by a "
-                "function in batch_dims that clones: lambda x, m: [x.clone() for _ in range(m)]."
+                f"{name}: got microbatches that share memory, which the model modifies in place, expected separate "
+                "memory for each: on one device, one would see the changes of another. Clone the leaf, or split it "
+                "with a function in batch_dims that clones: lambda x, m: [x.clone() for _ in range(m)]."
             )
         for other, theirs in memories:
             if other != name and any(has_overlap(a, b) for a in tensors for b in theirs):
                 raise InputError(
-                    f"{name}: got memory that it shares with {other} and that the model changes in place, expected "
-                    f"memory of its own: on one device, {other} would change with it. Pass a clone of one of them."
+                    f"{name}: got memory that it shares with {other} and that the model modifies in place, expected "
+                    f"separate memory: on one device, {other} would change with it. Pass a clone of one of them."
                 )
 
 
@@ -58,14 +58,14 @@ def has_overlap(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device or max(first, start) >= min(stop, end):
         return False
     low, high = min(first, start), max(stop, end)
-    return bool((_bytes(a, low, high) & _bytes(b, low, high)).any())
+    return bool((_byte_mask(a, low, high) & _byte_mask(b, low, high)).any())
 
 
 def _has_inner_overlap(tensor: Tensor) -> bool:
     """Return whether two elements share memory."""
     if tensor.is_contiguous():
         return False
-    return int(_bytes(tensor, *_range(tensor)).sum()) < tensor.numel() * tensor.element_size()
+    return int(_byte_mask(tensor, *_range(tensor)).sum()) < tensor.numel() * tensor.element_size()
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
 
 
-def _bytes(tensor: Tensor, low: int, high: int) -> Tensor:
+def _byte_mask(tensor: Tensor, low: int, high: int) -> Tensor:
     """Return which of the bytes between two addresses are the tensor's."""
     width, found = tensor.element_size(), torch.zeros(high - low, dtype=torch.bool)
     shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -61,13 +61,13 @@ def _require_joinable(name: str, dim: object, specs: Sequence[Spec]) -> None:
     rank = len(shapes[0])
     if not isinstance(dim, int) or isinstance(dim, bool) or (rank and not -rank <= dim < rank):
         raise InputError(
-            f"{name}: got shape {list(shapes[0])} to be joined along dimension {dim!r}, expected one of its {rank} "
-            "dimensions. Say in output_dims which one, None to take the first microbatch's, or a function of all."
+            f"{name}: got shape {list(shapes[0])} to merge along dimension {dim!r}, expected one of its {rank} "
+            "dimensions. Pass one in output_dims, None to take the first microbatch's, or a function of all."
         )
     rest = {tuple(size for k, size in enumerate(shape) if not rank or k != dim % rank) for shape in shapes}
     if len(rest) > 1:
         raise InputError(
             f"{name}: got shapes {[list(shape) for shape in shapes]} in different microbatches, expected them to "
-            f"differ in dimension {dim} only, along which they are joined. Say in output_dims how to join them: "
+            f"differ in dimension {dim} only, along which they are merged. Say in output_dims how to merge them: "
             "another dimension, None to take the first microbatch's, or a function of all of them, such as tuple."
         )

@@ -20,7 +20,7 @@ from schedules import KINDS, Schedule
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 
-def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any) -> None:
+def require_buildable(model: nn.Module, example: Any, loss: Loss, schedule: Any) -> None:
     """Raise `InputError` or `CaptureError` for arguments from which no pipeline can be built."""
     if not isinstance(schedule, Schedule):
         raise InputError(
@@ -36,7 +36,7 @@ def require_arguments(model: nn.Module, example: Any, loss: Loss, schedule: Any)
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
                 f"model {name or '(root)'}: got a module of torch.jit, {module.original_name}, expected one in Python: "
-                "its parameters can't be replaced. Pass the module that it was made from."
+                "the parameters of a compiled module can't be replaced. Pass the module that it was compiled from."
             )
         if isinstance(module, WRAPPERS):
             raise InputError(
@@ -56,8 +56,8 @@ def require_loss(loss: object, schedule: Schedule) -> None:
     if callable(loss) or (loss is None and not schedule.backward):
         return
     raise InputError(
-        f"loss: got {loss!r}, expected a function loss(outputs, targets) that returns a scalar: without one nothing is "
-        "trained. For a model that computes its own, write loss=lambda outputs: outputs.loss."
+        f"loss: got {loss!r}, expected a function loss(outputs, targets) that returns a scalar: without one, nothing "
+        "is trained. For a model that computes its own loss, write loss=lambda outputs: outputs.loss."
     )
 
 
@@ -68,17 +68,19 @@ def require_trained(assembly: Assembly, schedule: Schedule) -> None:
         return
     more = f" and {len(trainable) - 3} more" if len(trainable) > 3 else ""
     raise CaptureError(
-        f"loss: got one that no parameter has a gradient of, expected one for some of {trainable[:3]}{more}, which "
-        "require it. Return the loss itself, not detached, not made into a new tensor and not computed under no_grad; "
-        "or freeze the model, if nothing is to train."
+        f"loss: got one without a gradient for any parameter, expected gradients for some of {trainable[:3]}{more}, "
+        "which require them. Return the loss itself: don't detach it, copy it into a new tensor, or compute it under "
+        "no_grad. If nothing is to be trained, freeze the model."
     )
 
 
 def _require_runnable(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule that can be checked and simulated, but not run yet."""
-    repair = "Check and simulate it, or choose a synchronous schedule of whole microbatches to run."
+    repair = "It can be checked and simulated, but not run yet. To run, choose a synchronous one of whole microbatches."
     if schedule.slices > 1:
-        raise InputError(f"schedule: got {schedule!r} of {schedule.slices} slices, expected whole ones. {repair}")
+        raise InputError(
+            f"schedule: got {schedule!r} of {schedule.slices} slices, expected whole microbatches. {repair}"
+        )
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
             if action.kind not in HANDLERS:
@@ -90,6 +92,6 @@ def require_backward(schedule: Schedule) -> None:
     """Raise `InputError` for a schedule without gradients."""
     if not schedule.backward:
         raise InputError(
-            f"schedule: got {schedule!r}, which has no backward, expected gradients. Call evaluate(pipe), or "
-            "choose another schedule."
+            f"schedule: got {schedule!r}, which has no backward, expected one that computes gradients. Call "
+            "evaluate(pipe), or choose another schedule."
         )

@@ -24,7 +24,7 @@ from fpipe.ir.variant import TRAINING
 from fpipe.model.copying import require_own_buffers
 from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
 from fpipe.model.stateless import skeleton
-from fpipe.pipelines.argument_checks import require_arguments, require_trained
+from fpipe.pipelines.argument_checks import require_buildable, require_trained
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
@@ -71,7 +71,7 @@ class Builder:
     def _rebuild(self, model: Model, example: SplitBatch) -> Pipeline:
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipe.rebuilt"):
             module = as_module(model)
-            require_arguments(module, (), self.loss, self.schedule)
+            require_buildable(module, (), self.loss, self.schedule)
             return self._build(module, example)
 
     def _build(self, module: nn.Module, example: SplitBatch) -> Pipeline:

@@ -74,7 +74,7 @@ def agree_to_step(
 
 def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor]) -> None:
     """Raise `TransportError` on all ranks if some hold different values of the same parameter or buffer."""
-    homes = _holders(plan)
+    homes = _ranks_by_name(plan)
     shared = [name for name, ranks in homes.items() if len(ranks) > 1]
     if not shared or len(pipe.ranks.ranks) == plan.program.schedule.ranks:
         return
@@ -85,13 +85,13 @@ def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor])
         if len(set(found.values())) > 1:
             first, other = next((a, b) for a in found for b in found if found[a] != found[b])
             raise TransportError(
-                f"{name!r}, of which ranks {list(found)} hold copies: got other values on rank {first} than on rank "
-                f"{other}, expected the same. Seed every process alike before it builds the model, or load one "
-                "checkpoint on all of them, and update every copy by the same gradient."
+                f"{name!r}, of which ranks {list(found)} hold copies: got different values on ranks {first} and "
+                f"{other}, expected equal copies. Seed every process the same before it builds the model, or load the "
+                "same checkpoint on all of them, and update every copy with the same gradient."
             )
 
 
-def _holders(plan: Plan) -> dict[str, set[int]]:
+def _ranks_by_name(plan: Plan) -> dict[str, set[int]]:
     """Return the ranks that hold each parameter and buffer."""
     found: dict[str, set[int]] = {}
     for stage in plan.assembly.stages:

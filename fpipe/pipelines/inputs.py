@@ -15,7 +15,7 @@ from fpipe.ir.captured import Tensors
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Inputs
 from fpipe.tensors import random
-from fpipe.weights.state import require_names
+from fpipe.weights.state import require_state_names
 
 State: TypeAlias = dict[str, Tensor]
 """Parameters, buffers or gradients, by the model's own names."""
@@ -25,11 +25,11 @@ def scatter(plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: 
     """Return the executor's inputs for this process's stages; raise `InputError` if anything is missing or wrong."""
     require_apart(batch.memories, plan.modified_leaves)
     local, microbatches = plan.local_stages, len(plan.assemblies)
-    require_names([name for stage in local for name in (*stage.parameters, *stage.buffers)], params, buffers)
+    require_state_names([name for stage in local for name in (*stage.parameters, *stage.buffers)], params, buffers)
     here = {cut: [cut.stages[stage.index] for stage in local] for cut in plan.cuts}
     leaves = batch.take({leaf for stages in here.values() for stage in stages for leaf in stage.batch})
     by_cut = {cut: {s.index: s.leaves(params) for s in stages} for cut, stages in here.items()}
-    parts = {cut: {s.index: _rows(s.batch, leaves, microbatches) for s in stages} for cut, stages in here.items()}
+    parts = {cut: {s.index: _split_rows(s.batch, leaves, microbatches) for s in stages} for cut, stages in here.items()}
     rows = [parts[cut] for cut in plan.assemblies]
     return Inputs(
         params=[by_cut[cut] for cut in plan.assemblies],
@@ -39,7 +39,7 @@ def scatter(plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: 
     )
 
 
-def _rows(numbers: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], microbatches: int) -> Sequence[Tensors]:
+def _split_rows(numbers: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], microbatches: int) -> Sequence[Tensors]:
     """Return each microbatch's part of the leaves with these numbers."""
     return list(zip(*[leaves[leaf] for leaf in numbers], strict=True)) if numbers else [()] * microbatches
 

@@ -102,7 +102,7 @@ class Planner:
             schedule = forwards(schedule)
         for stage in assemblies[0].stages:
             _require_one_state(stage, schedule.placement.replicas(stage.index))
-        merge = _merge(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
+        merge = _output_merge(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
         watch = self.captures.watch(variant, microbatches)
         return Plan(assemblies, lower(schedule, graph), self.ranks, merge, watch)
 
@@ -131,7 +131,7 @@ def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
         )
 
 
-def _merge(assemblies: Sequence[Assembly], dims: Any, first: int) -> Merge:
+def _output_merge(assemblies: Sequence[Assembly], dims: Any, first: int) -> Merge:
     """Return how the outputs are merged; they are the last stage's results from number `first` on."""
     columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
     return Merge.of(assemblies[0].captured.structure, dims, list(columns))

@@ -101,8 +101,8 @@ class Resolver:
         if len(set(known.values())) > 1 and not self.example:
             raise InputError(
                 f"microbatch {i}: got batches on ranks {list(known)} about which {question.where} finds "
-                f"{list(known.values())}, expected the same batch on every rank. Pass all ranks the same, or only some "
-                "of them one, and the others tensors on the meta device."
+                f"{list(known.values())}, expected the same batch on every rank. Pass every rank the same batch; to "
+                "ranks that lack it, pass tensors on the meta device."
             )
         if known:
             return Answer(next(iter(known.values())))
@@ -110,6 +110,6 @@ class Resolver:
             return question.assumed
         names = [self.batch.batching.leaf_name(leaf) for leaf in question.leaves]
         raise InputError(
-            f"microbatch {i}: got no values of {', '.join(names)}, expected some on one rank at least: "
-            f"{question.where} decides by them what the model does. Pass them on a rank."
+            f"microbatch {i}: got no values of {', '.join(names)}, expected them on at least one rank: "
+            f"{question.where} decides by them what the model does. Pass the values on some rank."
         )

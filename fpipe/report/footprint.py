@@ -61,7 +61,7 @@ def measure_sizes(assembly: Assembly, placement: Placement) -> Sizes:
         activation=tuple(one.activation for one in found),
         inputs=tuple(one.inputs for one in found),
         residual=tuple(one.residual for one in found),
-        weight=_weights(assembly, placement),
+        weight=_parameter_bytes(assembly, placement),
     )
 
 
@@ -114,7 +114,7 @@ def _make_arrivals(crossings: Sequence[Crossing]) -> Tensors:
     return tuple([spec.unpack(spec.buffer()) for spec in specs])
 
 
-def _weights(assembly: Assembly, placement: Placement) -> tuple[int, ...]:
+def _parameter_bytes(assembly: Assembly, placement: Placement) -> tuple[int, ...]:
     """Return, per stage, the bytes of the parameters that no earlier stage already places on all of its ranks."""
     here: list[set[str]] = []
     for stage in assembly.stages:
@@ -140,7 +140,7 @@ class _MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in optree.tree_leaves(found):
-            for dense in _dense(tensor):
+            for dense in _dense_parts(tensor):
                 storage = dense.untyped_storage()
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self.storages.setdefault(storage._cdata, (reference, storage.nbytes()))
@@ -151,7 +151,7 @@ class _MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {number: size for number, (storage, size) in self.storages.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
 
-def _dense(leaf: object) -> tuple[Tensor, ...]:
+def _dense_parts(leaf: object) -> tuple[Tensor, ...]:
     """Return the tensors, each with its own memory, that a result consists of."""
     if not isinstance(leaf, Tensor):
         return ()

@@ -31,7 +31,8 @@ def require_process_group(environment: Mapping[str, str]) -> None:
     if size.isdecimal() and int(size) > 1:
         raise TransportError(
             f"torch.distributed: got no process group, though a launcher has started {size} processes (WORLD_SIZE), "
-            "expected one: each process would run all ranks by itself. Call torch.distributed.init_process_group() "
-            "before pipeline(), and destroy_process_group() only after the last step; or, to run all ranks in every "
+            "expected one: otherwise each process runs all ranks by itself. Call "
+            "torch.distributed.init_process_group() before pipeline(), and destroy_process_group() only after the last "
+            "step; or, to run all ranks in every "
             'process, remove it first: del os.environ["WORLD_SIZE"].'
         )

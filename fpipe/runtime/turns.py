@@ -32,8 +32,8 @@ def only_turn(what: str) -> Iterator[None]:
     if not TURN.acquire(blocking=False):
         raise TransportError(
             f"{what}, in thread {current_thread().name!r}: got another thread that is inside fpipe, expected one "
-            "thread at a time where ranks are processes: their messages would mix. Call all functions of a pipeline "
-            "from one thread, or take turns in the same order on every rank."
+            "thread at a time: ranks are processes, and the messages of two threads would mix. Call all functions of a "
+            "pipeline from one thread, or take turns in the same order on every rank."
         )
     try:
         yield

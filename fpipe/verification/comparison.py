@@ -66,7 +66,7 @@ def run_eagerly(
     before = dict(model.named_buffers())
     with _restore_tensors(model):
         for i in range(objective.microbatches):
-            value, outputs = objective(model, [_copy(parts[i]) for _, parts in sorted(batch.items())])
+            value, outputs = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
             assert value is not None, "there is a loss"
             if value.requires_grad:
                 torch.autograd.backward(value)
@@ -84,7 +84,7 @@ def run_eagerly(
     return Results(sum(losses[1:], start=losses[0]), joined, grads, buffers)
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_aligned(tensor: Tensor) -> Tensor:
     """Return a copy, since the model may modify it, with the same layout and alignment, which kernels may depend on."""
     spec = Spec.of(tensor)
     packed = spec.pack(tensor)
@@ -125,20 +125,20 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
     magnitude.
     """
     count = 0
-    for name, mine, theirs in _pairs(got, expected):
+    for name, mine, theirs in _leaf_pairs(got, expected):
         count += 1
         if mine is None or theirs is None:
             which = "nothing" if mine is None else "a tensor"
             raise MismatchError(
-                f"{name}: got {which}, expected {'a tensor' if mine is None else 'nothing'} as {against} has."
+                f"{name}: got {which}, expected {'a tensor' if mine is None else 'nothing'}, as in {against}."
             )
         if not same_bits(mine, theirs) and not (tolerance and _is_close(mine, theirs, tolerance)):
             far = _difference(mine, theirs) if mine.shape == theirs.shape else float("nan")
             what = f"closer than {tolerance} of the largest magnitude" if tolerance else "the same"
             raise MismatchError(
-                f"{name}: got other bits than {against}, expected {what}; the largest difference is {far:.3g}. "
-                "Compare the number of intra-op threads (torch.get_num_threads()) and deterministic kernels on both "
-                "sides first."
+                f"{name}: got different bits from {against}, expected {what}; the largest difference is {far:.3g}. "
+                "First make sure that both sides use the same number of intra-op threads (torch.get_num_threads()) and "
+                "deterministic kernels."
             )
     return count
 
@@ -149,7 +149,7 @@ def require_numbers(results: Results) -> None:
     for name, tensor in {"loss": results.loss, **grads}.items():
         if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
             raise MismatchError(
-                f"{name}: got nan on both sides, expected numbers: nan is nan however it was results, so nothing was "
+                f"{name}: got nan on both sides, expected numbers: nan is nan however it was computed, so nothing was "
                 "compared. Pass parameters and a batch for which the loss is a number."
             )
 
@@ -164,7 +164,7 @@ def _difference(mine: Tensor, theirs: Tensor) -> float:
     return float((mine.double() - theirs.double()).abs().max())
 
 
-def _pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def _leaf_pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
     """Yield the leaves by name; of gradients, those of either side."""
     yield "loss", got.loss, expected.loss
     if got.outputs is not None and expected.outputs is not None:

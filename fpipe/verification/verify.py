@@ -40,7 +40,7 @@ def verify_steps(
 ) -> Verification:
     """Verify `steps` steps of gradient descent from this process's share of the state, by default the module's own."""
     pipe, module = trial.pipe, trial.module
-    share = _share(pipe, module, params, buffers)
+    share = _initial_share(pipe, module, params, buffers)
     whole = gather_state(pipe, module, *share) if (params, buffers) != (None, None) else read_state(module)
     found = Verification(0, 0)
     with restore_model(module):
@@ -51,7 +51,9 @@ def verify_steps(
     return found
 
 
-def _share(pipe: Pipeline, module: nn.Module, params: State | None, buffers: State | None) -> tuple[State, State]:
+def _initial_share(
+    pipe: Pipeline, module: nn.Module, params: State | None, buffers: State | None
+) -> tuple[State, State]:
     """Return the parameters and buffers that this process starts from."""
     if params is None or buffers is None:
         own = pipe.init(module)

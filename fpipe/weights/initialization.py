@@ -200,8 +200,8 @@ def _require_all(held: Collection[str], made: Collection[str], model: nn.Module)
     if lacking:
         raise InputError(
             f"initialise: got no value, or nan, for {', '.join(lacking)}, expected the function to fill them: a model "
-            "on meta has lost what its constructor computed. Pass a function of the module that does, as in "
-            "pipe.initialise(function, seed=0); model._init_weights of Hugging Face's models is one."
+            "on meta lacks the values that its constructor computed. Pass a function that fills them, as in "
+            "pipe.initialise(function, seed=0). For a Hugging Face model, pass model._init_weights."
         )
 
 
@@ -218,7 +218,7 @@ class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())):
             raise InputError(
-                f"initialise: got {func} with a generator of its own, expected the default generator, which is seeded "
+                f"initialise: got {func} with its own generator, expected the default generator, which is seeded "
                 "from the seed and the module. Drop the generator argument."
             )
         out = func(*args, **kwargs)

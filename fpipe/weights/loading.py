@@ -74,8 +74,8 @@ def _copy(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tenso
     for alias, other in zip(places[1:], others, strict=True):
         if not same_bits(value, other):
             raise InputError(
-                f"source[{alias!r}]: got another value than source[{places[0]!r}], expected the same: the model has "
-                "one tensor for both. Drop one of them, or build the pipeline from a model that does not tie them."
+                f"source[{alias!r}]: got a different value from source[{places[0]!r}], expected the same: the model "
+                "has one tensor for both. Drop one of them, or build the pipeline from a model that does not tie them."
             )
     with torch.no_grad():
         return spec.empty().copy_(value)
@@ -108,9 +108,9 @@ def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> No
         )
     if missing:
         raise InputError(
-            f"source: got no value for {_some(missing)}, expected one; no state dict has them, since these buffers are "
-            "not persistent. Pass fill=function, which is called for every module and makes them (model._init_weights "
-            "of Hugging Face's models does), or add them, as in ChainMap(source, others)."
+            f"source: got no value for {_some(missing)}, expected one. State dicts lack these buffers, which are not "
+            "persistent. Pass fill=function, which initializes them module by module (for a Hugging Face model, "
+            "model._init_weights), or add them, as in ChainMap(source, others)."
         )
 
 

@@ -38,8 +38,8 @@ class Safetensors(Mapping[str, Tensor]):
         first, *others = [_read_tensor(path, name) for path in self.files[name]]
         if not all(same_bits(first, other) for other in others):
             raise InputError(
-                f"{name}: got several values, from {list(map(str, self.files[name]))}, expected the same one from all. "
-                "Leave out the files of other checkpoints."
+                f"{name}: got different values in {list(map(str, self.files[name]))}, expected the same in all. "
+                "Leave out files of other checkpoints."
             )
         return first
 
@@ -81,7 +81,7 @@ def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
     if path.is_dir():
         inside = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
         if not inside:
-            raise InputError(f"{path}: got no *.safetensors, expected at least one. Name the directory that has them.")
+            raise InputError(f"{path}: got no *.safetensors, expected at least one. Pass the directory that has them.")
         for file in inside:
             yield from _list_names(file)
     elif path.suffix == ".json":
@@ -89,23 +89,23 @@ def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
             index = json.loads(path.read_text())["weight_map"]
         yield from ((name, path.parent / file) for name, file in index.items())
     else:
-        with _wrap_read_errors(path), _open(path) as file:
+        with _wrap_read_errors(path), _open_file(path) as file:
             yield from ((name, path) for name in list(file.keys()))
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:
-    with _wrap_read_errors(path), _open(path) as file:
+    with _wrap_read_errors(path), _open_file(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
-def _open(path: Path) -> Any:
+def _open_file(path: Path) -> Any:
     """Return the open file, as a context manager."""
     try:
         from safetensors import safe_open
     except ImportError as error:
         raise InputError(
-            "fpipe.safetensors: got no library safetensors, expected it. Install it, as in pip install "
+            "fpipe.safetensors: got no library safetensors, expected it to be installed. Run pip install "
             "'fpipe[safetensors]'."
         ) from error
     return safe_open(path, framework="pt")
@@ -120,6 +120,6 @@ def _wrap_read_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise InputError(
-            f"{path}: got {type(error).__name__}: {error}, expected a safetensors file, or the index of some. Name "
-            "files that are there and complete."
+            f"{path}: got {type(error).__name__}: {error}, expected a complete safetensors file or index. Check the "
+            "path, and fetch the file again if it is cut off."
         ) from error

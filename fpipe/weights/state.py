@@ -12,13 +12,13 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.tangents import require_primal
 
 
-def require_names(wanted: Iterable[str], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+def require_state_names(wanted: Iterable[str], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
     """Raise `InputError` if evaluation reads a parameter or buffer on another rank than training does."""
     missing = [name for name in wanted if name not in params and name not in buffers]
     if missing:
         raise InputError(
-            f"params, buffers: got none of {missing}, expected them: in eval mode the model reads them on this rank, "
-            "in train mode on another. Cut the model where both modes call the same modules."
+            f"params, buffers: got none of {missing}, expected them: in eval mode, stages of this rank read them, in "
+            "train mode those of another. Cut the model where both modes call the same modules."
         )
 
 
@@ -55,9 +55,9 @@ def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], made
         flag = p.requires_grad
         if flag is not (name in trainable) and (flag or isinstance(p, nn.Parameter) or made.get(id(p)) is p):
             raise InputError(
-                f"params[{name!r}]: got requires_grad={flag}, expected {not flag}, as of the model when the pipeline "
-                "was built. Set that of the model's parameter, too, and make a new pipeline with pipe.rebuilt(model); "
-                "or pass the parameter detached."
+                f"params[{name!r}]: got requires_grad={flag}, expected {not flag}, as in the model when the pipeline "
+                "was built. Set the flag of the model's parameter, too, and make a new pipeline with "
+                "pipe.rebuilt(model); or pass the parameter detached."
             )
         hooks = p._backward_hooks or p._post_accumulate_grad_hooks
         if hooks and not isinstance(p, nn.Parameter):
@@ -65,7 +65,7 @@ def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], made
             raise InputError(
                 f"params[{name!r}]: got a hook on its gradient, {getattr(hook, '__qualname__', repr(hook))}, expected "
                 "none: it would never run. Register it on the model's parameter before the pipeline is built, or apply "
-                "what it does to the gradients that the step returns."
+                "it to the gradients that the step returns."
             )
 
 

@@ -31,7 +31,7 @@ REFUSALS = {  # what the message says, and of which models it may say so
     "the buffer": lambda model: model.repeats and model.has("norm", "average"),
     "draws random numbers in a checkpointed function": lambda model: model.random and model.sequence,
     "changes a buffer in a checkpointed function": lambda model: model.has("checkpoint") and model.has("norm"),
-    "no parameter has a gradient of": lambda model: model.has("no_grad"),
+    "without a gradient for any parameter": lambda model: model.has("no_grad"),
     "reads a buffer which one changes": lambda model: model.has("checkpoint") and model.has("average"),
 }
 

@@ -90,8 +90,8 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
         told = exchange_texts(gather, "")
         said = [f"- rank {r}: {told[r][: 3 * WIDTH]}" for r, row in enumerate(rows) if row[REFUSED]]
         raise TransportError(
-            f"rank {rank}, {call}: got ranks that have refused it, expected a call that works on every rank. Nothing "
-            "was computed on any rank; repair these and call it again:\n" + "\n".join(said)
+            f"rank {rank}, {call}: got errors on some ranks, expected a call that works on every rank. Nothing was "
+            "computed on any rank. Repair these and call it again:\n" + "\n".join(said)
         )
     if len({row[CALL] for row in rows}) > 1:
         lines = _compare("call", [[text] for text in exchange_texts(gather, call)])
@@ -123,7 +123,7 @@ def _compare(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
     found: dict[str, list[int]] = {}
     for rank, line in enumerate(first):
         found.setdefault(line, []).append(rank)
-    seen = [f"{_ranks(at)}: {_shorten(line, start) or 'nothing'}" for line, at in found.items()]
+    seen = [f"{_ranks(at)}: {_excerpt(line, start) or 'nothing'}" for line, at in found.items()]
     return [f"- {name}: got {'; '.join(seen)}"]
 
 
@@ -136,7 +136,7 @@ def _find_start(lines: Sequence[str]) -> int:
     return max(0, common - WIDTH // 4)
 
 
-def _shorten(text: str, start: int = 0) -> str:
+def _excerpt(text: str, start: int = 0) -> str:
     shown = text[start : start + WIDTH]
     return f"{'...' if start else ''}{shown}{'...' if start + WIDTH < len(text) else ''}"
 

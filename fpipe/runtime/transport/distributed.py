@@ -100,8 +100,9 @@ class DistributedRanks:
         except RuntimeError as error:
             self.failure = "no answer from the other ranks"
             raise TransportError(
-                f"rank {self.ranks[0]}, {self.call}: got no answer from the other ranks ({error}), expected them "
-                "to make the same call. Call the same functions on every rank, and look at what the others said last."
+                f"rank {self.ranks[0]}, {self.call}: got no answer from the other ranks ({error}), expected them to "
+                "make the same call. Call the same functions on every rank. Look at the last output of the others: one "
+                "of them may have crashed."
             ) from error
 
     def connect(self, channels: Iterable[Route]) -> None:
@@ -117,9 +118,8 @@ class DistributedRanks:
             self.failure = "its process group was destroyed"
         if self.failure is not None:
             raise TransportError(
-                f"rank {self.ranks[0]}, {what}: got a pipeline that broke off ({self.failure}), expected one whose "
-                "ranks are in step: the others' messages no longer fit. End the process, and start again from a "
-                "checkpoint."
+                f"rank {self.ranks[0]}, {what}: got a pipeline that failed midway ({self.failure}), expected one whose "
+                "ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
             )
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
@@ -172,7 +172,7 @@ def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
     if len({size.item() for size in sizes}) > 1:
         raise TransportError(
             f"group: got groups of {sorted({int(size.item()) for size in sizes})} processes, expected the same size "
-            "for every pipeline of the job. Build all pipelines at the same time, over groups of one size."
+            "for every pipeline of the job. Build all pipelines at the same time, over groups of the same size."
         )
     mine = torch.tensor(world, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

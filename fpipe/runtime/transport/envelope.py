@@ -27,7 +27,7 @@ from fpipe.tensors.spec import Spec
 Specs: TypeAlias = tuple[Spec, ...]
 
 LINE: Final = 64
-SMALL: Final = 2**16
+SMALL_BYTES: Final = 2**16
 CARRIED: Final = ("F", "B", "G")
 
 
@@ -41,7 +41,7 @@ class Envelope:
     def __init__(self, message: MessageKey, specs: Specs, device: torch.device) -> None:
         self.message, self.specs, self.device = message, specs, device
         self.sizes = [spec.buffer().numel() for spec in specs]
-        self.small = [size <= SMALL for size in self.sizes]
+        self.small = [size <= SMALL_BYTES for size in self.sizes]
         what, source, microbatch, target = message
         about = digest(f"{spec} {spec.stride}" for spec in specs)
         values = [CARRIED.index(what), source, microbatch, target, sum(self.sizes), about, 0, 0]
@@ -51,7 +51,7 @@ class Envelope:
     @cached_property
     def length(self) -> int:
         """The bytes of the head."""
-        return LINE + sum(_lines(size) for size, small in zip(self.sizes, self.small, strict=True) if small)
+        return LINE + sum(_round_up(size) for size, small in zip(self.sizes, self.small, strict=True) if small)
 
     def pack(self, payload: Payload) -> tuple[Tensor, ...]:
         """Return the buffers to send for these tensors, in order."""
@@ -77,7 +77,7 @@ class Envelope:
         found, start, large = list[Any](), LINE, iter(rest)
         for spec, size, small in zip(self.specs, self.sizes, self.small, strict=True):
             found.append(spec.unpack(head[start : start + size] if small else next(large)))
-            start += _lines(size) if small else 0
+            start += _round_up(size) if small else 0
         return tuple(found)
 
     @cached_property
@@ -97,11 +97,11 @@ class Envelope:
         wanted = transfer_text("RECV", self.message)
         raise TransportError(
             f"a message: got {said} of {length} bytes{same}, expected that of {wanted} of {mine} bytes. "
-            "Nothing of it was used. Ranks do not run the same program; end the processes, and build the "
-            "pipeline from the same arguments everywhere."
+            "It was not used. The ranks run different programs: end the processes, and build the pipeline from the "
+            "same arguments on every rank."
         )
 
 
-def _lines(size: int) -> int:
+def _round_up(size: int) -> int:
     """Return a size rounded up to whole lines."""
     return -(-size // LINE) * LINE

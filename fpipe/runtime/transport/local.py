@@ -92,7 +92,8 @@ def _disorder_error(posted: LocalHandle, other: MessageKey) -> TransportError:
     send, receive = (posted.message, other) if posted.end == "SEND" else (other, posted.message)
     return TransportError(
         f"a channel: got {transfer_text('SEND', send)} first, expected the message of "
-        f"{transfer_text('RECV', receive)}. Post both ends in the same order: run programs as lower() makes them."
+        f"{transfer_text('RECV', receive)}. Post "
+        "both ends of a channel in the same order: run programs as lower() returns them."
     )
 
 
@@ -175,10 +176,10 @@ def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[in
 
 
 def _report(executions: Sequence[Execution], waiting: dict[int, LocalHandle]) -> str:
-    lines = [f"got {len(waiting)} ranks waiting for messages that nobody will post, expected all to finish:"]
+    lines = [f"got {len(waiting)} ranks waiting for messages that no rank will post, expected all to finish:"]
     for rank, handle in sorted(waiting.items()):
         at = executions[rank].at
         assert at is not None, "who waits has begun"
         waits = transfer_text(handle.end, handle.message)
         lines.append(f"rank {rank}, position {at.position}, {at.action}: waits for {waits}")
-    return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() makes them."])
+    return "\n".join([*lines, "Pass the schedule to schedules.check, and run programs as lower() returns them."])

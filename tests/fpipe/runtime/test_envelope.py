@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fpipe import TransportError
 from fpipe.runtime.transport.channels import DistributedChannel, DistributedTransport
-from fpipe.runtime.transport.envelope import LINE, SMALL, Envelope
+from fpipe.runtime.transport.envelope import LINE, SMALL_BYTES, Envelope
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
 from tests.common.sizes import few
@@ -16,7 +16,7 @@ from tests.common.sizes import few
 CPU = torch.device("cpu")
 MESSAGE = ("F", 0, 3, 1)
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8]), max_size=3).map(tuple)
-LARGE = st.sampled_from([(SMALL // 4,), (SMALL // 4 + 1,), (2, SMALL // 8, 3)])
+LARGE = st.sampled_from([(SMALL_BYTES // 4,), (SMALL_BYTES // 4 + 1,), (2, SMALL_BYTES // 8, 3)])
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 
 
@@ -75,7 +75,7 @@ def test_what_is_sent_arrives(tensors):
 
 def test_small_tensors_travel_together():
     wire, one, _ = channels()
-    tensors = (torch.ones(3), torch.ones(SMALL), torch.ones(2, 2), torch.ones(SMALL))
+    tensors = (torch.ones(3), torch.ones(SMALL_BYTES), torch.ones(2, 2), torch.ones(SMALL_BYTES))
     one.send(MESSAGE, tensors, tuple(map(Spec.of, tensors)))
     assert wire.operations == 3
 

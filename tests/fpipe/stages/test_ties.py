@@ -337,7 +337,7 @@ def test_verify_sees_a_wrong_sum(monkeypatch):
 
     monkeypatch.setattr(results, "add", lambda a, b: b + a * (1 + 2**-20))
     pipe, model, inputs, targets = build(ZOO["one_weight"], HOW, 6, tied="sum")
-    with pytest.raises(fpipe.MismatchError, match=r"gradient 0\.weight: got other bits than the reference"):
+    with pytest.raises(fpipe.MismatchError, match=r"gradient 0\.weight: got different bits from the reference"):
         fpipe.verify(pipe, model, inputs, targets)
 
 

@@ -72,9 +72,9 @@ def test_another_model_is_found():
     """The reference shares the capture and cannot see it; the model run eagerly can."""
     pipe, _, inputs, targets = build(ZOO["mlp"], HOW, 6)
     model = linears(nn.Tanh, nn.Tanh, nn.GELU)
-    with pytest.raises(fpipe.MismatchError, match="than the model run eagerly") as caught:
+    with pytest.raises(fpipe.MismatchError, match="from the model run eagerly") as caught:
         fpipe.verify(pipe, model, inputs, targets)
-    assert str(caught.value).startswith("loss: got other bits")
+    assert str(caught.value).startswith("loss: got different bits")
     assert "largest difference" in str(caught.value)
 
 
@@ -87,25 +87,25 @@ def test_a_wrong_sum_is_found(monkeypatch):
 
     pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 6)
     monkeypatch.setattr(Stage, "finished", wrong)
-    with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got other bits than the reference"):
+    with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got different bits from the reference"):
         fpipe.verify(pipe, model, inputs, targets)
 
 
 def test_a_lost_gradient_is_found(monkeypatch):
-    from fpipe import api
+    from fpipe.pipelines import step
 
-    right = api.gradients
-    monkeypatch.setattr(api, "gradients", lambda *a: {n: g for n, g in right(*a).items() if n != "4.weight"})
+    right = step.collect_gradients
+    monkeypatch.setattr(step, "collect_gradients", lambda *a: {n: g for n, g in right(*a).items() if n != "4.weight"})
     pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 6)
     with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got nothing, expected a tensor"):
         fpipe.verify(pipe, model, inputs, targets)
 
 
 def test_a_gradient_too_many_is_found(monkeypatch):
-    from fpipe import api
+    from fpipe.pipelines import step
 
-    right = api.gradients
-    monkeypatch.setattr(api, "gradients", lambda *a: {**right(*a), "spare": torch.zeros(3)})
+    right = step.collect_gradients
+    monkeypatch.setattr(step, "collect_gradients", lambda *a: {**right(*a), "spare": torch.zeros(3)})
     pipe, model, inputs, targets = build(ZOO["unused"], HOW, 6)
     with pytest.raises(fpipe.MismatchError, match="gradient spare: got a tensor, expected nothing"):
         fpipe.verify(pipe, model, inputs, targets)

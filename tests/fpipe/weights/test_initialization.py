@@ -233,7 +233,7 @@ HELD = nn.Sequential(Holder())
 
 def test_generators_of_one_s_own_are_refused():
     own = torch.Generator()
-    with pytest.raises(fpipe.InputError, match=r"normal_\.default with a generator of its own, expected the default"):
+    with pytest.raises(fpipe.InputError, match=r"normal_\.default with its own generator, expected the default"):
         initialize(nn.Sequential(Holder()), ["0.kept"], lambda m: m.kept.normal_(generator=own), 0)
 
 

@@ -126,7 +126,7 @@ def test_a_tied_parameter_may_have_any_of_its_names(dropped):
 def test_a_tied_parameter_has_one_value():
     pipe, saved = gpt()
     assert pipe.init({**saved, "head.weight": saved["head.weight"].clone()})
-    with pytest.raises(fpipe.InputError, match=r"source\['head.weight'\]: got another value than source\['embed"):
+    with pytest.raises(fpipe.InputError, match=r"source\['head.weight'\]: got a different value from source\['embed"):
         pipe.init({**saved, "head.weight": saved["head.weight"] + 1})
 
 

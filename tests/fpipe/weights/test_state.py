@@ -158,7 +158,7 @@ def without_grad(outputs):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_a_loss_that_trains_nothing_is_refused(loss, capture, backward):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(fpipe.CaptureError, match=r"loss: got one that no parameter has a gradient of.*'0.bias', '0.we"):
+    with pytest.raises(fpipe.CaptureError, match=r"loss: got one without a gradient for any parameter.*'0.bias', '0"):
         pipeline(loss, model, capture=capture, backward=backward)
     model.requires_grad_(False)
     assert not pipeline(loss, model, capture=capture, backward=backward).stages[0].grads
@@ -197,7 +197,7 @@ def test_verify_takes_what_is_being_trained(built, monkeypatch):
     grads = step(built, pipe.init(model)[0])[1]
     limit = float(grads["4.weight"].abs().max())
     assert fpipe.verify(pipe, model, inputs, targets).eager
-    with pytest.raises(fpipe.MismatchError, match="than the"):
+    with pytest.raises(fpipe.MismatchError, match="bits from the"):
         fpipe.verify(pipe, model, inputs, targets, params=params, buffers=buffers)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.grad is None for p in model.parameters())
