@@ -97,16 +97,16 @@ def four(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", worker.names(2))
-def test_two_ranks(two, name):
+def test_two_ranks_pass(two, name):
     two.require(name)
 
 
 @pytest.mark.parametrize("name", worker.names(4))
-def test_four_ranks(four, name):
+def test_four_ranks_pass(four, name):
     four.require(name)
 
 
-def test_jobs_end_well(two, four):
+def test_jobs_exit_with_code_zero(two, four):
     assert (two.codes, four.codes) == ([0], [0] * 4), "\n".join(two.printed + four.printed)
 
 

@@ -114,7 +114,7 @@ def test_dropout_is_compared_with_the_reference(train_gpt, capsys):
     assert "gpipe(ranks=2, microbatches=4)" in out
 
 
-def test_other_gradients_of_the_pipeline_are_found(train_gpt, monkeypatch):
+def test_wrong_gradients_of_the_pipeline_are_found(train_gpt, monkeypatch):
     original = fpipe.value_and_grad
 
     def value_and_grad(pipe, **options):
@@ -130,7 +130,7 @@ def test_other_gradients_of_the_pipeline_are_found(train_gpt, monkeypatch):
         train_gpt.main(["--ranks", "2", *TINY])
 
 
-def test_other_parameters_are_found(train_gpt, monkeypatch):
+def test_wrong_parameters_are_found(train_gpt, monkeypatch):
     original, calls = train_gpt.update, []
 
     def update(optimizer, params, grads):

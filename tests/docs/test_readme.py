@@ -30,7 +30,7 @@ PAGES = {path.relative_to(HOME).as_posix(): blocks(path.read_text()) for path in
 
 
 @pytest.mark.parametrize(("page", "number"), [(page, k) for page, found in PAGES.items() for k in range(len(found))])
-def test_python_block_runs(page, number, capsys):
+def test_python_blocks_run(page, number, capsys):
     block, namespace = PAGES[page][number], {"__name__": f"{page}_{number}"}
     exec(compile(block, f"{page} block {number}", "exec"), namespace)
     for name, value in namespace.items():
@@ -85,7 +85,7 @@ def test_the_failure_of_the_broken_schedule_is_what_it_prints(capsys):
     assert shown.strip() in capsys.readouterr().out
 
 
-def test_every_schedule_stands_in_the_table():
+def test_every_schedule_is_in_the_table():
     table = re.search(r"\| family \| schedules \|\n(.*?)\n\n", WRITING, re.DOTALL)[1]
     assert sorted(re.findall(r"`(\w+)`", table)) == sorted(families.__all__)
 

@@ -50,14 +50,14 @@ def test_dropout_does_not_depend_on_the_placement(factory):
 
 
 @pytest.mark.parametrize("capture", ["export", "modules"])
-def test_another_seed_gives_other_numbers(capture):
+def test_different_seeds_draw_different_numbers(capture):
     built = build(ZOO["dropping"], one_f_one_b(ranks=4, microbatches=3), 6, capture=capture)
     losses = [run(*built, seed=seed).loss.item() for seed in range(5)]
     assert len(set(losses)) == 5
 
 
 @pytest.mark.parametrize("capture", ["export", "modules"])
-def test_microbatches_and_layers_draw_other_numbers(capture):
+def test_microbatches_and_layers_draw_different_numbers(capture):
     """Each dropout of each microbatch has a mask of its own, even where path or position coincide."""
     x = torch.ones(4, 64)
     pipe = fpipe.pipeline(
@@ -75,7 +75,7 @@ def test_microbatches_and_layers_draw_other_numbers(capture):
 
 @pytest.mark.parametrize("name", ["dropping", "mlp"])
 @pytest.mark.parametrize("capture", ["export", "modules"])
-def test_the_user_s_generator_is_where_it_was(name, capture):
+def test_the_user_s_generator_is_not_advanced(name, capture):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     built = build(ZOO[name], one_f_one_b(ranks=2, microbatches=3), 6, capture=capture)
@@ -116,7 +116,7 @@ def test_parameters_need_not_be_leaves_nor_require_a_gradient():
         assert_same(want._replace(grads=grads), want)
 
 
-def test_a_step_again_is_the_same():
+def test_the_same_step_twice_gives_the_same_bits():
     for name in ("normalised", "dropping", "chained"):
         built = build(ZOO[name], one_f_one_b(ranks=4, microbatches=3), 6)
         assert_same(run(*built, seed=1), run(*built, seed=1))
@@ -148,7 +148,7 @@ class Aliases(nn.Module):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["one_f_one_b", "split_backward"])
-def test_gradients_are_tensors_of_their_own(kind, microbatches):
+def test_gradients_are_new_tensors(kind, microbatches):
     """An optimiser may work in place on any of them, as on `.grad`."""
     case = Case(Aliases, rows_of(), lambda out, y: mse(out[0], y) + out[1], ())
     for one, cuts in ((case, ()), (ZOO["tied_sequence"], ("1", "2", "3"))):
@@ -164,7 +164,7 @@ def test_gradients_are_tensors_of_their_own(kind, microbatches):
                 assert same_bits(grad, want[name] + 1), name
 
 
-def test_two_pipelines_in_turns():
+def test_two_pipelines_take_turns():
     one = build(ZOO["dropping"], one_f_one_b(ranks=4, microbatches=3), 6)
     two = build(ZOO["normalised"], SCHEDULES["split_backward"](2, 2), 4)
     alone = run(*one, seed=1), run(*two)
@@ -175,7 +175,7 @@ def test_two_pipelines_in_turns():
             assert_same(Result(out.loss, out.outputs, grads, out.buffers), want)
 
 
-def test_one_inside_the_other():
+def test_a_step_runs_inside_a_step_of_another_pipeline():
     """A step in the middle of a step: nothing is kept outside the running call."""
     inner = build(ZOO["dropping"], one_f_one_b(ranks=4, microbatches=3), 6)
     pipe, model, inputs, targets = outer = build(ZOO["normalised"], one_f_one_b(ranks=4, microbatches=3), 6)
@@ -243,7 +243,7 @@ def test_a_pipeline_shows_its_stages():
     assert pipe.program.schedule == pipe.schedule
 
 
-def test_a_model_on_meta_is_enough_to_build():
+def test_a_pipeline_is_built_from_a_model_on_meta():
     case = ZOO["gpt"]
     with torch.device("meta"):
         model = case.build()
@@ -265,7 +265,7 @@ def test_without_cuts_the_model_is_cut_evenly(stages):
     assert_same(run(pipe, model, inputs, targets), loop(model, case.loss, inputs, targets, 2))
 
 
-def test_the_example_gives_shapes_only():
+def test_values_of_the_example_do_not_matter():
     """Its values do not matter, and capture does not change them."""
     case, how = ZOO["in_place"], one_f_one_b(ranks=2, microbatches=2)
     model, inputs, targets = case.make(4)
@@ -293,7 +293,7 @@ def test_gradients_do_not_flow_into_the_inputs():
     assert_same(run(pipe, model, inputs, targets)._replace(grads=grads), run(pipe, model, inputs, targets))
 
 
-def test_under_no_grad_gradients_are_computed_all_the_same():
+def test_gradients_are_computed_under_no_grad_too():
     built = build(ZOO["mlp"], one_f_one_b(ranks=2, microbatches=2), 4)
     want = run(*built)
     with torch.no_grad():
@@ -444,7 +444,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_no_pipeline_can_be_built_from(what):
+def test_invalid_arguments_of_pipeline_are_refused(what):
     changes, error, words = BAD[what]
     if what == "an uncopiable model":
         changes["model"].lock = __import__("threading").Lock()
@@ -456,7 +456,7 @@ def test_what_no_pipeline_can_be_built_from(what):
     assert isinstance(caught.value, fpipe.PipelineError)
 
 
-def test_sizes_that_mean_nothing():
+def test_invalid_sizes_are_refused():
     for factory in (gpipe, one_f_one_b):
         with pytest.raises(fpipe.SizeError, match="microbatches=0"):
             factory(ranks=2, microbatches=0)
@@ -537,7 +537,7 @@ def functions(pipe, model):
 
 
 @pytest.mark.parametrize("what", STATE_CHANGES)
-def test_state_that_is_not_the_model_s(normalised, what):
+def test_parameters_and_buffers_of_another_model_are_refused(normalised, what):
     pipe, model, inputs, targets = normalised
     change, words = STATE_CHANGES[what]
     for function, state in functions(pipe, model):
@@ -547,7 +547,7 @@ def test_state_that_is_not_the_model_s(normalised, what):
 
 
 @pytest.mark.parametrize("what", BATCH_CHANGES)
-def test_a_batch_that_is_not_the_example_s(normalised, what):
+def test_a_batch_unlike_the_example_is_refused(normalised, what):
     pipe, model, *_ = normalised
     batch, words = BATCH_CHANGES[what]
     for function, state in functions(pipe, model):
@@ -559,7 +559,7 @@ def test_a_batch_that_is_not_the_example_s(normalised, what):
 
 
 @pytest.mark.parametrize("capture", ["export", "modules"])
-def test_dropout_without_a_seed(capture):
+def test_dropout_without_a_seed_is_refused(capture):
     pipe, model, inputs, targets = build(ZOO["dropping"], one_f_one_b(ranks=2, microbatches=2), 4, capture=capture)
     for function in (fpipe.value_and_grad(pipe), fpipe.reference(pipe)):
         with pytest.raises(
@@ -569,7 +569,7 @@ def test_dropout_without_a_seed(capture):
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "normalised", "tied_sequence"])
-def test_no_seed_is_needed_where_nothing_is_drawn(name):
+def test_models_that_draw_nothing_need_no_seed(name):
     run(*build(ZOO[name], one_f_one_b(ranks=2, microbatches=2), 4))
 
 

@@ -119,7 +119,7 @@ def test_examples_import_public_names_only(example):
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name):
+def test_public_signatures_do_not_change(name):
     function = getattr(fpipe, name)
     assert text(function) == SIGNATURES[name]
     assert function.__doc__
@@ -128,7 +128,7 @@ def test_signatures(name):
     assert all(p.annotation is not p.empty for p in annotated.parameters.values())
 
 
-def test_what_is_called_every_step():
+def test_functions_called_in_every_step_keep_their_signatures():
     from fpipe.api import ValueAndGrad
 
     pipe = pipeline()
@@ -147,12 +147,12 @@ def pipeline():
     )
 
 
-def test_results():
+def test_results_keep_their_fields():
     assert fpipe.Step._fields == ("loss", "outputs", "buffers")
     assert fpipe.Verification._fields == ("reference", "eager")
 
 
-def test_what_a_pipeline_shows():
+def test_a_pipeline_keeps_its_attributes():
     pipe = pipeline()
     assert text(pipe.init) == "source *fill=None *strict=True"
     assert text(pipe.initialise).startswith("function=<function reset_parameters at ")

@@ -43,7 +43,7 @@ def numbers(rank, start, end, action):
 
 
 @given(ACTIONS, ACTIONS, st.floats(-1e6, 1e6), st.integers(0, 1000), st.integers(0, 1000))
-def test_any_span_travels_and_is_put_on_one_clock(mine, other, late, start, lasts):
+def test_spans_of_all_ranks_are_put_on_one_clock(mine, other, late, start, lasts):
     pipe = SimpleNamespace(ranks=Elsewhere(late, numbers(1, start, start + lasts, other)))
     first = Span(0, F(0, 0), late - 1, late)
     found = fpipe.timeline(pipe, [first, Span(0, mine, late + 1, late + 3)])
@@ -62,14 +62,14 @@ def test_waits_for_the_step_before_are_left_out():
     assert fpipe.timeline(pipe, []) == ()
 
 
-def test_spans_of_others_are_refused():
+def test_spans_of_unknown_ranks_are_refused():
     pipe = SimpleNamespace(ranks=LocalRanks(2))
     with pytest.raises(fpipe.InputError, match=r"spans\[1\]: got 2B0 of rank 2, expected spans of ranks \[0, 1\]"):
         fpipe.timeline(pipe, [Span(0, F(0, 0), 0, 1), Span(2, B(2, 0), 0, 1)])
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "split_backward"])
-def test_measured_above_simulated(name):
+def test_a_measured_timeline_is_printed_above_the_simulated_one(name):
     """In one process ranks take turns: they compute one at a time, transfers cost nothing."""
     pipe, model, inputs, targets = build(ZOO["mlp"], SCHEDULES[name](4, 4), 8)
     recorded = []
@@ -93,7 +93,7 @@ def test_measured_above_simulated(name):
     assert trace(both, microseconds=1e6).count('"ph":"X"') == sum(map(len, both.values()))
 
 
-def test_costs_are_those_of_the_pipelines_schedule():
+def test_costs_are_estimated_for_the_schedule_of_the_pipeline():
     pipe, *_ = build(ZOO["mlp"], SCHEDULES["one_f_one_b"](2, 2), 8)
     found = fpipe.costs(pipe, list(spans(split_backward(pipe.schedule), Costs(I=3, W=4))))
     assert (found.B, found.comm) == ((7, 7), 0)
@@ -106,7 +106,7 @@ TRIPS = st.lists(st.tuples(st.floats(1e-5, 1e-2), st.floats(0, 1), st.floats(0, 
 
 
 @given(TRIPS, st.floats(-1e4, 1e4) | st.just(0.0))
-def test_clocks_are_told_apart_as_well_as_the_shortest_trip_allows(trips, offset):
+def test_offsets_of_clocks_are_as_exact_as_the_shortest_round_trip_allows(trips, offset):
     """Of trips of any length, answered anywhere between question and return."""
     asked = [(start, start + share * lasts - offset, start + lasts) for lasts, share, start in trips]
     shortest = min(lasts for lasts, *_ in trips)

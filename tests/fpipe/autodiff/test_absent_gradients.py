@@ -48,7 +48,7 @@ ties = st.sampled_from([[], [(0, 2)], [(0, 1)], [(0, 1), (0, 2)]])
 
 @settings(max_examples=few(5))
 @given(kinds, ties, st.booleans(), questions, st.sampled_from(HOWS), st.sampled_from(["autograd", "graph"]))
-def test_gradients_are_there_exactly_where_one_device_has_them(kinds, ties, residual, answers, how, backward):
+def test_gradients_are_present_exactly_where_one_device_has_them(kinds, ties, residual, answers, how, backward):
     model = Gates(kinds, ties, residual)
     example, targets = batch(answers[: how.microbatches])
     pipe = build(model, how, example, targets, backward=backward)
@@ -63,7 +63,7 @@ def test_gradients_are_there_exactly_where_one_device_has_them(kinds, ties, resi
 
 @settings(max_examples=few(3))
 @given(kinds, questions, st.sampled_from([chimera(2, 4), mirror(split_backward(one_f_one_b(2, 4)))]), st.booleans())
-def test_replicas_agree_which_gradients_there_are(kinds, answers, how, tie):
+def test_replicas_agree_which_gradients_are_present(kinds, answers, how, tie):
     """Each adds those of its microbatches; where one has none the other's is the sum."""
     model = Gates(kinds, [(0, 2)] if tie else [], False, counting=False)
     inputs, targets = batch(answers)
@@ -77,7 +77,7 @@ def test_replicas_agree_which_gradients_there_are(kinds, answers, how, tie):
 
 @settings(max_examples=few(3))
 @given(kinds, st.sampled_from([[(0, 1)], [(0, 1), (0, 2)]]), questions, st.sampled_from(HOWS))
-def test_summed_over_stages_what_is_absent_adds_nothing(kinds, ties, answers, how):
+def test_absent_gradients_add_nothing_to_sums_over_stages(kinds, ties, answers, how):
     model = Gates(kinds, ties, False)
     inputs, targets = batch(answers[: how.microbatches])
     pipe = build(model, how, inputs, targets, tied="sum")
@@ -86,7 +86,7 @@ def test_summed_over_stages_what_is_absent_adds_nothing(kinds, ties, answers, ho
     fpipe.verify(pipe, model, inputs, targets)
 
 
-def test_weight_decay_moves_what_one_device_moves():
+def test_weight_decay_moves_the_parameters_that_it_moves_on_one_device():
     """With momentum, too: a parameter that is used in one step keeps moving in others only if it has a gradient."""
     model, how = Gates(["other", "detached", "other"], [], True), one_f_one_b(ranks=3, microbatches=2)
     plain = copy.deepcopy(model)
@@ -172,7 +172,7 @@ class Whimsical(nn.Module):
         return Fickle.apply(x)
 
 
-def test_a_backward_that_turns_out_to_have_none_is_refused(monkeypatch):
+def test_a_backward_that_unexpectedly_returns_no_gradient_is_refused(monkeypatch):
     """It is not known beforehand that a cotangent may be absent, so nobody could be told."""
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Whimsical()), torch.ones(2, WIDTH)
     pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=one_f_one_b(2, 2), cuts=["1"])

@@ -88,7 +88,7 @@ def products(draw):
 
 @settings(max_examples=few(200))
 @given(products())
-def test_products(case):
+def test_products_have_the_bits_of_autograd(case):
     function, given_, weights, layout, deferred = case
     got = halves(function, [given_], weights, lambda out: LAYOUTS[layout](torch.randn(out.shape).to(out.dtype)))
     assert got <= deferred
@@ -107,7 +107,7 @@ def test_products(case):
     last=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_convolutions(dims, transposed, groups, stride, padding, bias, last, dtype):
+def test_convolutions_have_the_bits_of_autograd(dims, transposed, groups, stride, padding, bias, last, dtype):
     kind = f"Conv{'Transpose' * transposed}{dims}d"
     module = getattr(nn, kind)(4, 6, 3, stride=stride, padding=padding, groups=groups, bias=bias).to(dtype)
     x = torch.randn(2, 4, *[6] * dims).to(dtype)
@@ -129,7 +129,7 @@ def test_convolutions(dims, transposed, groups, stride, padding, bias, last, dty
     scaled=st.booleans(),
     layout=layouts,
 )
-def test_embeddings(shape, padding, scaled, layout):
+def test_embeddings_have_the_bits_of_autograd(shape, padding, scaled, layout):
     ids = torch.randint(0, 5, shape)
 
     def function(w):
@@ -163,7 +163,7 @@ NODES = {
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_names_are_those_of_this_torch(name):
+def test_derivatives_fit_the_nodes_of_this_torch(name):
     """What autograd's nodes are called, and what they save under which names."""
     out = NODES[name](lambda *shape: leaf(shape))
     assert out.grad_fn.name() == name

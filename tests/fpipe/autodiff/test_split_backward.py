@@ -26,7 +26,7 @@ def leaf(*shape):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_bits_of_one_device_and_what_is_deferred(name):
+def test_split_backwards_are_exact_and_defer_what_they_can(name):
     function, undeferred = WRITTEN[name]
     pipe, model, inputs, targets = build(function)
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
@@ -119,7 +119,7 @@ def graphs():
 
 @pytest.mark.parametrize("first", graphs()[2])
 @pytest.mark.parametrize("second", graphs()[2])
-def test_another_graph_is_noticed(first, second):
+def test_a_changed_graph_is_searched_again(first, second):
     x, weights, makes = graphs()
     splitter = Splitter({}, True)
     for name in (first, second, first):
@@ -147,7 +147,7 @@ def test_the_same_graph_is_searched_once():
     assert splits[0][1] is not splits[1][1]
 
 
-def test_where_no_gradient_comes_in_there_is_none():
+def test_without_an_incoming_gradient_there_is_none():
     class Nothing(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -164,7 +164,7 @@ def test_where_no_gradient_comes_in_there_is_none():
     assert half.grads((incoming,), [w]) == (None,)
 
 
-def test_reasons():
+def test_weights_that_are_not_deferred_have_reasons():
     x, w = leaf(2, WIDTH), leaf(WIDTH, WIDTH)
     out = x @ w
     assert search(AutogradGraph([out], 0), [w, leaf(3)], {}).reasons == {1: "not reached"}
@@ -174,7 +174,7 @@ def test_reasons():
     assert search(AutogradGraph([grouped], 0), [bias], {}).reasons == {0: "computed by MulBackward0"}
 
 
-def test_a_convolution_s_weight_and_bias_go_together():
+def test_weight_and_bias_of_a_convolution_are_deferred_together():
     w, b = leaf(3, 2, 2), leaf(3)
     out = functional.conv1d(leaf(1, 2, 5), w, b) + b.sum()
     assert search(AutogradGraph([out], 0), [w, b], {}).reasons == {
@@ -183,7 +183,7 @@ def test_a_convolution_s_weight_and_bias_go_together():
     }
 
 
-def test_where_data_decide_the_graph_is_searched_each_time():
+def test_graphs_that_depend_on_data_are_searched_each_time():
     def either(m, x):
         return (
             functional.linear(x, m.weight, m.bias) if x.sum() > 0 else functional.linear(x.sin(), m.weight) @ m.weight

@@ -38,7 +38,7 @@ def leaves(draw):
 
 
 @given(leaves())
-def test_pieces_rejoin(given):
+def test_microbatches_are_merged_into_the_batch(given):
     tensor, dim, count = given
     leaf = Leaf.of("x", tensor, dim, CPU)
     known = leaf.cut(tensor, count)
@@ -49,14 +49,14 @@ def test_pieces_rejoin(given):
 
 
 @given(leaves())
-def test_meta_tells_the_same_shapes(given):
+def test_a_batch_on_meta_has_the_same_microbatches(given):
     tensor, dim, count = given
     leaf = Leaf.of("x", tensor, dim, CPU)
     assert leaf.specs(leaf.cut(tensor.to("meta"), count)) == leaf.specs(leaf.cut(tensor, count))
 
 
 @given(st.integers(0, 40), st.integers(1, 12))
-def test_too_few_pieces_are_refused_with_a_size_that_works(size, count):
+def test_too_few_microbatches_are_refused_with_a_size_that_works(size, count):
     leaf = Leaf.of("x", torch.zeros(count), 0, CPU)
     if len(chunk_sizes(size, count)) == count:
         leaf.require_pieces((size,), count)
@@ -103,7 +103,7 @@ def made(shapes):
 
 
 @pytest.mark.parametrize("what", TREES)
-def test_trees_are_cut_leaf_by_leaf(what):
+def test_trees_are_split_leaf_by_leaf(what):
     dims, inputs, targets = TREES[what]
     inputs, targets = {**made(inputs), "flag": True, "none": None}, numbered(targets)
     if isinstance(dims, tuple):
@@ -117,7 +117,7 @@ def test_trees_are_cut_leaf_by_leaf(what):
         assert all(map(same_bits, [found[leaf][i] for leaf in sorted(found)], want))
 
 
-def test_signatures():
+def test_batches_that_differ_have_different_signatures():
     """Equal for equal shapes and equal values of what is no tensor; values of tensors do not matter."""
     x, y = torch.randn(6, 3), torch.randn(6)
     batching = Batching.of((x, 2), y, 0, 3)
@@ -151,7 +151,7 @@ def test_rows_that_belong_together_stay_together():
 
 
 @pytest.mark.parametrize(("rows", "others", "fits"), [(7, 7, True), (7, 14, False), (9, 6, True), (8, 9, False)])
-def test_pieces_fit_together_in_later_batches_too(rows, others, fits):
+def test_later_batches_are_split_like_the_first(rows, others, fits):
     """Where the number of microbatches divides neither size, only equal sizes are cut at the same rows."""
     batching = Batching.of((torch.zeros(6, 2), torch.zeros(4, 6)), torch.zeros(5), ((0, 1), None), 3)
     batch = (torch.zeros(rows, 2), torch.zeros(4, others)), torch.zeros(8)
@@ -186,7 +186,7 @@ def at(*stops):
         (((lambda x, m: list(x[:3]), 0), 0), []),
     ],
 )
-def test_pieces_that_functions_cut_fit_those_of_others(dims, words):
+def test_leaves_split_by_functions_must_have_as_many_rows_as_others(dims, words):
     """Else rows of one sample would be trained on the target of another, where shapes can be broadcast."""
     batch = (torch.zeros(7, 2), torch.zeros(7)), torch.zeros(7, 1)
     if not words:
@@ -197,7 +197,7 @@ def test_pieces_that_functions_cut_fit_those_of_others(dims, words):
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
-def test_leaves_that_are_missing():
+def test_leaves_that_are_needed_and_missing_are_refused():
     x, y = torch.randn(4, 2), torch.randn(4)
     batch = Batching.of((x,), y, 0, 2).split_batch(None, y.to("meta"))
     assert not batch.take([])
@@ -207,7 +207,7 @@ def test_leaves_that_are_missing():
         batch.take([1])
 
 
-def test_prefixes():
+def test_prefixes_of_a_tree_apply_to_all_leaves_below():
     _, structure = flatten(((torch.ones(1), {"a": torch.ones(1), "b": 3}), None))
     assert broadcast("dims", 1, structure) == [1, 1]
     assert broadcast("dims", ((None, 0), 5), structure) == [None, 0]
@@ -221,7 +221,7 @@ def test_prefixes():
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9).filter(any))
-def test_shares_add_up(counts):
+def test_weights_of_microbatches_add_up_to_one(counts):
     found = compute_scales(lambda inputs, targets: inputs, [(torch.tensor(n), None) for n in counts])
     assert found == [n / sum(counts) for n in counts]
     assert abs(sum(found) - 1) < 1e-12
@@ -237,13 +237,13 @@ def test_shares_add_up(counts):
         ([None, 1], ["microbatch 0", "TypeError", "no targets"]),
     ],
 )
-def test_weights_that_mean_nothing(counts, words):
+def test_invalid_weights_are_refused(counts, words):
     with pytest.raises(fpipe.InputError) as caught:
         compute_scales(lambda inputs, targets: inputs, [(count, None) for count in counts])
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
-def test_a_scale_is_one_more_leaf():
+def test_the_scale_of_a_weighted_loss_is_one_more_leaf():
     x, y = torch.randn(5, 2), torch.randn(5)
     batching = Batching.of((x,), y, 0, 3, lambda inputs, targets: len(targets))
     batch = batching.split_batch((x,), y)
@@ -266,7 +266,7 @@ PARTS = [torch.ones(2, 3), torch.zeros(1, 3)]
     ("dims", "want"),
     [(0, torch.cat(PARTS)), (-2, torch.cat(PARTS)), (None, PARTS[0]), (tuple, tuple(PARTS)), (len, 2)],
 )
-def test_outputs_are_joined(dims, want):
+def test_outputs_are_merged(dims, want):
     _, structure = flatten({"x": PARTS[0], "n": 4})
     joining = Merge.of(structure, dims, [list(map(Spec.of, PARTS))])
     found = joining.apply([PARTS])
@@ -283,14 +283,14 @@ def test_outputs_are_joined(dims, want):
         ({"x": 0}, ["output_dims", "{'x': 0}"]),
     ],
 )
-def test_outputs_that_cannot_be_joined(dims, words):
+def test_outputs_that_cannot_be_merged_are_refused(dims, words):
     _, structure = flatten(PARTS[0])
     with pytest.raises(fpipe.InputError) as caught:
         Merge.of(structure, dims, [list(map(Spec.of, PARTS))])
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
-def test_cutting_changes_nothing():
+def test_splitting_does_not_modify_the_batch():
     x, y = torch.randn(3, 8).t(), torch.randn(8)
     before = copy.deepcopy((x, y))
     Batching.of((x,), y, ((0,), None), 3).split_batch((x,), y).take()

@@ -91,7 +91,7 @@ SHARED = {  # inputs, targets, how they are cut, and whom the error names
 
 @pytest.mark.parametrize(("function", "backward"), [(doubling, "graph"), (through_a_view, "autograd")])
 @pytest.mark.parametrize("what", SHARED)
-def test_memory_that_others_see_is_not_to_be_changed(what, function, backward):
+def test_changing_memory_that_another_leaf_shares_is_refused(what, function, backward):
     """The stage would change a copy of its own, and the others see nothing of it."""
     torch.manual_seed(0)
     inputs, targets, dims, why = SHARED[what](torch.randn(4, WIDTH), torch.randn(4, WIDTH))
@@ -105,7 +105,7 @@ def test_memory_that_others_see_is_not_to_be_changed(what, function, backward):
 
 
 @pytest.mark.parametrize("what", SHARED)
-def test_memory_that_nobody_changes_may_be_shared(what):
+def test_leaves_may_share_memory_that_nobody_changes(what):
     inputs, targets, dims, _ = SHARED[what](torch.randn(4, WIDTH), torch.randn(4, WIDTH))
     model, pipe = built(reading, inputs, targets, dims)
     fpipe.verify(pipe, model, inputs, targets)
@@ -121,7 +121,7 @@ def test_memory_that_nobody_changes_may_be_shared(what):
     ],
     ids=["columns", "rows", "clones", "turned"],
 )
-def test_neighbors_in_memory_share_nothing(inputs, dims):
+def test_adjacent_leaves_do_not_share_memory(inputs, dims):
     """A leaf that the model changes is as on one device; what was passed in stays as it was."""
     torch.manual_seed(0)
     x = torch.randn(8, 2 * WIDTH)
@@ -135,7 +135,7 @@ def test_neighbors_in_memory_share_nothing(inputs, dims):
     assert torch.equal(x, before)
 
 
-def test_what_a_step_is_passed_are_values():
+def test_buffers_passed_to_a_step_may_share_memory():
     """Buffers may share memory: each is replaced by one of its own, as if they had been apart."""
     model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
@@ -186,7 +186,7 @@ def strided(draw, size=24):
 
 
 @given(strided(), strided())
-def test_overlap_is_to_the_byte(one, other):
+def test_overlap_is_found_to_the_byte(one, other):
     memory = torch.arange(64, dtype=torch.int16)
     views = [memory.as_strided(shape, strides, start) for shape, strides, start, _ in (one, other)]
     common = set(views[0].flatten().tolist()) & set(views[1].flatten().tolist())

@@ -70,14 +70,14 @@ NAMES = ("gpt", "skips", "several", "chained", "in_place", "strides", "own_loss"
     ("name", "kind"),
     [*((name, list(FOUR)[k % 6]) for k, name in enumerate(NAMES)), ("skips", "v"), ("chained", "1f1b")],
 )
-def test_the_last_microbatch_is_smaller(name, kind):
+def test_the_last_microbatch_may_be_smaller(name, kind):
     how = FOUR[kind]
     require_exact_batch(*built(ZOO[name], how, 4 * how.microbatches - 2), ZOO[name].loss)
 
 
 @settings(max_examples=few(5))
 @given(st.data(), st.sampled_from(["export", "trace", "modules"]), st.sampled_from(list(FOUR)))
-def test_any_number_of_rows(data, capture, kind):
+def test_steps_may_have_any_number_of_rows(data, capture, kind):
     """The example has one number of rows, and each step another."""
     how, case = FOUR[kind], ZOO["mlp"]
     numbers = [n for n in range(1, 20) if -(-n // -(-n // how.microbatches)) == how.microbatches]
@@ -89,7 +89,7 @@ def test_any_number_of_rows(data, capture, kind):
 
 
 @pytest.mark.parametrize("name", ["dropping", "gpt_dropout"])
-def test_dropout_with_a_smaller_last_microbatch(name):
+def test_dropout_is_exact_with_a_smaller_last_microbatch(name):
     """Its masks are those of one device."""
     for how in (FOUR["split"], recompute(one_f_one_b(ranks=4, microbatches=3))):
         parts = built(ZOO[name], how, 8)
@@ -165,7 +165,7 @@ def test_rows_and_lengths_change_from_step_to_step(capture, cuts):
     assert counts == [1, 2, 3, 4, 4, 6, 6, 6], "of each microbatch's kind, one"
 
 
-def test_evaluation_of_other_batches():
+def test_evaluations_may_have_other_batches():
     pipe, model, *_ = built(LONGER, FOUR["1f1b"], 6)
     for rows, length in STEPS:
         inputs, targets = tokens(rows, length)
@@ -186,7 +186,7 @@ class Flagged(nn.Module):
         return self.b(x.tanh() if flag else x) ** power
 
 
-def test_what_is_no_tensor_may_change():
+def test_inputs_other_than_tensors_may_change():
     case = Case(Flagged, lambda rows: ({"x": torch.randn(rows, WIDTH), "flag": False, "power": 1}, None), None, ("b",))
     model, inputs, _ = case.make(6)
     pipe = fpipe.pipeline(
@@ -199,7 +199,7 @@ def test_what_is_no_tensor_may_change():
     assert len(losses) == 3
 
 
-def test_layouts_other_than_the_example_s():
+def test_layouts_may_differ_from_the_example():
     """A batch is copied into the layout that the example has."""
     pipe, model, *_ = built(ZOO["strides"], FOUR["1f1b"], 6)
     for rows in (6, 9):
@@ -242,7 +242,7 @@ def far(outputs, targets):
 
 
 @pytest.mark.parametrize(("kind", "capture"), [("gpipe", "export"), ("split", "trace"), ("recomputed", "trace")])
-def test_each_argument_is_cut_as_it_says(capture, kind):
+def test_each_argument_is_split_along_its_own_dimension(capture, kind):
     case = Case(Sequence, sequences, far, ("b", "c", "d"))
     dims = ((1, None, None, ragged), 1)
     joined = {"time first": 1, "mask": None, "count": 0}
@@ -260,14 +260,14 @@ def test_each_argument_is_cut_as_it_says(capture, kind):
         assert fpipe.verify(pipe, model, inputs, targets).eager > 5
 
 
-def test_outputs_may_be_joined_by_a_function():
+def test_outputs_may_be_merged_by_a_function():
     pipe, model, inputs, targets = built(ZOO["mlp"], FOUR["1f1b"], 7, output_dims=tuple)
     got = run(pipe, model, inputs, targets).outputs
     assert [part.shape[0] for part in got] == [3, 3, 1]
     assert same_bits(torch.cat(got), loop(model, mse, inputs, targets, 3).outputs)
 
 
-def test_outputs_that_cannot_be_joined_are_refused_when_asked_for():
+def test_outputs_that_cannot_be_merged_are_refused_when_requested():
     pipe, model, inputs, targets = built(ZOO["mlp"], FOUR["1f1b"], 7, output_dims=1)
     fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     with pytest.raises(fpipe.InputError, match=r"outputs: got shapes \[\[3, 4\], \[1, 4\]\].*output_dims"):
@@ -303,7 +303,7 @@ def test_a_mean_over_tokens_is_exact(kind, capture):
     assert fpipe.verify(pipe, model, inputs, targets).eager > 0
 
 
-def test_weights_and_replicas():
+def test_weighted_losses_are_exact_on_replicas():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
     pipe, model, inputs, targets = built(case, dualpipe(ranks=2, microbatches=4), 7, weight=count)
     assert same_bits(
@@ -327,7 +327,7 @@ def test_a_weighted_loss_keeps_its_type(dtype):
     fpipe.verify(pipe, model, (x,), y)
 
 
-def test_a_batch_that_counts_nothing():
+def test_a_batch_of_weight_zero_is_refused():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
     pipe, model, inputs, targets = built(case, FOUR["1f1b"], 7, weight=count)
     state = pipe.init(model)
@@ -336,7 +336,7 @@ def test_a_batch_that_counts_nothing():
             function(*state, inputs, torch.full_like(targets, -100))
 
 
-def test_without_a_loss_nothing_is_weighed():
+def test_without_a_loss_nothing_is_weighted():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
     pipe, model, inputs, _ = built(case, FOUR["1f1b"], 7, weight=count)
     assert_same(run_evaluation(pipe, model, inputs, None), eval_loop(model, None, inputs, None, 3))
@@ -391,7 +391,7 @@ OWN = Case(
 
 
 @pytest.mark.parametrize(("kind", "weighted"), [(kind, k % 2) for k, kind in enumerate(FOUR)])
-def test_losses_on_the_way_are_scaled_the_same(kind, weighted):
+def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: 1 + len(inputs[0])) if weighted else None
     parts = built(MIXTURE, how, 4 * how.microbatches - 2, weight=weight)
     got = require_exact_batch(*parts, balanced, weight=weight)
@@ -402,7 +402,7 @@ def test_losses_on_the_way_are_scaled_the_same(kind, weighted):
 
 
 @pytest.mark.parametrize(("kind", "weighted"), [(kind, 1 - k % 2) for k, kind in enumerate(FOUR)])
-def test_a_model_computes_its_own_loss(kind, weighted):
+def test_a_model_may_compute_its_own_loss(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: len(inputs["labels"])) if weighted else None
     pipe, model, inputs, _ = built(OWN, how, 4 * how.microbatches - 2, weight=weight)
     got = require_exact_batch(pipe, model, inputs, None, OWN.loss, weight=weight)
@@ -410,7 +410,7 @@ def test_a_model_computes_its_own_loss(kind, weighted):
     assert run_evaluation(pipe, model, inputs, None).loss.isfinite()
 
 
-def test_losses_on_the_way_in_a_fused_v():
+def test_losses_in_earlier_stages_are_exact_in_a_fused_v():
     parts = built(MIXTURE, dualpipe_v(ranks=2, microbatches=4), 7)
     assert_same(run(*parts), run_reference(*parts))
     assert fpipe.verify(*parts).eager > 0
@@ -434,7 +434,7 @@ class Fork(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["parameters", "values", "modules"])
-def test_a_model_that_takes_another_path_for_another_shape(what):
+def test_a_model_may_take_another_path_for_another_shape(what):
     """It may compute otherwise, and pass on more. In one step, parameters must be those of the other microbatches."""
     model, x, y = Fork(what), torch.randn(7, WIDTH), torch.randn(7, WIDTH)
     how = one_f_one_b(ranks=2, microbatches=3)

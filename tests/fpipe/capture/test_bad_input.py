@@ -169,7 +169,7 @@ def built(what, front, loss=mse):
 
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
 @pytest.mark.parametrize(("what", "front"), CASES)
-def test_it_is_refused_or_exact(what, front):
+def test_questionable_models_are_refused_or_exact(what, front):
     if (what, front) in REFUSED:
         with pytest.raises((fpipe.CaptureError, fpipe.CutError), match=f"(?s)^.*{REFUSED[what, front]}"):
             built(what, front)
@@ -186,7 +186,7 @@ THINGS = {"lock": threading.Lock, "generator": lambda: (k for k in range(2)), "o
 @pytest.mark.filterwarnings("ignore:.*Dynamo does not know how to trace")
 @pytest.mark.parametrize("thing", THINGS)
 @pytest.mark.parametrize("front", FRONTS)
-def test_what_cannot_be_an_output(front, thing):
+def test_outputs_that_cannot_be_returned_are_refused_when_requested(front, thing):
     """It may be there as long as nobody asks for outputs; graphs ask when they are made."""
     make, cuts = parts(lambda m, x: m(x), returning(THINGS[thing]))
     case, how = Case(make, rows_of(), lambda out, y: mse(out["y"], y), ("", "", "")), one_f_one_b(2, 2)

@@ -464,7 +464,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("case", "cuts"), in_turn(product(FIRST, BACKWARDS), [(), AT, INSIDE]), ids=str)
-def test_what_a_first_call_leaves_is_there_in_every_later_one(case, cuts):
+def test_objects_that_the_first_call_leaves_exist_in_every_later_call(case, cuts):
     kind, backward = case
     if kind is Checkpointing and cuts == INSIDE:
         pytest.skip("no cut may be in a checkpoint")
@@ -705,7 +705,7 @@ def deciding(outputs: Tensor, targets: Tensor) -> Tensor:
     ],
     ids=["a module", "the model itself", "a module that is named already", "the loss"],
 )
-def test_a_repair_can_be_acted_upon(model, options, words, never):
+def test_an_error_names_a_repair_that_works(model, options, words, never):
     inputs, targets = rows_of()(4)
     options = {"loss": mse, **options}
     with pytest.raises(fpipe.CaptureError) as caught:
@@ -714,7 +714,7 @@ def test_a_repair_can_be_acted_upon(model, options, words, never):
     assert never not in str(caught.value)
 
 
-def test_hooks_of_the_library_are_not_mentioned():
+def test_errors_do_not_mention_hooks_of_libraries():
     """What cannot be run as a whole is named, and the hook if it is the reason."""
     model = Gathering()
     model.blocks[1].register_full_backward_hook(lambda module, incoming, outgoing: None)
@@ -778,7 +778,7 @@ class Hooked(Stack):
         return sum((one * (k + 1) for k, one in enumerate(self.collected)), x + self.shift)
 
 
-def test_a_hook_that_looks_into_a_list_finds_what_modules_of_other_stages_have_put_there():
+def test_a_hook_finds_what_modules_of_other_stages_put_into_a_list():
     """The list holds the very tensor that the module gets, so nothing shows that the hook has read it."""
 
     def keep(root: Hooked, weight: float, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:

@@ -33,7 +33,7 @@ def pruned():
 @pytest.mark.parametrize("how", [one_f_one_b(ranks=2, microbatches=2), zb_v(ranks=2, microbatches=2)], ids=str)
 @pytest.mark.parametrize("make", [normed, pruned])
 @pytest.mark.parametrize("called", [False, True], ids=["new", "called before"])
-def test_weights_that_are_computed_before_each_forward(make, called, how, backward):
+def test_weights_computed_before_each_forward_are_exact(make, called, how, backward):
     torch.manual_seed(0)
     model, x, y = make(), torch.rand(4, WIDTH), torch.rand(4, WIDTH)
     if called:
@@ -60,7 +60,7 @@ class Stale(nn.Module):
         return self.linear(x) * self.scale
 
 
-def test_a_tensor_that_nobody_computes_anew_is_refused():
+def test_a_stale_tensor_with_a_gradient_is_refused():
     x = torch.rand(4, WIDTH)
     with pytest.raises(fpipe.CaptureError, match="requires a gradient"):
         fpipe.pipeline(Stale(), example=(x,), loss=torch.mean, schedule=one_f_one_b(ranks=1, microbatches=2))

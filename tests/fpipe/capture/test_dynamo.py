@@ -54,7 +54,7 @@ def test_autocast_is_refused():
         build(case(cast), one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
 
 
-def test_a_region_without_gradient_belongs_to_its_module():
+def test_a_region_without_gradients_belongs_to_its_module():
     one = case(lambda self, x: x + without_gradient(self, x))
     built = _, model, inputs, targets = build(one, one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
     assert_same(run(*built), loop(model, mse, inputs, targets, 2))
@@ -75,7 +75,7 @@ def test_a_module_that_is_one_region_can_begin_a_stage():
     assert_same(run(*built), loop(model, mse, inputs, targets, 2))
 
 
-def test_what_cannot_be_read_is_told_with_the_place():
+def test_models_that_dynamo_cannot_read_are_refused_with_the_place():
     one = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Unreadable()), rows_of(), mse, ())
     with pytest.raises(fpipe.CaptureError) as caught:
         build(one, one_f_one_b(ranks=1, microbatches=2), 4, (), "dynamo")
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_told_with_the_place():
     assert "TORCHDYNAMO_VERBOSE" not in message
 
 
-def test_an_error_of_the_model_is_named_at_rehearsal():
+def test_an_error_of_the_model_is_named_by_its_module():
     one = case(lambda self, x: self.linear(x[:, :2]))
     with pytest.raises(
         fpipe.CaptureError, match=r"^module 2\.linear \(Linear\): the model did not run on fake tensors"
@@ -93,7 +93,7 @@ def test_an_error_of_the_model_is_named_at_rehearsal():
         build(one, one_f_one_b(ranks=4, microbatches=2), 4, capture="dynamo")
 
 
-def test_leaves_are_told_apart_whatever_their_order():
+def test_leaves_are_identified_whatever_their_order():
     """torch's trees keep the order of a dict, fpipe's sort it."""
 
     class Named(nn.Module):

@@ -100,7 +100,7 @@ def built(make, cuts, backward):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_fast_path_is_that_of_one_device(name, backward):
+def test_the_fast_path_is_taken_where_one_device_takes_it(name, backward):
     pipe, model, inputs, targets = built(*MODELS[name], backward)
     got, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), inputs, targets)
     with Fused() as fused:
@@ -122,7 +122,7 @@ def test_no_stage_begins_inside_an_encoder_that_nests():
         built(MODELS["nested"][0], ["0.encoder.layers.1"], "autograd")
 
 
-def test_random_numbers_beside_it_do_not_keep_it_from_its_fast_path():
+def test_modules_that_draw_do_not_prevent_the_fast_path_of_others():
     """Keys are set by a torch function mode, under which torch's modules go the slow way."""
     pipe, model, inputs, targets = built(lambda: nn.Sequential(Frozen(0.5), nn.Linear(D, D)), ["1"], "autograd")
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
@@ -136,7 +136,7 @@ def test_random_numbers_beside_it_do_not_keep_it_from_its_fast_path():
         assert all(same_bits(got[1][name], wanted[1][name]) for name in wanted[1])
 
 
-def test_what_torchs_modules_ask():
+def test_modules_of_torch_ask_what_fpipe_answers_for_them():
     assert activation._is_make_fx_tracing() is False
     code = [f.__code__.co_names for f in (nn.TransformerEncoder.forward, nn.TransformerEncoderLayer.forward)]
     assert all("has_torch_function" in names for names in code), transformer

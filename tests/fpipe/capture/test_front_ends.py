@@ -29,7 +29,7 @@ def captured(name, capture="export"):
 
 
 @pytest.mark.parametrize(("name", "capture"), by_day(CASES, 3))
-def test_units_are_in_order_and_sources_are_the_model_s(name, capture):
+def test_units_are_in_order_with_sources_in_the_model(name, capture):
     found, model = captured(name, capture)
     known = set(found.sources)
     for unit in found.units:
@@ -47,7 +47,7 @@ def test_units_are_in_order_and_sources_are_the_model_s(name, capture):
 
 
 @pytest.mark.parametrize("capture", FRONTS)
-def test_what_is_written_and_drawn_is_seen(capture):
+def test_writes_and_draws_are_recorded(capture):
     found, _ = captured("normalised", capture)
     seen = observe(found)
     names = {
@@ -119,7 +119,7 @@ def test_several_arguments_go_to_the_first_part():
 
 
 @pytest.mark.parametrize("capture", FRONTS)
-def test_one_module_in_two_places(capture):
+def test_one_module_may_be_in_two_places(capture):
     """As two parts of a sequence: one set of parameters, called twice."""
     shared = nn.Linear(WIDTH, WIDTH)
     case = Case(
@@ -152,7 +152,7 @@ def test_a_part_s_constants_may_not_depend_on_the_call():
         fpipe.pipeline(parts, example=(x,), targets=x, **FICKLE)
 
 
-def test_a_part_that_returns_another_constant_later_is_stopped():
+def test_a_part_that_returns_another_constant_in_a_step_is_an_error():
     """What is no tensor was read at capture."""
     ticks, x = itertools.count(), torch.randn(4, WIDTH)
     parts = fickle_parts(lambda: next(ticks) // 50)
@@ -167,7 +167,7 @@ def test_a_part_that_returns_another_constant_later_is_stopped():
         train()
 
 
-def test_autocast_around_the_step_is_that_of_the_model_and_the_loss():
+def test_autocast_around_the_step_applies_to_model_and_loss():
     parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     case = Case(lambda: parts, rows_of(), mse, ("", "1", ""))
     pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=2), 4, capture="modules")
@@ -179,7 +179,7 @@ def test_autocast_around_the_step_is_that_of_the_model_and_the_loss():
 
 
 @pytest.mark.parametrize("capture", FRONTS)
-def test_a_generator_of_its_own_is_refused(capture):
+def test_a_model_with_its_own_generator_is_refused(capture):
     """The key reaches the default generators only; numbers from another would depend on the order of execution."""
     generator = torch.Generator()
 
@@ -195,7 +195,7 @@ def test_a_generator_of_its_own_is_refused(capture):
 
 
 @pytest.mark.parametrize("capture", FRONTS)
-def test_seeding_inside_the_model(capture):
+def test_seeding_inside_the_model_is_exact_or_refused(capture):
     """A model that seeds by itself draws what it did, or is refused; and the user's state survives."""
 
     class Seeding(nn.Module):

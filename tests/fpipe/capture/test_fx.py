@@ -91,7 +91,7 @@ def case(*thens):
 
 
 @pytest.mark.parametrize("then", KEPT)
-def test_is_kept(then):
+def test_fx_keeps_what_its_proxies_do_not_see(then):
     one = case(sizes, then, then, constants)
     how = split_backward(one_f_one_b(ranks=4, microbatches=3))
     built = _, model, inputs, targets = build(one, how, 6, capture="fx")
@@ -102,7 +102,7 @@ def test_is_kept(then):
 
 @settings(max_examples=few(8))
 @given(thens=st.lists(st.sampled_from(KEPT), min_size=4, max_size=4), microbatches=st.integers(1, 3))
-def test_is_kept_in_any_order(thens, microbatches):
+def test_fx_keeps_layers_in_any_order(thens, microbatches):
     built = _, model, inputs, targets = build(
         case(*thens), one_f_one_b(ranks=4, microbatches=microbatches), 2 * microbatches, capture="fx"
     )
@@ -143,7 +143,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("then", REFUSED)
-def test_is_refused(then):
+def test_fx_refuses_what_it_cannot_keep(then):
     with pytest.raises(fpipe.CaptureError, match=r"module 2 \(Layer\): " + REFUSED[then]):
         build(case(sizes, sizes, then, sizes), one_f_one_b(ranks=4, microbatches=2), 4, capture="fx")
 
@@ -159,7 +159,7 @@ def add(self, x):
 
 
 @pytest.mark.parametrize("change", [double, add])
-def test_a_change_that_no_input_leads_to_is_refused(change):
+def test_fx_refuses_a_change_that_does_not_depend_on_an_input(change):
     with pytest.raises(
         fpipe.CaptureError, match="in-place change of one of its tensors that does not depend on an input"
     ):
@@ -177,7 +177,7 @@ def test_the_loss_runs_as_it_is():
     assert_same(run(*built), loop(model, loss, inputs, targets, 3))
 
 
-def test_calls_of_modules_are_told():
+def test_calls_of_traced_modules_are_recorded():
     """Also of those that were traced through: at each of them a stage can begin."""
     layers = nn.Sequential(nn.Sequential(Layer(sizes), Average()), Layer(sizes), nn.Sequential(Layer(sizes), nn.ReLU()))
     one = Case(lambda: layers, rows_of(), mse, ("0.1", "1", "2.0"))

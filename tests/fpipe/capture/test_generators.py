@@ -40,7 +40,7 @@ def pipeline(model, **more):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_would_be_frozen_at_the_build_is_refused(name, backward):
+def test_drawing_from_other_generators_is_refused(name, backward):
     what, forward = FORWARDS[name]
     model = nn.Sequential(nn.Linear(4, 4), Drawing(forward), nn.Linear(4, 4))
     with pytest.raises(fpipe.CaptureError, match=rf"module 1: got a forward that .*{what}"):
@@ -55,7 +55,7 @@ def test_a_loss_that_draws_is_refused():
         )
 
 
-def test_a_forward_that_puts_the_generators_back_is_none_of_ours():
+def test_a_forward_that_restores_the_generators_is_allowed():
     def quiet(x):
         states = random.getstate(), np.random.get_state()
         random.random(), np.random.rand()

@@ -174,7 +174,7 @@ LOST = {
 
 @pytest.mark.parametrize("capture", GRAPHS)
 @pytest.mark.parametrize("what", {**KEPT, **LOST})
-def test_graphs_refuse(what, capture):
+def test_graphs_of_operators_refuse_what_they_would_lose(what, capture):
     make, got, where = {**KEPT, **LOST}[what]
     got = "torch.fx could not trace it" if (what, capture) == ("tensor hook", "fx") else got  # for its `if`
     with pytest.raises(fpipe.CaptureError) as caught:
@@ -188,7 +188,7 @@ def test_graphs_refuse(what, capture):
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("what", KEPT)
-def test_modules_keep(what, split):
+def test_modules_keep_what_graphs_of_operators_would_lose(what, split):
     """Exactly: equal to a plain loop over the same modules, and different from a model without the thing."""
     one, how = case(KEPT[what][0]), one_f_one_b(ranks=4, microbatches=3)
     built = _, model, inputs, targets = build(one, split_backward(how) if split else how, 6, capture="modules")
@@ -202,20 +202,20 @@ def test_modules_keep(what, split):
         assert not torch.equal(without.grads["0.linear.weight"], got.grads["0.linear.weight"])
 
 
-def test_what_modules_cannot_keep_is_refused_too():
+def test_modules_refuse_what_they_would_lose():
     with pytest.raises((fpipe.CaptureError, fpipe.CutError)) as caught:
         build(case(LOST["reentrant checkpoint"][0]), one_f_one_b(ranks=4, microbatches=2), 4, capture="modules")
     assert "2" in str(caught.value).split(":")[0]
 
 
-def test_modules_keep_buffers_that_they_assign_anew():
+def test_modules_keep_reassigned_buffers():
     one = case(LOST["reassigned buffer"][0])
     built = _, model, inputs, targets = build(one, one_f_one_b(ranks=4, microbatches=3), 6, capture="modules")
     assert_same(run(*built), loop(model, one.loss, inputs, targets, 3))
 
 
 @pytest.mark.parametrize("what", ["post-accumulate hook"])
-def test_hooks_on_parameters_are_refused_as_modules_too(what):
+def test_modules_refuse_hooks_on_parameters(what):
     """They hang on the user's own tensors, which the pipeline never uses."""
     with pytest.raises(fpipe.CaptureError, match=r"parameter 2\.linear\.weight"):
         build(case(LOST[what][0]), one_f_one_b(ranks=4, microbatches=2), 4, capture="modules")
@@ -244,7 +244,7 @@ def test_an_error_of_the_model_is_named():
 
 
 @pytest.mark.parametrize("capture", FRONTS)
-def test_what_the_first_call_settles_is_let_through(capture):
+def test_attributes_that_the_first_call_sets_are_allowed(capture):
     """As models do that write into their configuration how their loss is computed."""
 
     class Settling(Part):
@@ -262,7 +262,7 @@ def test_what_the_first_call_settles_is_let_through(capture):
     assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
 
 
-def test_a_harmless_assignment_is_let_through():
+def test_a_harmless_assignment_is_allowed():
     class Same(Part):
         def __init__(self):
             super().__init__()
@@ -280,7 +280,7 @@ def test_a_harmless_assignment_is_let_through():
         assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
 
 
-def test_a_module_is_known_by_its_table():
+def test_a_module_is_identified_by_its_attributes():
     """The proxies that export makes come and go, and the next ones are where the last ones were."""
     part = Part()
     twin = Part.__new__(Part)

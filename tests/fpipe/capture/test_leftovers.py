@@ -111,7 +111,7 @@ PLACES: dict[str, Callable[[int], Tensor]] = {
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("where", PLACES)
-def test_what_a_forward_keeps_elsewhere_is_exact_and_never_fake(where: str, backward: Any) -> None:
+def test_tensors_kept_outside_the_model_are_exact_and_never_fake(where: str, backward: Any) -> None:
     model = nn.Sequential(Keeping(where), nn.ReLU(), Keeping(where))
     x, y = batch(4)
     how = one_f_one_b(2, 4)

@@ -58,7 +58,7 @@ def test_a_loss_named_in_unsplittable_may_read_values(loss, named, backward):
     assert torch.equal(step.loss, sum(half / 2 for half in halves))
 
 
-def test_a_loss_that_reads_values_is_told_to_be_named():
+def test_a_loss_that_reads_values_is_refused_with_the_repair():
     with pytest.raises(fpipe.CaptureError, match=r"unsplittable=\['loss'\]"):
         built(Two(), branching)
 
@@ -76,7 +76,7 @@ def density(x):
 
 @BACKWARDS
 @pytest.mark.parametrize("between", [Sampled(), density], ids=["in a module", "in the model itself"])
-def test_distributions_look_at_their_arguments_in_every_step(between, backward):
+def test_distributions_check_their_arguments_in_every_step(between, backward):
     pipe, inputs, targets = built(model := Two(between), backward=backward)
     assert fpipe.verify(pipe, model, inputs, targets, seed=1).reference
     params, buffers = pipe.init(model)
@@ -107,12 +107,12 @@ PICKS = {
 
 @BACKWARDS
 @pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
-def test_a_mask_may_stand_anywhere_in_an_index_inside_unsplittable(pick, backward):
+def test_an_unsplittable_module_may_index_by_a_mask_anywhere(pick, backward):
     pipe, inputs, targets = built(model := Two(Columns(pick)), backward=backward, unsplittable=["between"])
     assert fpipe.verify(pipe, model, inputs, targets).eager
 
 
-def test_a_mask_that_follows_from_parameters_is_refused_with_the_name_of_the_module():
+def test_a_mask_computed_from_parameters_is_refused_with_the_name_of_the_module():
     with pytest.raises(fpipe.CaptureError, match=r"module between \(Columns\).*unsplittable"):
         built(Two(Columns(PICKS["columns"])))
 

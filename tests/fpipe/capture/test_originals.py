@@ -106,7 +106,7 @@ def test_methods_of_the_model_that_read_what_the_forward_changes_are_refused() -
         pipeline(model, model.loss)
 
 
-def test_hooks_that_close_over_the_model_read_what_the_forward_changes() -> None:
+def test_hooks_that_close_over_the_model_read_its_changed_state() -> None:
     model = Model(setting("gain"))
     model.b.register_forward_hook(lambda _, args, made: made * model.gain)
     x, y = torch.randn(2, 8, WIDTH)
@@ -114,13 +114,13 @@ def test_hooks_that_close_over_the_model_read_what_the_forward_changes() -> None
 
 
 @pytest.mark.parametrize("name", ["gain", "table", "box", "pairs"])
-def test_losses_may_read_what_the_forward_leaves_alone(name: str) -> None:
+def test_losses_may_read_state_that_the_forward_does_not_change(name: str) -> None:
     model = Model(setting("table" if name == "gain" else "gain"))
     x, y = torch.randn(2, 8, WIDTH)
     assert fpipe.verify(pipeline(model, weighted(found(model, name))), model, (x,), y).eager
 
 
-def test_what_the_forward_sets_to_an_equal_number_is_unchanged() -> None:
+def test_state_set_to_an_equal_number_is_unchanged() -> None:
     model = Model(lambda model: setattr(model, "gain", float("1")))
     x, y = torch.randn(2, 8, WIDTH)
     assert fpipe.verify(pipeline(model, model.loss), model, (x,), y).eager

@@ -256,7 +256,7 @@ SHARING: dict[str, list[Act]] = {
 
 
 @pytest.mark.parametrize(("kind", "reset"), in_turn(SHARING, ["before", "after", "anew"]))
-def test_modules_find_what_those_of_other_stages_leave_in(kind, reset):
+def test_modules_find_what_modules_of_other_stages_leave_in(kind, reset):
     if reset == "anew" and kind in ("a class", "a context variable"):
         pytest.skip("they are never new")
     number.set(0)
@@ -306,7 +306,7 @@ class Sealed(nn.Module):
             return self.inner(x)
 
 
-def test_a_module_that_cannot_be_opened_is_refused_if_it_reads_what_other_stages_leave():
+def test_an_unsplittable_module_that_reads_what_other_stages_leave_is_refused():
     model, (inputs, targets) = Shared([[]] * 4), rows_of()(4)
     model.blocks = nn.ModuleList([Sealed(model) for _ in range(4)])
     said = (
@@ -325,7 +325,7 @@ class Amplifying(Counting):
         return super().forward(x) * gain
 
 
-def test_what_a_module_reads_outside_of_the_model_is_watched_if_it_must_be_opened(monkeypatch):
+def test_state_outside_the_model_that_a_cut_module_reads_is_watched(monkeypatch):
     model, (inputs, targets) = Shared([[]] * 4), rows_of()(4)
     model.blocks = nn.ModuleList([Amplifying(model) for _ in range(4)])
     pipe = fpipe.pipeline(
@@ -365,7 +365,7 @@ class Poll(nn.Module):
         return x
 
 
-def test_a_list_that_a_forward_begins_anew_is_put_back_where_data_decide_what_is_in_it():
+def test_a_list_that_every_forward_starts_over_is_restored_where_data_decide_its_items():
     (inputs, targets), model = rows_of()(6), Poll()
     pipe = fpipe.pipeline(
         model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=["blocks.1"],
@@ -458,7 +458,7 @@ class Usual(nn.Module):
         return x + h * gate.masked_fill(scale > 0.5, 0.0) if x.requires_grad else h
 
 
-def test_usual_modules_are_not_recorded_again(monkeypatch):
+def test_ordinary_modules_are_not_recorded_again(monkeypatch):
     """Which calls differ is then known sooner."""
     monkeypatch.setattr(trace, "Again", lambda *_: pytest.fail("recorded again"))
     (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
@@ -468,7 +468,7 @@ def test_usual_modules_are_not_recorded_again(monkeypatch):
     assert pipe
 
 
-def test_a_replay_ends_wherever_recorders_watch_torch():
+def test_a_replay_may_end_wherever_a_recorder_watches_torch():
     recorder = Recorder(nn.Linear(1, 1), {})
     decisions = Decisions(recorder.stack, ExitStack())
     watching = _Watching(recorder, nn.Linear(1, 1), (), _Patched.now(), decisions)

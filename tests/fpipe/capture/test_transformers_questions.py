@@ -66,7 +66,7 @@ def masks_sent(pipe: fpipe.Pipeline) -> int:
 
 
 @pytest.mark.parametrize(("name", "backward"), BACKWARDS)
-def test_grouped_heads_are_bitwise_in_turns_through_one_pipeline(name, backward):
+def test_models_with_grouped_heads_are_exact_for_batches_in_turns(name, backward):
     torch.manual_seed(0)
     model = MODELS[name]()
     how = one_f_one_b(ranks=2, microbatches=2)
@@ -115,7 +115,7 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_every_question_about_tracing_is_answered_as_in_an_eager_run(backward):
+def test_questions_about_tracing_are_answered_as_in_an_eager_run(backward):
     assert {"is_tracing", "is_torchdynamo_compiling", "is_fake_tensor"} <= {one.__name__ for one in QUESTIONS}
     asked = [(one, bool(inspect.signature(one).parameters)) for one in QUESTIONS]
     model = Curious(lambda hidden: any(one(hidden) if takes else one() for one, takes in asked))
@@ -155,7 +155,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_every_mask_of_transformers_is_made_as_in_an_eager_run(name):
+def test_masks_of_transformers_are_made_as_in_an_eager_run(name):
     assert len(MASKS) > 5
     torch.manual_seed(0)
     model, turns = Masked(getattr(masking_utils, name)), batches()

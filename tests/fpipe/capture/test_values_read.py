@@ -76,7 +76,7 @@ def balanced(inner):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("inner", [ByWhere, ByMask, ByNonzero, ByArgwhere, MaskedMean, SelectedMean])
-def test_what_is_picked_by_value_is_what_one_device_picks(inner, how, backward):
+def test_elements_are_picked_by_value_as_on_one_device(inner, how, backward):
     model, example, targets = balanced(inner), torch.ones(12, 4), torch.zeros(12, 4)
     pipe = fpipe.pipeline(
         model, example=(example,), targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=["1"],
@@ -125,7 +125,7 @@ class Images(nn.Module):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_gradients_of_images_are_laid_out_as_on_one_device(backward):
+def test_gradients_of_images_have_the_layout_of_one_device(backward):
     """The gradient of a convolution's bias shows in its last bits how its cotangent was laid out."""
     torch.manual_seed(0)
     model, x, y = Images(), torch.randn(4, 3, 9, 9), torch.randn(4, 81, 32)
@@ -157,7 +157,7 @@ class Telling(nn.Module):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_values_that_are_put_where_a_mask_says_have_gradients(backward):
+def test_values_written_through_a_mask_have_gradients(backward):
     torch.manual_seed(0)
     mask = torch.tensor([[True, False, True], [False, True, True], [True, True, False], [False, True, True]])
     model, batch = Telling(), (torch.randint(8, (4, 3)), mask, torch.randn(4, 2, 3))
@@ -176,7 +176,7 @@ class Finite(Clamping):
         return x
 
 
-def test_what_asks_whether_all_is_well_is_taken_to_be_well():
+def test_a_check_that_all_values_are_finite_is_assumed_to_pass():
     """A clamp would lay out its gradient as its input."""
     torch.manual_seed(0)
     model, x, y = Images(), torch.randn(4, 3, 9, 9), torch.randn(4, 81, 32)
@@ -204,7 +204,7 @@ class Spelling(nn.Module):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_a_loop_that_may_end_early_is_taken_to_go_on(backward):
+def test_a_loop_that_may_end_early_is_assumed_to_continue(backward):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), Spelling(), nn.Linear(4, 4)), torch.randn(4, 4)
     options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "unsplittable": [Spelling]}
@@ -264,7 +264,7 @@ def following(inside):
     ],
     ids=["in one module", "cut apart", "side by side", "in the model's own forward"],
 )
-def test_numbers_that_follow_from_data_are_those_of_the_step_or_refused(make, cut, exact, backward):
+def test_numbers_computed_from_data_are_those_of_the_step_or_refused(make, cut, exact, backward):
     torch.manual_seed(0)
     model, x = make(), torch.randn(8, 4)
     options = {"schedule": one_f_one_b(ranks=2, microbatches=4), "cuts": [cut], "unsplittable": [Deciding]}

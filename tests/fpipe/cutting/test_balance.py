@@ -28,7 +28,7 @@ def weight(sizes, crossing, cuts):
 
 
 @given(chains(), st.integers(1, 5), st.sampled_from([1.0, 1.5]))
-def test_the_best_of_what_is_not_refused(chain, stages, slack):
+def test_even_cuts_are_the_best_of_those_not_refused(chain, stages, slack):
     sizes, places, crossing, bad = chain
 
     def refused(cuts):

@@ -45,7 +45,7 @@ def programs(draw):
 
 @settings(max_examples=300)
 @given(programs())
-def test_what_is_forbidden_is_refused(program):
+def test_every_stage_that_a_refusal_forbids_is_refused(program):
     count = len(program.units)
     refusal = refusals(program)
     asked = {cuts: refusal(cuts) for k in range(1, count) for cuts in combinations(range(1, count), k)}

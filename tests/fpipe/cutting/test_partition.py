@@ -87,7 +87,7 @@ def test_a_stage_begins_where_a_module_is_called(cuts, places):
         (["b", "a"], ["'a' after 'b'"]),
     ],
 )
-def test_what_cannot_be_cut(cuts, words):
+def test_places_that_cannot_be_cut_are_refused(cuts, words):
     with pytest.raises(CutError) as caught:
         explicit(CALLS, cuts, ())
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
@@ -101,7 +101,7 @@ def test_no_cut_inside_a_barrier():
 
 
 @pytest.mark.parametrize("capture", ["export", "modules"])
-def test_an_index_is_that_of_the_part_in_a_sequence(capture):
+def test_an_index_names_a_part_of_a_sequence(capture):
     layer = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(layer, nn.Identity(), nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
     x = torch.randn(4, WIDTH)
@@ -132,7 +132,7 @@ FOUR = gpipe(ranks=4, microbatches=4)
         ({"cuts": ["encoder.*", nn.Linear]}, Evenly(4, ("encoder.*", nn.Linear))),
     ],
 )
-def test_what_the_arguments_mean(arguments, where):
+def test_cuts_and_stages_are_read_as_documented(arguments, where):
     assert asked(arguments.get("cuts"), arguments.get("stages"), (), FOUR) == Cuts(where)
 
 
@@ -156,7 +156,7 @@ def test_one_item_needs_no_list():
         ({"unsplittable": [3]}, "unsplittable: got [3]"),
     ],
 )
-def test_arguments_that_mean_nothing(arguments, words):
+def test_invalid_cuts_and_stages_are_refused(arguments, words):
     with pytest.raises(CutError) as caught:
         asked(arguments.get("cuts"), arguments.get("stages"), arguments.get("unsplittable", ()), FOUR)
     assert words in str(caught.value)
@@ -238,16 +238,16 @@ def test_a_tied_parameter_counts_once():
     assert evenly(model, 2) == (1,)
 
 
-def test_beside_one_large_module_the_rest_is_even():
+def test_the_rest_beside_one_large_module_is_cut_evenly():
     assert evenly(captured([100, 9, 9, 9, 9, 9, 9]), 4) == (1, 3, 5)
 
 
-def test_no_more_stages_than_places():
+def test_more_stages_than_places_are_refused():
     with pytest.raises(CutError, match="got 4, expected at most 3"):
         evenly(captured([1, 1, 1]), 4)
 
 
-def test_only_at_the_calls_selected():
+def test_even_cuts_are_at_the_selected_calls_only():
     kinds = [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear, nn.Tanh]
     model = captured([50, 1, 1, 1, 1, 1], calls=[Call(f"b.{k}", kind, k, k + 1) for k, kind in enumerate(kinds)])
     assert evenly(model, 2) == (1,)
@@ -304,7 +304,7 @@ def begins(pipe):
         ({"unsplittable": nn.Sequential}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
     ],
 )
-def test_pipelines_cut_so(where, first):
+def test_stages_begin_where_the_arguments_say(where, first):
     model, x = Net(8, 32, 8, 8, 16), torch.randn(4, WIDTH)
     pipe = pipeline(model, x, **where)
     assert begins(pipe) == [f"{name}.weight" for name in first]
@@ -331,7 +331,7 @@ def test_pipelines_cut_so(where, first):
         ({"unsplittable": ["x.*"]}, "unsplittable: got 'x.*', which no call of a module matches"),
     ],
 )
-def test_pipelines_not_cut_so(where, words):
+def test_pipelines_that_cannot_be_cut_as_asked_are_refused(where, words):
     with pytest.raises(CutError) as caught:
         pipeline(Net(8, 8, 8), torch.randn(4, WIDTH), **where)
     assert words in str(caught.value)
@@ -355,7 +355,7 @@ class Running(nn.Module):
         return self.after(x + out)
 
 
-def test_even_cuts_avoid_what_cannot_be_cut():
+def test_even_cuts_avoid_places_that_cannot_be_cut():
     model, x = Running(), torch.randn(4, WIDTH)
     for how in (gpipe(ranks=4, microbatches=2), gpipe(ranks=7, microbatches=2)):
         pipe = pipeline(model, x, how)
@@ -386,7 +386,7 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda x: self.c(self.b(x).tanh()), self.a(x), use_reentrant=False)
 
 
-def test_no_stage_begins_inside_what_is_checkpointed():
+def test_no_stage_begins_inside_a_checkpoint():
     model, x = nn.Sequential(*[Checkpointed() for _ in range(3)]), torch.randn(4, WIDTH)
     pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=Checkpointed)
     assert begins(pipe) == ["1.a.weight", "2.a.weight"]
@@ -432,7 +432,7 @@ class HalvedInTraining(nn.Module):
         return self.last(x)
 
 
-def test_eval_mode_is_cut_where_training_is():
+def test_evaluation_is_cut_where_training_is():
     """Ranks hold the parameters of training's stages, so each stage of eval mode has to read no others."""
     x, variant = torch.randn(4, 4), Variant(training=False, loss=True, outputs=True)
     how = gpipe(ranks=2, microbatches=2)

@@ -37,7 +37,7 @@ CHAIN = {(0, 1), (1, 2), (2, 3)}
         ("contexts", {(0, 1), (0, 2), (1, 2), (2, 3), (1, 3)}, None, set()),
     ],
 )
-def test_what_travels(name, values, cotangents, gradients):
+def test_values_cross_exactly_these_edges(name, values, cotangents, gradients):
     found = graph(name)
     if name != "contexts":
         assert found.values == values
@@ -46,14 +46,14 @@ def test_what_travels(name, values, cotangents, gradients):
     assert found.cotangents <= found.values | {(0, 2), (0, 3)}, "cotangents go the way of values, or of tied parameters"
 
 
-def test_a_value_travels_from_user_to_user():
+def test_a_value_is_sent_from_user_to_user():
     """`first` is used by stages 1, 2 and 3; it goes 0 to 1 to 2 to 3, never 0 to 3."""
     stages = build(ZOO["skips"], one_f_one_b(ranks=4, microbatches=2), 4)[0].stages
     assert [[one.target for one in stage.gives] for stage in stages] == [[1], [2], [3], []]
     assert [sum(len(one.specs) for one in stage.gives) for stage in stages] == [1, 2, 2, 0]
 
 
-def test_what_the_batch_has_is_not_sent():
+def test_values_in_the_batch_are_not_sent():
     """The token ids are read by stages 0 and 3, from the batch both times."""
     pipe, *_ = build(ZOO["later"], one_f_one_b(ranks=4, microbatches=2), 4)
     assert pipe.stages[0].batch == (0,)
@@ -73,7 +73,7 @@ def test_parameters_and_buffers_live_where_they_are_used():
     assert {name for stage in pipe.stages for name in stage.buffers} == {name for name, _ in model.named_buffers()}
 
 
-def test_what_nothing_reads_is_held_by_the_first_stage():
+def test_unread_parameters_and_buffers_are_held_by_the_first_stage():
     pipe, *_ = build(ZOO["unused"], one_f_one_b(ranks=4, microbatches=2), 4)
     assert {"spare", "idle"} <= set(pipe.stages[0].unused)
 
@@ -119,7 +119,7 @@ def nothing(*_):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_a_later_stage_would_not_see_is_refused(what):
+def test_changes_that_a_later_stage_would_not_see_are_refused(what):
     change, use, named = CHANGES[what]
     with pytest.raises(fpipe.CutError) as caught:
         build(case(change, use), gpipe(ranks=3, microbatches=2), 4, ("b", "c"))
@@ -131,7 +131,7 @@ def test_what_a_later_stage_would_not_see_is_refused(what):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_within_one_stage_it_is_exact(what):
+def test_the_same_changes_within_one_stage_are_exact(what):
     change, use, _ = CHANGES[what]
     one = case(change, use)
     built = _, model, inputs, targets = build(one, gpipe(ranks=2, microbatches=2), 4, ("b",))
@@ -140,7 +140,7 @@ def test_within_one_stage_it_is_exact(what):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_no_later_stage_reads_may_change(what):
+def test_values_that_no_later_stage_reads_may_change(what):
     change, _, _ = CHANGES[what]
     one = case(change, nothing)
     built = _, model, inputs, targets = build(one, gpipe(ranks=3, microbatches=2), 4, ("b", "c"))
@@ -156,7 +156,7 @@ def test_what_no_later_stage_reads_may_change(what):
     ],
     ids=["a buffer", "an input"],
 )
-def test_changed_in_one_stage_and_read_by_name_in_a_later_one(change, use):
+def test_a_later_stage_reads_what_an_earlier_one_changed_by_name(change, use):
     """What the later stage reads is the changed value, which crosses the cut like any other."""
     one = case(change, use)
     built = _, model, inputs, targets = build(one, gpipe(ranks=3, microbatches=2), 4, ("b", "c"))
@@ -164,7 +164,7 @@ def test_changed_in_one_stage_and_read_by_name_in_a_later_one(change, use):
     assert_same(run(*built), loop(model, one.loss, inputs, targets, 2))
 
 
-def test_a_buffer_changed_in_one_stage_and_read_in_an_earlier_one():
+def test_a_buffer_that_is_read_in_one_stage_and_changed_in_a_later_one_is_refused():
     class Late(Pair):
         def forward(self, x):
             y = self.b(self.a(x) + self.state)
@@ -177,7 +177,7 @@ def test_a_buffer_changed_in_one_stage_and_read_in_an_earlier_one():
 
 
 @pytest.mark.parametrize("capture", ["export", "modules"])
-def test_a_parameter_that_is_changed_in_place(capture):
+def test_a_parameter_that_is_changed_in_place_is_refused(capture):
     class Shrinking(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
@@ -271,7 +271,7 @@ def test_shared_memory_is_exact_or_refused(steps, data):
     ],
     ids=["base and view", "view and base", "a view from before", "again in the next stage"],
 )
-def test_shared_memory_that_is_refused(steps, cut):
+def test_in_place_changes_of_shared_memory_across_a_cut_are_refused(steps, cut):
     one = Case(lambda: Pool(steps), rows_of(), mse, ("", "", ""))
     with pytest.raises(fpipe.CutError, match="in place"):
         build(one, gpipe(ranks=2, microbatches=2), 4, (cut,))

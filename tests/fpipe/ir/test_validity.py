@@ -111,7 +111,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_breaks_the_contract_is_refused_by_name(what):
+def test_a_front_end_that_breaks_the_contract_is_refused_by_name(what):
     change, message = WRONG[what]
 
     def mine(model, objective, leaves):
@@ -122,7 +122,7 @@ def test_what_breaks_the_contract_is_refused_by_name(what):
     assert "mine" in str(caught.value) or "unit's call" in message
 
 
-def test_a_front_end_of_one_s_own_is_used():
+def test_users_may_write_their_own_front_end():
     seen = []
 
     def mine(model, objective, leaves):
@@ -135,6 +135,6 @@ def test_a_front_end_of_one_s_own_is_used():
 
 
 @pytest.mark.parametrize("capture", ["nothing", 3, None])
-def test_what_is_no_front_end_is_refused(capture):
+def test_an_unknown_front_end_is_refused(capture):
     with pytest.raises(fpipe.InputError, match=r"expected one of .*'export'.*, or a front end of your own"):
         build(CASE, gpipe(ranks=1, microbatches=2), 4, capture=capture)

@@ -53,7 +53,7 @@ def test_a_hook_gets_the_gradient_of_each_microbatch(name, how, backward):
     assert fpipe.verify(pipe, model, inputs, targets).eager
 
 
-def test_a_stage_with_hooks_is_left_to_autograd():
+def test_a_stage_with_gradient_hooks_is_left_to_autograd():
     model = Tied()
     model.b.weight.register_hook(lambda grad: grad * 2)
     assert "gradients have hooks" in str(built(model, HOWS["1F1B"], "graph")[0])

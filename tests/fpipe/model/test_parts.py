@@ -130,7 +130,7 @@ SCHEDULES = [split_backward(one_f_one_b(ranks=4, microbatches=3)), interleaved_1
 
 
 @pytest.mark.parametrize(("what", "capture"), in_turn(CASES, FRONTS))
-def test_a_graph_is_exact(what, capture):
+def test_a_module_graph_is_exact(what, capture):
     one = CASES[what]
     for how in SCHEDULES if capture in ("modules", "trace") else SCHEDULES[:1]:
         built = pipe, model, inputs, targets = build(one, how, 2 * how.microbatches, capture=capture)
@@ -147,7 +147,7 @@ class Pair(NamedTuple):
     second: list[torch.Tensor]
 
 
-def test_a_way_leads_through_attributes_keys_and_indices():
+def test_a_path_leads_through_attributes_keys_and_indices():
     model = ModuleGraph(
         {
             "pair": Part(lambda x: Pair(x, [x + 1, {"a b": x + 2}]), "x"),
@@ -163,7 +163,7 @@ def edges(pipe):
     return set(pipe.training.assembly.graph.values)
 
 
-def test_values_go_from_part_to_part_and_through_no_other():
+def test_values_go_from_part_to_part_directly():
     pipe, *_ = build(CASES["two towers"], SCHEDULES[0], 6, capture="modules")
     assert edges(pipe) == {(0, 2), (1, 2), (2, 3), (1, 3), (0, 3)}
     pipe, *_ = build(CASES["branch"], SCHEDULES[0], 6, capture="modules")
@@ -171,7 +171,7 @@ def test_values_go_from_part_to_part_and_through_no_other():
 
 
 @pytest.mark.parametrize("capture", ["modules", "trace"])
-def test_parts_keep_what_a_graph_of_operators_loses(capture):
+def test_parts_may_do_what_a_graph_of_operators_loses(capture):
     one = Case(lambda: two_towers(odd=True), towers_batch, logits_loss, ("image", "both", "head"))
     built = _, model, inputs, targets = build(one, SCHEDULES[0], 6, capture=capture)
     got = run(*built)
@@ -182,7 +182,7 @@ def test_parts_keep_what_a_graph_of_operators_loses(capture):
         build(one, SCHEDULES[0], 6, capture="export")
 
 
-def test_parts_are_never_cut_as_modules_and_may_be_otherwise():
+def test_parts_are_cut_inside_except_by_the_front_end_for_modules():
     one = CASES["encoder-decoder"]
     cuts = ("encoder", "encoder.2", "second")
     with pytest.raises(fpipe.CutError, match="parts, which are never cut"):
@@ -191,14 +191,14 @@ def test_parts_are_never_cut_as_modules_and_may_be_otherwise():
     assert_same(run(*built), loop(model, one.loss, inputs, targets, 3))
 
 
-def test_a_module_in_two_parts_is_cut_at_either():
+def test_a_module_in_two_parts_can_be_cut_at_either():
     built = _, model, inputs, targets = build(
         CASES["encoder-decoder"], SCHEDULES[0], 6, ("encoder", "target", "second"), "modules"
     )
     assert_same(run(*built), loop(model, cross_entropy, inputs, targets, 3))
 
 
-def test_a_graph_is_a_module():
+def test_a_module_graph_is_a_module():
     model = branch()
     x = torch.randn(2, WIDTH)
     assert list(model._modules) == ["stem", "right", "left", "joined"], "each after what it reads, otherwise as listed"
@@ -239,7 +239,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_no_graph_is_refused(what):
+def test_invalid_module_graphs_are_refused(what):
     make, message = WRONG[what]
     with pytest.raises(fpipe.GraphError, match=message):
         make()
@@ -270,7 +270,7 @@ class Mixed(nn.Module):
 
 @settings(max_examples=few(20))
 @given(found=graphs(), microbatches=st.integers(1, 4), capture=st.sampled_from(["modules", "trace"]), data=st.data())
-def test_any_graph_is_exact(found, microbatches, capture, data):
+def test_any_module_graph_is_exact(found, microbatches, capture, data):
     reads, ends = found
 
     def make():
@@ -292,6 +292,6 @@ def test_any_graph_is_exact(found, microbatches, capture, data):
     assert_same(run(*built), loop(model, loss, inputs, targets, microbatches))
 
 
-def test_parts_need_the_front_end_for_parts():
+def test_the_front_end_for_modules_needs_a_sequence_or_a_module_graph():
     with pytest.raises(fpipe.CaptureError, match=r"got Linear, expected .*a ModuleGraph"):
         build(Case(linear, rows_of(), mse, ()), gpipe(ranks=1, microbatches=1), 2, (), "modules")

@@ -43,7 +43,7 @@ def built(model, backward, cut):
 
 @BACKWARDS
 @CUTS
-def test_a_lookup_is_no_cast_so_a_tied_weight_may_be_cut_apart_under_one_autocast(cut, backward):
+def test_a_tied_embedding_may_be_cut_apart_under_one_autocast(cut, backward):
     pipe, ids, targets = built(model := Language(inside=True), backward, cut)
     assert fpipe.verify(pipe, model, (ids,), targets).eager
 

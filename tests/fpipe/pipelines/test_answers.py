@@ -84,7 +84,7 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_microbatches_of_one_batch_may_send_along_other_edges(backward):
+def test_microbatches_of_one_batch_may_use_different_edges(backward):
     torch.manual_seed(0)
     model = Skipping()
     pipe = fpipe.pipeline(
@@ -100,7 +100,7 @@ def test_microbatches_of_one_batch_may_send_along_other_edges(backward):
     assert len(pipe.planner.assemblies) == 2 * 2  # with outputs and without
 
 
-def test_what_an_eager_run_skips_is_not_in_a_stage():
+def test_operators_that_an_eager_run_skips_are_not_in_a_stage():
     _, pipe = built(dropped)
     assert not any("masked_fill" in unit.does for unit in pipe.training.assembly.captured.units)
 
@@ -132,7 +132,7 @@ def test_every_question_about_the_batch_is_answered(ask, backward):
         require_same(model, pipe, batch(mask, mask))
 
 
-def test_a_question_changes_no_batch():
+def test_a_question_does_not_change_the_batch():
     def ask(hidden, mask):
         return hidden if mask.logical_not_().any() else -hidden
 
@@ -143,7 +143,7 @@ def test_a_question_changes_no_batch():
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_what_constants_decide_is_computed_during_the_capture(backward):
+def test_questions_about_constants_are_answered_during_the_capture(backward):
     def ask(hidden, mask):
         steps = torch.arange(hidden.size(1)).diff()
         return hidden * steps.sum().item() if (steps == 1).all() else -hidden
@@ -154,7 +154,7 @@ def test_what_constants_decide_is_computed_during_the_capture(backward):
     assert not pipe.captures.batchings[True].example.answers
 
 
-def test_a_constant_that_the_first_call_keeps_is_computed_too():
+def test_a_constant_kept_by_the_first_call_is_computed_during_the_capture():
     class Keeping(Asking):
         def forward(self, x, mask):
             if not hasattr(self, "steps"):
@@ -170,7 +170,7 @@ def test_a_constant_that_the_first_call_keeps_is_computed_too():
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_nobody_is_told_that_tensors_are_fake(backward):
+def test_a_model_cannot_see_that_tensors_are_fake(backward):
     def ask(hidden, mask):
         traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.compiler.is_exporting()
         fake = isinstance(hidden, (subclasses.FakeTensor, FakeTensor))
@@ -207,14 +207,14 @@ def hidden_type():
         (lambda h, m: h if torch.rand(()) > 0.5 else -h, "depend on random numbers"),
     ],
 )
-def test_a_question_that_the_batch_alone_does_not_decide_is_refused(ask, depends):
+def test_a_question_that_the_batch_alone_does_not_answer_is_refused(ask, depends):
     with pytest.raises(fpipe.CaptureError, match=depends) as caught:
         built(ask)
     assert "test_answers.py, line" in str(caught.value)
     assert "and name this in unsplittable" in str(caught.value)
 
 
-def test_a_module_that_runs_as_it_is_asks_the_batch_itself():
+def test_an_unsplittable_module_asks_the_batch_itself():
     _, pipe = built(dropped)
     assert pipe.captures.asked
     torch.manual_seed(0)
@@ -243,26 +243,26 @@ class Outer(nn.Module):
         return self.last(self.inner(x, mask))
 
 
-def test_an_answer_that_fits_into_no_signature_is_refused():
+def test_an_answer_that_does_not_fit_into_a_signature_is_refused():
     with pytest.raises(fpipe.InputError, match="expected at most 4096"):
         built(lambda h, m: h * m.repeat(100, 100).tolist()[0][0])
     with pytest.raises(fpipe.InputError, match="got ndarray for an answer"):
         built(lambda h, m: h * m.numpy().sum())
 
 
-def test_values_that_nobody_was_given_are_missed():
+def test_an_answer_needs_the_values_of_the_batch():
     model, pipe = built(dropped)
     with pytest.raises(fpipe.InputError, match=r"microbatch 0: got no values of inputs\[1\].*__bool__ decides"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), None)
 
 
-def test_an_example_without_values_is_taken_to_answer_no():
+def test_an_example_without_values_answers_no():
     model, pipe = built(dropped, FULL.to("meta"))
     assert any("masked_fill" in unit.does for unit in pipe.training.assembly.captured.units)
     require_same(model, pipe, batch(FULL, PADDED))
 
 
-def test_the_first_rank_that_knows_answers_for_all():
+def test_the_first_rank_with_values_answers_for_all():
     _, pipe = built(dropped)
     cut = pipe.captures.batchings[True].split_batch(*batch_and_none(PADDED))
     yes, no = '["true", "true"]', "[null, null]"
@@ -283,7 +283,7 @@ def batch_and_none(mask):
     return batch(mask, mask), None
 
 
-def test_evaluation_asks_too():
+def test_an_evaluation_asks_too():
     model, pipe = built(dropped)
     for masks in [(FULL, FULL), (PADDED, FULL)]:
         inputs = batch(*masks)
@@ -292,7 +292,7 @@ def test_evaluation_asks_too():
         assert torch.equal(out.outputs, torch.cat([model(*part) for part in parts]))
 
 
-def test_a_loss_asks_about_targets():
+def test_a_loss_may_ask_about_targets():
     def loss(out, labels):
         return out.sum() * 0 if (labels == 0).all() else out[labels > 0].sum()
 
@@ -316,7 +316,7 @@ def aligned(hidden, mask):
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_connectionist_losses_read_lengths_in_the_step(backward):
+def test_ctc_loss_reads_lengths_in_the_step(backward):
     model, pipe = built(aligned, backward=backward)
     require_same(model, pipe, batch(FULL, PADDED))
     lengths = torch.tensor([2, 1, 1, 2])

@@ -24,7 +24,7 @@ def built(model, x, y, backward):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_gradients_are_refused(backward):
+def test_steps_with_gradients_are_refused_in_inference_mode(backward):
     model, x, y = parts()
     pipe = built(model, x, y, backward)
     state = pipe.init(model)
@@ -39,7 +39,7 @@ def test_gradients_are_refused(backward):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_evaluation_and_building_are_as_outside(backward):
+def test_evaluating_and_building_work_in_inference_mode(backward):
     model, x, y = parts()
     with torch.inference_mode():
         pipe = built(model, x, y, backward)

@@ -69,7 +69,7 @@ HOWS = [*((how, "autograd") for how in SCHEDULES), ("ZB-V", "graph")]
 
 
 @pytest.mark.parametrize(("name", "way"), by_day(product(ZOO, HOWS), 5), ids=str)
-def test_what_is_held_after_every_action(name, way):
+def test_memory_after_every_action_is_as_simulated(name, way):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
     how, backward = way
     with without_onednn(name == "recurrent"):
@@ -77,7 +77,7 @@ def test_what_is_held_after_every_action(name, way):
 
 
 @pytest.mark.parametrize("how", SCHEDULES)
-def test_what_buffers_that_are_assigned_hold(how):
+def test_memory_of_reassigned_buffers_is_as_simulated(how):
     case = Case(lambda: linears(Assigned, Average, Assigned), rows_of(), mse, ("1", "3", "5"))
     for one in (SCHEDULES[how], recompute(SCHEDULES[how])):
         require_as_simulated(*build(case, one, 2 * one.microbatches, capture="trace"))
@@ -87,7 +87,7 @@ RECOMPUTED = ["skips", "unet", "normalised", "in_place", "frozen_below", "gpt_dr
 
 
 @pytest.mark.parametrize(("name", "how"), by_day(product(RECOMPUTED, SCHEDULES), 3))
-def test_what_is_recomputed(name, how):
+def test_memory_of_recomputed_stages_is_as_simulated(name, how):
     how = SCHEDULES[how]
     for stages in (range(how.stages), [1, 3]):
         require_as_simulated(*built(name, recompute(how, tuple(stages))))
@@ -95,7 +95,7 @@ def test_what_is_recomputed(name, how):
 
 @settings(max_examples=few(12))
 @given(descriptions(), st.data())
-def test_any_model_cut_anywhere(description, data):
+def test_memory_of_any_model_is_as_simulated_wherever_it_is_cut(description, data):
     names = places(description)
     cuts = tuple(name for name in names if name in data.draw(st.sets(st.sampled_from(names), max_size=3)))
     how = data.draw(schedules_of(len(cuts) + 1, 3))
@@ -167,7 +167,7 @@ def without_gradients(case):
 
 
 @given(orders().filter(without_gradients))
-def test_receives_are_posted_for_two_actions_and_what_is_sent_before(case):
+def test_receives_are_posted_for_two_actions_and_for_messages_sent_before(case):
     """In a fused pair the first action leaves what the second takes."""
     how, graph = case
     for rank in range(how.ranks):
@@ -182,14 +182,14 @@ def test_receives_are_posted_for_two_actions_and_what_is_sent_before(case):
     ("made", "most"),
     [(one_f_one_b, 1), (zb_h1, 1), (gpipe, 1), (interleaved_1f1b, 1), (zb_v, 2), (v_min, 2), (dualpipe_v, 3)],
 )
-def test_how_many_buffers_wait_does_not_depend_on_microbatches(made, most, microbatches):
+def test_the_number_of_receive_buffers_does_not_depend_on_microbatches(made, most, microbatches):
     how = made(ranks=4, microbatches=microbatches)
     assert most == max(len(waiting) for rank in range(4) for _, waiting in buffered(lower(how).actions(rank)))
 
 
 @pytest.mark.parametrize("how", SCHEDULES)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "skips", "unet", "dicts", "later", "several"])
-def test_the_executor_posts_no_others(name, how):
+def test_the_executor_posts_no_other_receives(name, how):
     """Handles of receives, whose buffers are made when they are posted, while each action runs."""
     pipe, model, inputs, targets = built(name, SCHEDULES[how])
     plan, transport = pipe.training, LocalTransport()

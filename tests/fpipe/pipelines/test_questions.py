@@ -128,7 +128,7 @@ def settings_of(draw):
 
 @settings(max_examples=few(5))
 @given(settings_of(), st.lists(st.sampled_from(KINDS), min_size=2, max_size=4))
-def test_whatever_is_asked_the_result_is_that_of_one_device_or_refused(setting, kinds):
+def test_any_question_is_answered_as_on_one_device_or_refused(setting, kinds):
     event("exact" if outcome(setting, kinds) == "exact" else "refused")
 
 
@@ -157,13 +157,13 @@ OFTEN = [
 
 
 @pytest.mark.parametrize("question", [*OFTEN, *REFUSED])
-def test_what_is_answered_and_what_is_refused(question):
+def test_each_question_of_the_catalog_is_answered_or_refused_as_listed(question):
     """With a cut through the module that asks; more may be answered one day, but nothing less."""
     found = outcome(Setting((question,), HOWS[0], ("layers.0.b",)), ["full", "padded", "full", "padded in part"])
     assert found == "exact" if question in OFTEN else found == "exact" or REFUSED[question] in found
 
 
-def test_the_catalog_is_one_of_questions():
+def test_batches_answer_each_question_of_the_catalog_both_ways():
     """Batches answer each question about them in two ways at least, where there are two."""
     always = {"no mask", "its rows", "its dtype", "whether it is contiguous", "an assertion", "the hidden state"}
     for name, question in BATCH.items():

@@ -24,7 +24,7 @@ SEED = 5
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
 @pytest.mark.parametrize(("name", "capture"), by_day(captured_by("trace", "export", "modules"), 3))
-def test_the_zoo(name, capture):
+def test_every_model_of_the_zoo_is_exact_when_recomputed(name, capture):
     require_exact(ZOO[name], recompute(one_f_one_b(ranks=4, microbatches=3)), capture=capture)
 
 
@@ -35,20 +35,20 @@ def test_the_zoo(name, capture):
     microbatches=st.integers(2, 5),
     stages=st.sets(st.integers(0, 3)).map(lambda found: tuple(sorted(found))),
 )
-def test_any_stages_of_any_schedule(name, made, microbatches, stages):
+def test_any_stages_of_any_schedule_may_be_recomputed(name, made, microbatches, stages):
     how = made(ranks=4, microbatches=microbatches)
     if name == "normalised" and how.placement.mirrors:
         name = "mlp"  # what keeps state has no replicas
     require_exact(ZOO[name], recompute(how, stages))
 
 
-def test_a_recomputation_discards_its_update_of_buffers():
+def test_a_recomputation_does_not_update_buffers_again():
     got = require_exact(ZOO["normalised"], recompute(one_f_one_b(ranks=4, microbatches=3)))
     assert got.buffers["1.num_batches_tracked"] == 3
 
 
 @pytest.mark.parametrize("name", ["skips", "dropping", "tied_sequence"])
-def test_fused_pairs(name):
+def test_recomputed_stages_in_fused_pairs_are_exact(name):
     require_exact(ZOO[name], dualpipe_v(ranks=2, microbatches=5))
     require_exact(ZOO[name], overlap(one_f_one_b(ranks=4, microbatches=4)))
 

@@ -13,7 +13,7 @@ from tests.common.schedules import SCHEDULES
 from tests.common.zoo import ZOO
 
 
-def test_the_picture():
+def test_a_pipeline_prints_its_stages():
     case, how = ZOO["gpt"], one_f_one_b(ranks=4, microbatches=2)
     pipe, *_ = build(case, how, 4, capture="trace")
     assert str(pipe).splitlines() == [
@@ -66,13 +66,13 @@ def test_the_picture():
         ("strides", ["stage 3: 192 B per microbatch, 768 B of cotangents back", "float32[2, 20, 12]  from the model"]),
     ],
 )
-def test_what_is_shown(case, words):
+def test_a_printed_pipeline_shows_the_specialties_of_each_model(case, words):
     pipe, *_ = build(ZOO[case], SCHEDULES["one_f_one_b"](4, 2), 4, capture="trace")
     text = str(pipe)
     assert not [word for word in words if word not in text], text
 
 
-def test_weights_whose_gradients_are_not_deferred():
+def test_weights_whose_gradients_are_not_deferred_are_printed():
     case = ZOO["gpt"]
     text = str(build(case, SCHEDULES["split_backward"](4, 2), 4, capture="trace")[0])
     assert "  undeferred  embed.weight: also used by other stages" in text, text
@@ -80,12 +80,12 @@ def test_weights_whose_gradients_are_not_deferred():
     assert "undeferred" not in str(build(case, SCHEDULES["one_f_one_b"](4, 2), 4, capture="trace")[0])
 
 
-def test_ranks_of_replicas():
+def test_ranks_of_replicas_are_printed():
     pipe, *_ = build(ZOO["mlp"], dualpipe(ranks=4, microbatches=4), 8)
     assert "stage 1 on ranks 1, 2" in str(pipe)
 
 
-def test_a_model_of_one_stage_is_whole():
+def test_a_model_of_one_stage_is_printed_whole():
     pipe, *_ = build(ZOO["gpt"], gpipe(ranks=1, microbatches=2), 4, capture="trace")
     text = str(pipe)
     assert "modules     the whole model, loss, 1 other operation" in text
@@ -128,6 +128,6 @@ def test_a_long_chain_is_one_entry():
     assert "modules     60-99, loss" in str(pipe)
 
 
-def test_gradients_that_are_summed():
+def test_gradients_that_are_summed_are_printed():
     pipe, *_ = build(ZOO["one_weight"], gpipe(ranks=4, microbatches=2), 4, tied="sum", capture="trace")
     assert "6.weight: stages 0, 1, 2, 3, gradients summed once a step" in str(pipe)

@@ -44,7 +44,7 @@ def without_fakes(module, examples):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph", without_fakes])
-def test_linear_layers(backward):
+def test_bytes_of_linear_layers(backward):
     """What a layer was given is kept, and from the input half on the gradient of its output."""
     layers = [nn.Linear(WIDTH, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
     sizes = sizes_of(*layers, cuts=["1", "4"], backward=backward)
@@ -55,7 +55,7 @@ def test_linear_layers(backward):
     assert sizes.activation == (0, both + LARGE * autograd, 2 * SMALL + FLOAT * autograd), "what is given, and the loss"
 
 
-def test_what_the_weight_half_does_not_need_is_let_go():
+def test_the_input_half_frees_what_the_weight_half_does_not_need():
     """The input of the stage goes with the activation; so does all that is between the layers."""
     wide = [nn.Sigmoid(), nn.Linear(WIDTH, WIDTH), *[nn.Tanh() for _ in range(9)]]
     sizes = sizes_of(nn.Linear(WIDTH, WIDTH), *wide, nn.Linear(WIDTH, WIDTH), cuts=["1"])
@@ -72,7 +72,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False)
 
 
-def test_what_is_checkpointed_keeps_its_input():
+def test_a_checkpoint_keeps_its_input():
     def body():
         return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)])
 
@@ -104,7 +104,7 @@ def test_a_parameter_counts_once_on_each_rank():
         assert pipe.sizes.weight[0] == 880
 
 
-def test_nothing_is_allocated_and_nothing_computed():
+def test_sizes_allocate_and_compute_nothing():
     """Three layers of 64 GiB each, for microbatches of 8 GiB."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(2**17, 2**17) for _ in range(3)])
@@ -126,7 +126,7 @@ def test_random_modules_leave_the_generator_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_step_after_sizes_is_the_same():
+def test_sizes_do_not_change_a_step():
     pipe, model, inputs, targets = build(ZOO["normalised"], zb_h1(ranks=4, microbatches=2), 4, capture="trace")
     assert pipe.sizes is pipe.sizes, "found once"
     fpipe.verify(pipe, model, inputs, targets)

@@ -64,13 +64,13 @@ def refusal(name, error):
     return lambda rank, gather: announce_refusal(gather, name, error)
 
 
-def test_those_who_agree_exchange_one_row():
+def test_ranks_that_agree_exchange_one_row():
     found, exchanges = together(*[call("a step", note, seed=["3"], batch=["x", "y"]) for note in (5, 6, 7)])
     assert found == [[5, 6, 7]] * 3
     assert exchanges == 1
 
 
-def test_what_differs_is_shown_by_rank_from_where_it_differs():
+def test_differences_are_shown_by_rank_from_where_they_begin():
     same = ["first line"]
     acts = [
         call("a step", seed=[str(rank == 2)], batch=[*same, "other" if rank == 1 else "usual"]) for rank in range(4)
@@ -94,13 +94,13 @@ def test_long_lines_are_shown_around_the_difference():
     assert "F two B" in str(found[0])
 
 
-def test_other_calls_are_told_apart_whatever_their_fields():
+def test_different_calls_do_not_agree_whatever_their_fields():
     found, _ = together(call("a step (call 4)", seed=["1"]), call("an evaluation (call 4)"))
     for error in found:
         assert "- call: got on rank 0: a step (call 4); on rank 1: an evaluation (call 4)" in str(error)
 
 
-def test_a_refusal_reaches_all():
+def test_a_refusal_on_one_rank_reaches_all():
     error = InputError("inputs[0]: got nothing")
     found, _ = together(call("a step", seed=["1"]), refusal("a step", error), call("a step", seed=["1"]))
     assert found[1] is None
@@ -132,7 +132,7 @@ def test_all_agree_or_all_fail(rows):
             assert isinstance(one, TransportError)
 
 
-def test_a_row_has_one_size():
+def test_every_row_has_the_same_size():
     shapes = []
 
     def gather(mine):
@@ -145,7 +145,7 @@ def test_a_row_has_one_size():
 
 
 @pytest.mark.parametrize("size", ["2", "16"])
-def test_processes_that_do_not_know_of_each_other_are_refused(size):
+def test_several_processes_without_a_process_group_are_refused(size):
     with pytest.raises(TransportError, match=rf"started {size} processes.*init_process_group\(\)"):
         require_process_group({"WORLD_SIZE": size})
     for alone in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": ""}):

@@ -57,7 +57,7 @@ def channels():
 
 @settings(max_examples=few(60))
 @given(TENSORS)
-def test_what_is_sent_arrives(tensors):
+def test_messages_arrive_as_sent(tensors):
     wire, one, two = channels()
     specs = tuple(map(Spec.of, tensors))
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_small_tensors_travel_together():
         (MESSAGE, Spec.of(torch.ones(2, 2)), ["with tensors of other shapes or dtypes"]),
     ],
 )
-def test_another_message_is_not_used(sent, spec, words):
+def test_another_message_in_its_place_is_refused(sent, spec, words):
     _, one, two = channels()
     one.send(sent, (spec.allocate(),), (spec,))
     handle = two.receive(MESSAGE, (Spec.of(torch.ones(4)),))
@@ -100,7 +100,7 @@ def test_another_message_is_not_used(sent, spec, words):
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_heads_on_a_device_are_read_before_the_next_step():
+def test_headers_on_a_device_are_read_before_the_next_step():
     transport = object.__new__(DistributedTransport)
     good, bad = (Envelope(message, (Spec.of(torch.ones(4)),), CPU) for message in (MESSAGE, ("F", 0, 2, 1)))
     transport.unread = [(good, good.header)]
@@ -111,7 +111,7 @@ def test_heads_on_a_device_are_read_before_the_next_step():
     assert not transport.unread
 
 
-def test_bytes_that_are_no_message_are_not_used():
+def test_bytes_that_are_not_a_message_are_refused():
     envelope = Envelope(MESSAGE, (Spec.of(torch.ones(4)),), CPU)
     with pytest.raises(TransportError, match="got unknown bytes"):
         envelope.require(torch.full((LINE,), 7, dtype=torch.uint8))

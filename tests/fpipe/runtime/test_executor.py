@@ -134,7 +134,7 @@ def total(schedule, s, terms):
 
 
 @given(runnable())
-def test_nothing_is_left_at_the_end(case):
+def test_no_values_are_left_at_the_end(case):
     for execution in execute(*case)[0]:
         tables = execution.kept, execution.posted, execution.residuals, execution.deferred, execution.checkpoints
         assert list(tables) == [{}] * 5
@@ -156,7 +156,7 @@ def test_every_action_calls_its_stage_function(case):
 
 
 @given(runnable())
-def test_everything_is_let_go_of_at_its_last_use(case):
+def test_every_value_is_released_at_its_last_use(case):
     """Between two compute actions there are the residuals of what is in flight, the arguments of what is to be computed
     again, and nothing of what is done."""
     schedule, graph = case
@@ -186,7 +186,7 @@ def test_everything_is_let_go_of_at_its_last_use(case):
     assert not kept
 
 
-def test_a_sent_value_is_let_go_of_by_both_ends():
+def test_a_sent_value_is_released_by_both_ends():
     alive = weakref.WeakSet()
     most = 0
 
@@ -207,7 +207,7 @@ def test_a_sent_value_is_let_go_of_by_both_ends():
 
 
 @pytest.mark.parametrize("kinds", ["B", "IW"])
-def test_the_position_tells_where_a_rank_stands(kinds):
+def test_the_position_is_that_of_the_running_action(kinds):
     schedule = gpipe(ranks=2, microbatches=2)
     schedule = split_backward(schedule) if kinds == "IW" else schedule
     seen = []
@@ -229,7 +229,7 @@ def test_the_position_tells_where_a_rank_stands(kinds):
 
 
 @given(st.integers(1, 3), st.integers(1, 5))
-def test_a_wrong_program_is_not_taken_for_a_right_one(ranks, microbatches):
+def test_backwards_in_another_order_give_other_sums(ranks, microbatches):
     """Backwards of another order than stated give other sums: what the properties above would see."""
     schedule = gpipe(ranks=ranks, microbatches=microbatches)
     _, outcomes = execute(schedule, chain(ranks))
@@ -238,7 +238,7 @@ def test_a_wrong_program_is_not_taken_for_a_right_one(ranks, microbatches):
     assert (outcomes[0].grads[0] == backwards) == (microbatches == 1)
 
 
-def test_an_action_of_no_known_kind_or_order_is_an_error():
+def test_an_action_of_an_unknown_kind_or_out_of_order_is_an_error():
     schedule = gpipe(ranks=1, microbatches=1)
     with pytest.raises(KeyError):
         execute(schedule, chain(1), rows=[[F(0, 0)._replace(kind="X")]])

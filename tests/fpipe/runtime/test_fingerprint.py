@@ -12,13 +12,13 @@ from tests.common.lookalikes import LOOKALIKES, closure, function
 
 
 @pytest.mark.parametrize("what", LOOKALIKES)
-def test_what_differs_is_told_apart(what):
+def test_functions_that_differ_have_different_descriptions(what):
     one, two = LOOKALIKES[what]
     assert describe_value(one) != describe_value(two)
     assert describe_value(one) == describe_value(one)
 
 
-def test_what_does_the_same_is_alike():
+def test_functions_that_do_the_same_have_equal_descriptions():
     for pair in (
         (function("def f(x): return x + 1"), function("\n\n# a word\ndef f(x):\n    return x + 1")),
         (function("def f(x): return x + 1"), function("def f(other): return other + 1")),
@@ -32,22 +32,22 @@ def test_what_does_the_same_is_alike():
         assert describe_value(pair[0]) == describe_value(pair[1])
 
 
-def test_much_is_described_in_few_lines():
+def test_descriptions_of_large_values_are_short():
     assert len(describe_value(closure(list(range(10**6))))) < 2000
     assert len(describe_value([[k] * 900 for k in range(900)])) <= 20_000
 
 
-def test_parameters_of_modules_may_differ():
+def test_values_of_parameters_are_not_described():
     """A model that a loss closes over may have been made with other numbers, and is loaded later."""
     assert describe_value(closure(nn.Linear(2, 2))) == describe_value(closure(nn.Linear(2, 2)))
     assert describe_value(closure(nn.Linear(2, 2))) != describe_value(closure(nn.Linear(2, 3)))
 
 
-def test_a_function_that_calls_itself_ends():
+def test_a_recursive_function_is_described():
     assert describe_value(function("def f(x): return f(x)"))
 
 
-def test_bits():
+def test_bits_are_compared_whatever_the_layout():
     tensor = torch.randn(3, 4)
     assert digest_tensor(tensor) == digest_tensor(tensor.t().contiguous().t())
     assert digest_tensor(torch.zeros(1)) != digest_tensor(-torch.zeros(1))

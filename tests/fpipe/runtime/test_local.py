@@ -45,14 +45,14 @@ def start(*rows, homes=None):
     return transport, executions
 
 
-def test_a_message_crosses_and_comes_back():
+def test_messages_cross_in_both_directions():
     transport, executions = start(
         "0RECV_B0<1 0F0 0SEND_F0>1 0B0 0WAIT_F0>1", "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1WAIT_B0>0"
     )
     assert sorted(drive(transport, executions)) == [0, 1]
 
 
-def test_waiting_for_what_nobody_sends_is_a_deadlock_at_once():
+def test_waiting_for_a_message_that_nobody_sends_is_a_deadlock_at_once():
     transport, executions = start("0F0 0SEND_F0>1 0RECV_B0<1 0B0", "1RECV_F0<0 1F0")
     with pytest.raises(DeadlockError) as caught:
         drive(transport, executions)
@@ -63,7 +63,7 @@ def test_waiting_for_what_nobody_sends_is_a_deadlock_at_once():
     assert isinstance(caught.value, PipelineError)
 
 
-def test_a_circle_names_every_rank():
+def test_a_deadlock_names_every_rank():
     """Each of three ranks waits for the next: 0 for a cotangent of 1, 1 for one of 2, 2 for a value of 1."""
     transport, executions = start("0F0 0RECV_B0<1 0B0", "1RECV_B0<2 1B0", "2RECV_F0<1 2F0")
     with pytest.raises(DeadlockError) as caught:
@@ -82,7 +82,7 @@ def test_a_send_that_nobody_receives_is_a_deadlock_too():
         drive(transport, executions)
 
 
-def test_a_broken_order_names_both_messages():
+def test_messages_out_of_order_are_both_named():
     transport, executions = start("0F0 0F1 0SEND_F0>1 0SEND_F1>1", "1RECV_F1<0 1RECV_F0<0 1F0 1F1")
     with pytest.raises(TransportError) as caught:
         drive(transport, executions)
@@ -100,7 +100,7 @@ def test_messages_of_two_stages_on_one_channel_are_told_apart():
 
 
 @given(st.permutations(range(6)), st.integers(0, 63))
-def test_a_channel_is_a_queue_whichever_end_posts_first(payloads, ends_first):
+def test_a_channel_is_first_in_first_out_whichever_end_posts_first(payloads, ends_first):
     """Sends and receives posted in any interleaving: the k-th receive gets what the k-th send sent."""
     channel = LocalTransport().channel(0, 1)
     messages = [("F", 0, i, 1) for i in range(6)]
@@ -126,14 +126,14 @@ def test_the_two_directions_are_two_channels():
 
 
 @pytest.mark.parametrize("what", "FBG")
-def test_both_ends_name_a_message_alike(what):
+def test_both_ends_give_a_message_the_same_name(what):
     send, receive = parse(f"1SEND_{what}3>0"), parse(f"0RECV_{what}3<1")
     assert message_of(send) == message_of(receive) == (what, 1, 3, 0)
     assert transfer_text("SEND", message_of(send)) == str(send)
     assert transfer_text("RECV", message_of(send)) == str(receive)
 
 
-def test_all_ranks_are_here():
+def test_all_ranks_are_in_this_process():
     ranks = LocalRanks(3)
     assert ranks.ranks == (0, 1, 2)
     assert (ranks.agree_if_any(True), ranks.agree_if_any(False)) == (True, False)

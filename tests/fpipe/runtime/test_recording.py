@@ -32,7 +32,7 @@ def recorded(how, name="mlp", evaluate=False):
 
 
 @pytest.mark.parametrize("how", MANY.values(), ids=list(MANY))
-def test_a_rank_acts_in_the_order_of_its_program_and_waits_in_between(how):
+def test_recorded_actions_are_in_program_order_with_waits_in_between(how):
     pipe, spans = recorded(how)
     for rank in range(how.ranks):
         mine = [span for span in spans if span.rank == rank]
@@ -44,7 +44,7 @@ def test_a_rank_acts_in_the_order_of_its_program_and_waits_in_between(how):
         assert set(waited) <= set(transfers)
 
 
-def test_what_a_rank_waits_for_comes_before_what_needs_it():
+def test_a_wait_is_recorded_before_the_action_that_needs_it():
     _, spans = recorded(one_f_one_b(ranks=4, microbatches=4))
     first = [next(str(span.action) for span in spans if span.rank == rank and span.waits) for rank in range(4)]
     assert first == ["0RECV_B0<1", "1RECV_B0<2", "2RECV_B0<3", "3RECV_F2<2"]
@@ -56,7 +56,7 @@ def test_what_a_rank_waits_for_comes_before_what_needs_it():
                 assert wait.action.kind.endswith(user.action.kind)
 
 
-def test_a_wait_lasts_until_the_value_is_made_and_from_before():
+def test_a_wait_begins_before_its_value_is_made_and_ends_after():
     _, spans = recorded(one_f_one_b(ranks=4, microbatches=4))
     made = {span.action: span for span in spans if not span.waits}
     waits = [span for span in spans if span.action.kind.startswith("RECV")]
@@ -84,7 +84,7 @@ def test_recording_changes_no_bit(name):
     assert_same(type(want)(out.loss, out.outputs, grads, out.buffers), want)
 
 
-def test_what_record_raises_ends_the_step():
+def test_an_error_in_record_ends_the_step():
     """Also a `StopIteration`, which must not pass for the end of a program."""
     pipe, model, inputs, targets = build(ZOO["mlp"], one_f_one_b(ranks=4, microbatches=4), 8)
     for chosen in (lambda span: span.waits, lambda span: not span.waits):
@@ -167,12 +167,12 @@ def test_a_step_on_a_device_waits_for_it_once(monkeypatch):
     assert summarize(spans, how).busy == (8.0,) * 4
 
 
-def test_which_stopwatch():
+def test_each_kind_of_device_has_its_stopwatch():
     assert isinstance(recording.stopwatch(torch.device("cpu"), print), HostStopwatch)
     assert isinstance(recording.stopwatch(torch.device("cuda", 0), print), DeviceStopwatch)
 
 
-def test_events_have_timing_and_go_to_the_current_stream(monkeypatch):
+def test_events_are_timed_and_recorded_on_the_current_stream(monkeypatch):
     """As far as this can be seen without a device."""
     device, seen = torch.device("cuda", 1), []
 

@@ -47,7 +47,7 @@ def at_once(*acts):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("name", ["mlp", "dropping"])
-def test_one_pipeline_in_two_threads(name, backward):
+def test_one_pipeline_runs_in_two_threads(name, backward):
     """Each has parameters of its own, which are put into the places of the one skeleton."""
     seed = 5 if ZOO[name].random else None
     pipe, model, inputs, targets = build(ZOO[name], HOW, 8, capture="trace", backward=backward)
@@ -65,7 +65,7 @@ def test_one_pipeline_in_two_threads(name, backward):
     )
 
 
-def test_a_step_beside_the_reference_and_a_capture():
+def test_a_step_runs_beside_the_reference_and_a_capture():
     pipe, model, inputs, targets = build(ZOO["dropping"], HOW, 8)
     want = run(pipe, model, inputs, targets, seed=5)
     whole = run_reference(pipe, model, inputs, targets, seed=5)
@@ -87,7 +87,7 @@ def test_a_step_beside_the_reference_and_a_capture():
     at_once(steps, references, captures)
 
 
-def test_pipelines_of_their_own_that_draw_random_numbers():
+def test_pipelines_in_two_threads_draw_as_each_would_alone():
     """The default generator is one for all; and it is as it was when all are done."""
     both = [build(ZOO["dropping"], HOW, 8) for _ in range(2)]
     wants = [run(*built, seed=seed) for seed, built in enumerate(both)]
@@ -101,7 +101,7 @@ def test_pipelines_of_their_own_that_draw_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_step_within_a_step_of_the_same_thread():
+def test_a_step_runs_within_a_step_of_the_same_thread():
     """As what `record` is called with may take one."""
     pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 8)
     want, found = run(pipe, model, inputs, targets), []

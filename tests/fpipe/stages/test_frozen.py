@@ -86,7 +86,7 @@ CASES = {  # the case, the edges on which cotangents travel, and the stages that
 @pytest.mark.parametrize("kind", ["one_f_one_b", "split_backward"])
 @pytest.mark.parametrize("capture", ["trace", "export"])
 @pytest.mark.parametrize("what", CASES)
-def test_nothing_is_done_for_what_is_frozen(what, capture, kind, monkeypatch):
+def test_frozen_stages_send_keep_and_compute_nothing(what, capture, kind, monkeypatch):
     case, edges, backwards = CASES[what]
     built = _, model, inputs, targets = build(
         case, SCHEDULES[kind](ranks=4, microbatches=MICROBATCHES), 2 * MICROBATCHES, capture=capture

@@ -29,13 +29,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.model
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in STATEFUL])
-def test_the_zoo(name):
+def test_every_model_of_the_zoo_is_exact_on_replicas(name):
     require_exact(ZOO[name], dualpipe(ranks=4, microbatches=5))
 
 
 @pytest.mark.parametrize("factory", [chimera, dualpipe])
 @pytest.mark.parametrize(("name", "capture"), [("chained", "export"), ("tied_sequence", "modules"), ("mlp", "modules")])
-def test_sizes(name, capture, factory):
+def test_replicas_are_exact_at_all_sizes(name, capture, factory):
     for ranks in (2, 4):
         for microbatches in range(2, 7):
             require_exact(ZOO[name], factory(ranks=ranks, microbatches=microbatches), capture=capture)
@@ -48,7 +48,7 @@ def test_sizes(name, capture, factory):
     microbatches=st.integers(1, 4),
     split=st.booleans(),
 )
-def test_anything_mirrored(name, ranks, microbatches, split):
+def test_any_mirrored_schedule_is_exact(name, ranks, microbatches, split):
     made = one_f_one_b(ranks=ranks, microbatches=microbatches)
     require_exact(ZOO[name], mirror(split_backward(made) if split else made))
 
@@ -61,7 +61,7 @@ def test_the_middle_rank_of_three_has_one_replica():
     assert_same(run(*built), loop_as_stated(pipe, model, case.loss, inputs, targets))
 
 
-def test_the_order_of_the_sum_matters():
+def test_the_order_of_addition_matters():
     """Else the tests above would not see a wrong one."""
     case = ZOO["chained"]
     got = run(*build(case, chimera(ranks=4, microbatches=6), 12))
@@ -78,7 +78,7 @@ def test_a_stage_that_keeps_state_has_no_replicas(name):
 
 @pytest.mark.parametrize("targets_given", [True, False])
 @pytest.mark.parametrize("factory", [chimera, dualpipe])
-def test_evaluation(factory, targets_given):
+def test_an_evaluation_on_replicas_is_exact(factory, targets_given):
     case = ZOO["skips"]
     pipe, model, inputs, targets = build(case, factory(ranks=4, microbatches=4), 8)
     wanted = targets if targets_given else None
@@ -92,13 +92,13 @@ def test_verify_adds_in_the_same_order():
     assert fpipe.verify(pipe, model, inputs, targets).eager > 0
 
 
-def test_a_pipeline_says_on_which_ranks_its_stages_are():
+def test_a_pipeline_prints_the_ranks_of_its_stages():
     pipe, *_ = build(ZOO["mlp"], chimera(ranks=4, microbatches=4), 8)
     assert "stage 1 on ranks 1, 2" in str(pipe)
     assert "stage 2 on ranks 2, 1" in str(pipe)
 
 
-def test_measured_timelines_have_the_sums_too():
+def test_measured_timelines_include_sums_of_gradients():
     pipe, model, inputs, targets = build(ZOO["mlp"], dualpipe(ranks=4, microbatches=4), 8)
     spans = []
     fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)

@@ -78,7 +78,7 @@ def test_a_stage_is_pure(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_halves_make_a_whole(name):
+def test_the_two_halves_make_the_whole_backward(name):
     for stage, arguments in chain(name):
         incoming = cotangents(stage)
         with preserve_generators([torch.device("cpu")]):
@@ -93,7 +93,7 @@ def test_two_halves_make_a_whole(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_flows_is_what_was_foretold(name, monkeypatch):
+def test_values_and_cotangents_have_their_inferred_layouts(name, monkeypatch):
     """Shapes, dtypes and strides of values and cotangents; nothing has to be laid out anew."""
     different = []
     like = Spec.like
@@ -109,7 +109,7 @@ def test_what_flows_is_what_was_foretold(name, monkeypatch):
     assert not different
 
 
-def test_where_nothing_is_trained_no_graph_is_kept():
+def test_a_frozen_stage_keeps_no_graph():
     stages = list(chain("frozen_below"))
     first, arguments = stages[0]
     _, _, kept = first.forward(*arguments)
@@ -126,7 +126,7 @@ def test_frozen_parameters_have_no_gradient():
     assert fourth.grads == ("6.weight",)
 
 
-def test_parameters_are_leaves_of_the_stage_s_own():
+def test_a_stage_has_its_own_leaves_for_parameters():
     for stage, (params, *_) in chain("frozen_below"):
         for name, leaf in zip(stage.parameters, params, strict=True):
             assert leaf.is_leaf
@@ -157,7 +157,7 @@ def test_tensors_of_the_user_get_no_gradient():
 
 @settings(max_examples=few(60))
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=6), st.booleans())
-def test_gradients_are_added_in_order_to_own_memory(values, fresh):
+def test_gradients_are_added_in_order_into_new_memory(values, fresh):
     """The first is copied unless it is fresh; later ones are added to it in place, and are not changed."""
     terms = [(torch.tensor([v + 0.1]), torch.tensor(v * 0.3)) for v in values]
     kept = copy.deepcopy(terms)
@@ -205,7 +205,7 @@ def test_gradients_that_share_memory_are_summed_apart(backward, split):
     assert len({grad.data_ptr() for grad in grads.values()}) == len(grads)
 
 
-def test_where_there_is_no_gradient_nothing_is_added():
+def test_absent_gradients_add_nothing():
     """Zeros would make zeros of negative ones."""
     none, zero, one = (None,), (torch.tensor([-0.0]),), (torch.tensor([1.0]),)
     assert add_all(none, none) == sum_of(none, none) == none

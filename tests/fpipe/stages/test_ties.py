@@ -70,18 +70,18 @@ def require_sum(case, uses, how, **options):
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize(("kind", "capture"), [("one_f_one_b", "trace"), ("split_backward", "export")])
-def test_a_copy_per_stage(name, kind, capture):
+def test_by_sum_a_tied_parameter_is_a_copy_per_stage(name, kind, capture):
     require_sum(ZOO[name], USES[name], SCHEDULES[kind](4, 3), capture=capture)
 
 
 @pytest.mark.parametrize("factory", [gpipe, descending, linear_fill_drain, looped_fill_drain, vee_fill_drain])
 @pytest.mark.parametrize("microbatches", [1, 5])
-def test_schedules_and_placements(factory, microbatches):
+def test_sums_are_exact_under_schedules_and_placements(factory, microbatches):
     how = factory(2 if "fill" in factory.__name__ else 4, microbatches)
     require_sum(ZOO["one_weight"], USES["one_weight"], how)
 
 
-def test_all_uses_in_one_stage():
+def test_uses_within_one_stage_are_not_copied():
     uses = {0: tuple(name for names in USES["chained"].values() for name in names)}
     got = require_sum(ZOO["chained"], uses, gpipe(1, 3))
     assert_same(got, run(*build(ZOO["chained"], gpipe(1, 3), 6)))
@@ -115,7 +115,7 @@ def test_a_parameter_of_the_middle_rank_of_three(tied):
     require_every_part(pipe)
 
 
-def test_the_order_shows():
+def test_the_order_of_addition_matters():
     """Else the tests above would not see a wrong one."""
     exact, added = (run(*build(ZOO["one_weight"], HOW, 6, tied=tied)) for tied in ("exact", "sum"))
     assert not same_bits(exact.grads["0.weight"], added.grads["0.weight"])
@@ -124,7 +124,7 @@ def test_the_order_shows():
 
 @pytest.mark.parametrize("capture", ["export", "trace"])
 @pytest.mark.parametrize("name", ["gpt_dropout", "normalised", "in_place", "twice", "several", "contexts"])
-def test_other_models_equal_the_reference(name, capture):
+def test_sums_equal_the_reference_in_other_models(name, capture):
     case = ZOO[name]
     seed = 5 if case.random else None
     built = _, model, inputs, targets = build(case, HOW, 6, tied="sum", capture=capture)
@@ -172,7 +172,7 @@ def layers(groups):
 
 @settings(max_examples=few(12))
 @given(data=st.data(), capture=st.sampled_from(["trace", "export", "modules"]), microbatches=st.integers(1, 4))
-def test_any_ties_cut_anywhere(data, capture, microbatches):
+def test_any_ties_are_exact_wherever_the_model_is_cut(data, capture, microbatches):
     """One group of layers is summed, the others are exact."""
     groups = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=6))
     cuts = data.draw(st.sets(st.integers(1, len(groups) - 1), max_size=4).map(sorted))
@@ -196,7 +196,7 @@ def test_any_ties_cut_anywhere(data, capture, microbatches):
     assert_same(got, loop_untied(pipe, model, mse, inputs, targets, uses))
 
 
-def test_of_one_microbatch_gradients_are_new_memory():
+def test_gradients_of_one_microbatch_are_new_memory():
     pipe, model, inputs, targets = build(ZOO["chained"], one_f_one_b(4, 1), 2, tied="sum")
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     _, first = step(*state, inputs, targets)
@@ -206,7 +206,7 @@ def test_of_one_microbatch_gradients_are_new_memory():
     assert same_bits(step(*state, inputs, targets)[1]["a.weight"], kept)
 
 
-def test_evaluation():
+def test_by_sum_an_evaluation_is_the_same():
     case = ZOO["gpt"]
     got, want = (
         fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
@@ -254,7 +254,7 @@ def test_a_rank_is_sent_a_gradient_once(tied, sent):
 
 
 @pytest.mark.parametrize("tied", ["exact", "sum"])
-def test_what_is_frozen_does_not_travel(tied):
+def test_gradients_of_frozen_parameters_are_not_sent(tied):
     def frozen():
         model = ZOO["chained"].build()
         model.a.weight.requires_grad_(False)
@@ -284,7 +284,7 @@ class Detached(nn.Module):
         return x * self.d(x).detach()
 
 
-def test_stages_without_a_gradient_are_sent_that_of_the_others():
+def test_stages_without_a_gradient_receive_that_of_the_others():
     case = Case(Detached, rows_of(), mse, ("b", "c", "d"))
     uses = {0: ("a.weight",), 1: ("b.weight",), 2: ("c.weight",), 3: ("d.weight",)}
     require_sum(case, uses, HOW)
@@ -306,7 +306,7 @@ class Pairs(nn.Module):
         return x
 
 
-def test_each_parameter_in_its_way():
+def test_each_parameter_may_be_tied_in_its_own_way():
     """Any of its names will do; others are exact."""
     case = Case(Pairs, rows_of(), mse, ("b", "c", "d"))
     built = pipe, model, inputs, targets = build(case, HOW, 6, tied={"d.weight": "sum", "a.bias": "exact"})
@@ -317,7 +317,7 @@ def test_each_parameter_in_its_way():
     assert all(same_bits(got.grads[name], want.grads[name]) for name in want.grads if name != "b.weight")
 
 
-def test_a_pipeline_says_who_shares():
+def test_a_pipeline_prints_which_stages_share_a_parameter():
     pipe, *_ = build(ZOO["gpt"], HOW, 6, tied="sum")
     assert "shares embed.weight with stage 3" in str(pipe.stages[0])
     assert "shares embed.weight with stage 0" in str(pipe.stages[3])
@@ -332,7 +332,7 @@ def test_verify_compares_sums_with_the_reference_only():
     assert (found.reference, found.eager) == (7, 6), "loss, outputs, four biases, and the weight"
 
 
-def test_verify_sees_a_wrong_sum(monkeypatch):
+def test_verify_finds_a_wrong_sum(monkeypatch):
     from fpipe.pipelines import results
 
     monkeypatch.setattr(results, "add", lambda a, b: b + a * (1 + 2**-20))
@@ -360,6 +360,6 @@ def test_every_parameter_is_owned_once():
         ({"a.weight": "sum", "d.weight": "exact"}, r"tied\['d.weight'\]: got 'exact', expected 'sum' as under another"),
     ],
 )
-def test_what_is_refused(tied, why):
+def test_invalid_ties_are_refused(tied, why):
     with pytest.raises(fpipe.InputError, match=why):
         build(ZOO["chained"], HOW, 6, tied=tied)

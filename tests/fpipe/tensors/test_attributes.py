@@ -45,12 +45,12 @@ def pipeline(model: nn.Module, **options: Any) -> tuple[fpipe.Pipeline, Tensor, 
         lambda model: 2.0 if hasattr(model.table, "gain") else 1.0,
     ],
 )
-def test_attributes_of_parameters_and_buffers_may_not_be_read(factor: Any, capture: str) -> None:
+def test_reading_attributes_of_parameters_and_buffers_is_refused(factor: Any, capture: str) -> None:
     with pytest.raises(fpipe.CaptureError, match=r"parameter or buffer of shape .*reads its attribute 'gain'"):
         pipeline(Model(factor), capture=capture)
 
 
-def test_attributes_that_nobody_reads_do_not_matter() -> None:
+def test_attributes_that_nobody_reads_are_allowed() -> None:
     model = Model(lambda model: getattr(model.b.weight, "scale", 3.0))
     pipe, x, y = pipeline(model)
     assert fpipe.verify(pipe, model, (x,), y).eager

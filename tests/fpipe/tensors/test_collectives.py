@@ -19,13 +19,13 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_step_is_that_of_one_device(layer, cut, backward):
+def test_a_step_with_collectives_is_exact(layer, cut, backward):
     if (layer, cut) == (Later, "cut inside"):
         pytest.skip("refused, see below")
     require_same(layer, cut, backward)
 
 
-def test_a_collective_is_part_of_what_is_captured():
+def test_a_collective_is_captured():
     pipe, _ = build(Reduced, "cut inside", "autograd")
     assert [unit.does for unit in pipe.training.assembly.captured.units][:4] == [
         "linear[]",

@@ -59,7 +59,7 @@ def normalised(x, scale, shift):
         lambda x, *state: torch.nn.functional.mse_loss(x.mT + (state[0] + state[1])[:, None], torch.ones(2, 8, 6)),
     ],
 )
-def test_results_are_laid_out_as_real_ones_are(function):
+def test_fake_results_have_the_layout_of_real_ones(function):
     tensors = [torch.randn(shape, requires_grad=True) for shape in [(2, 6, 8), (8,), (8,)]]
     mode = fake_mode()
     with mode:
@@ -102,7 +102,7 @@ def operands(operation):
 
 
 @pytest.mark.parametrize("operation", [one for one in LAYOUT_RULES if one not in NORMS], ids=str)
-def test_layouts_are_those_of_real_results_whatever_the_operands_are(operation):
+def test_fake_results_have_the_layout_of_real_ones_for_any_operands(operation):
     mode, met = fake_mode(), 0
     for names in itertools.product(LAYOUTS, repeat=operands(operation)):
         tensors, rest = [LAYOUTS[name]() for name in names], REST.get(operation, ())
@@ -131,7 +131,7 @@ class Gated(torch.nn.Module):
         return self.outer((gate.transpose(1, 2).contiguous() * 2).cumsum(2).transpose(1, 2))
 
 
-def test_a_gradient_that_is_laid_out_by_channels_is_viewed_as_it_is():
+def test_a_channels_last_gradient_is_viewed_as_it_is():
     torch.manual_seed(0)
     model, x = Gated(), torch.randn(4, 6, 8)
     pipe = fpipe.pipeline(
@@ -203,7 +203,7 @@ def test_every_kernel_has_a_sample():
 @pytest.mark.parametrize("operation", SAMPLES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_kernels_for_meta_say_what_real_ones_do(operation, dtype, turned):
+def test_kernels_for_meta_agree_with_real_ones(operation, dtype, turned):
     tensors = [torch.rand(shape, dtype=dtype) for shape in SHAPES]
     if turned:
         tensors[0] = tensors[0].t().contiguous().t()
@@ -269,7 +269,7 @@ class Told(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_effects_are_of_what_is_called_not_of_what_it_consists_of():
+def test_effects_are_those_of_the_called_operator():
     mode, effects, above = fake_mode(), Effects(), Told()
     called = []
     effects.note_call = lambda func, args, kwargs: called.append(func)
@@ -283,7 +283,7 @@ def test_effects_are_of_what_is_called_not_of_what_it_consists_of():
     assert len(called) > 10
 
 
-def test_statistics_of_a_norm_of_other_precision_than_its_weights_are_in_single():
+def test_statistics_of_a_norm_in_another_precision_than_its_weights_are_in_float32():
     """As under autocast. The fake kernel of torch has them in half, and stages would seem to keep less than they do."""
     tensors = torch.randn(6, 4, dtype=torch.bfloat16), *torch.rand(4, 4).unbind()
     real = torch.native_batch_norm(*tensors, True, 0.1, 1e-5)

@@ -61,7 +61,7 @@ def leaves():
 
 @given(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=5))
 @settings(max_examples=60)
-def test_what_was_remembered_is_what_real_tensors_are(names):
+def test_cached_results_agree_with_real_tensors(names):
     expected, mode = run(names, *leaves()), fake_mode()
     for _ in range(2):
         with mode:
@@ -72,7 +72,7 @@ def remembered(mode):
     return sum(len(table or ()) for table in mode.results.known.values())
 
 
-def test_the_second_time_nothing_is_worked_out():
+def test_a_second_call_computes_nothing():
     mode = fake_mode()
     with mode:
         run(sorted(OPERATIONS), *leaves())
@@ -84,7 +84,7 @@ def test_the_second_time_nothing_is_worked_out():
 @pytest.mark.parametrize(
     "view", [lambda x: x.view(24), lambda x: x[1:], lambda x: x.unbind(0)[2], torch.Tensor.mT.__get__]
 )
-def test_a_view_that_was_remembered_is_written_through(view):
+def test_writing_to_a_cached_view_writes_to_its_base(view):
     mode = fake_mode()
     for _ in range(2):
         with mode, torch.no_grad():
@@ -94,7 +94,7 @@ def test_a_view_that_was_remembered_is_written_through(view):
             assert view(base).untyped_storage()._cdata == base.untyped_storage()._cdata
 
 
-def test_arguments_that_are_equal_and_not_the_same_are_told_apart():
+def test_equal_arguments_of_different_types_are_different():
     with fake_mode():
         x = torch.empty(3, dtype=torch.int64)
         assert [(x * factor).dtype for factor in (1, 1.0, True, 1, 1.0)] == [
@@ -140,18 +140,18 @@ def test_a_conjugate_is_not_taken_for_its_tensor():
             assert x.conj().is_conj()
 
 
-def test_layouts_are_told_apart():
+def test_arguments_of_different_layouts_are_different():
     with fake_mode():
         x = torch.empty(3, 3)
         assert [(y * 2).stride() for y in (x, x.mT, x, x.mT)] == [(3, 1), (1, 3)] * 2
 
 
-def test_what_is_resized_changes_each_time():
+def test_resizing_is_done_each_time():
     with fake_mode():
         assert [torch.empty(4).resize_(8).numel() for _ in range(3)] == [8] * 3
 
 
-def test_what_writes_is_not_remembered():
+def test_operators_that_write_are_not_cached():
     mode = fake_mode()
     with mode:
         torch.empty(4).add_(1)
@@ -165,7 +165,7 @@ def test_an_argument_that_is_returned_is_returned_again():
             assert mode.dispatch(operation, (), (x, torch.float32)) is x
 
 
-def test_views_at_other_offsets_of_the_same_memory_are_told_apart():
+def test_views_at_different_offsets_are_different():
     with fake_mode():
         base = torch.empty(3, 8)
         for row in range(3):

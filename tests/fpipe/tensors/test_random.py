@@ -23,7 +23,7 @@ def test_keys_and_labels_fit_a_generator(seed, microbatch, path, ordinal):
         reseed(key(seed, microbatch), label(path, ordinal), CPU)
 
 
-def test_other_keys_are_other_numbers():
+def test_different_keys_draw_different_numbers():
     keys = {key(seed, i) for seed in range(50) for i in range(50)}
     labels = {label(path, k) for path in ("", "a", "a.b", "a@1", "1", "11") for k in range(50)}
     assert len(keys) == 2500
@@ -31,7 +31,7 @@ def test_other_keys_are_other_numbers():
     assert len({a ^ b for a in keys for b in labels}) == 2500 * 300
 
 
-def test_the_same_key_is_the_same_numbers():
+def test_the_same_key_draws_the_same_numbers():
     with preserve_generators([CPU]):
         reseed(1, 2, CPU)
         first = torch.rand(5)
@@ -42,7 +42,7 @@ def test_the_same_key_is_the_same_numbers():
         assert not torch.equal(torch.rand(5), first)
 
 
-def test_the_user_s_state_comes_back_even_after_an_error():
+def test_the_user_s_generator_is_restored_even_after_an_error():
     before = torch.get_rng_state()
 
     def draw():
@@ -56,7 +56,7 @@ def test_the_user_s_state_comes_back_even_after_an_error():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_device_without_generator_is_refused():
+def test_a_device_without_a_generator_is_refused():
     with pytest.raises(InputError, match="got a random operation on device meta, expected cpu or cuda"):
         generator(torch.device("meta"))
 

@@ -89,7 +89,7 @@ def pipeline(model: nn.Module, cut: str, **options: Any) -> tuple[fpipe.Pipeline
 
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_modules_that_change_settings_for_what_they_call_are_exact_and_never_cut(name: str, backward: Any) -> None:
+def test_modules_that_change_settings_are_exact_and_never_cut_inside(name: str, backward: Any) -> None:
     model = nn.Sequential(Around(CONTEXTS[name]), Around(CONTEXTS[name]))
     pipe, x, y = pipeline(model, "1", backward=backward)
     assert fpipe.verify(pipe, model, (x,), y).eager
@@ -99,7 +99,7 @@ def test_modules_that_change_settings_for_what_they_call_are_exact_and_never_cut
         pipeline(model, "1.b", backward=backward)
 
 
-def test_cuts_that_are_not_named_avoid_them() -> None:
+def test_even_cuts_avoid_modules_that_change_settings() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(ONEDNN), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(2, 8, LENGTH, WIDTH)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=one_f_one_b(2, 4))
@@ -108,14 +108,14 @@ def test_cuts_that_are_not_named_avoid_them() -> None:
 
 @pytest.mark.parametrize("capture", ["export", "fx", "dynamo"])
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_front_ends_that_read_operators_refuse_them(name: str, capture: str) -> None:
+def test_front_ends_that_read_operators_refuse_changed_settings(name: str, capture: str) -> None:
     model = nn.Sequential(Around(CONTEXTS[name]), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(fpipe.CaptureError, match=rf"got a change of torch's settings \(.*{name}"):
         pipeline(model, "1", capture=capture)
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-def test_settings_that_steps_take_from_the_capture_are_watched(backward: Any) -> None:
+def test_settings_that_a_capture_has_read_are_watched(backward: Any) -> None:
     model = nn.Sequential(Piece(), Piece())
     pipe, x, y = pipeline(model, "1", backward=backward)
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)

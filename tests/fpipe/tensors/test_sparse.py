@@ -39,7 +39,7 @@ def built(layer, cut, backward):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("cut", ["1", "1.inner", "2"])
-def test_a_sparse_constant(cut, backward):
+def test_a_sparse_constant_is_exact(cut, backward):
     pipe, model, x, y = built(Graph(adjacency().to_sparse()), cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 2)

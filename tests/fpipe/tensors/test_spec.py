@@ -78,7 +78,7 @@ def require_round_trip(tensor):
 
 @settings(max_examples=few(400))
 @given(layouts())
-def test_any_layout_survives(tensor):
+def test_any_layout_survives_packing(tensor):
     before = tensor.clone()
     require_round_trip(tensor)
     assert same_bits(tensor, before)
@@ -114,7 +114,7 @@ def test_every_element_is_packed_once(tensor):
     ],
     ids=lambda tensor: f"{list(tensor.shape)}{list(tensor.stride())}",
 )
-def test_layouts_that_are_easily_forgotten(tensor):
+def test_unusual_layouts_survive_packing(tensor):
     require_round_trip(tensor)
 
 
@@ -127,7 +127,7 @@ def test_dense_memory_is_not_copied():
         assert spec.like(tensor) is tensor
 
 
-def test_a_spec_says_what_it_describes():
+def test_a_spec_prints_dtype_and_shape():
     assert str(Spec.of(torch.zeros(2, 3, dtype=torch.bfloat16))) == "bfloat16[2, 3]"
     assert Spec.of(torch.zeros(2, 3)) != Spec.of(torch.zeros(3, 2).t())
     assert hash(Spec.of(torch.zeros(2))) == hash(Spec.of(torch.ones(2)))

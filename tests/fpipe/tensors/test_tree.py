@@ -42,7 +42,7 @@ def same(a, b):
 
 
 @given(trees)
-def test_a_tree_comes_back_as_it_was(tree):
+def test_a_flattened_tree_is_restored(tree):
     tensors, structure = flatten(tree)
     assert len(tensors) == len(structure.names)
     again = structure.unflatten(tensors)
@@ -87,7 +87,7 @@ def test_the_message_names_the_leaf():
     assert "missing [\"['x']\"], unexpected [\"['y']\"]" in str(caught.value)
 
 
-def test_names_know_ties_and_shared_modules():
+def test_tied_parameters_and_shared_modules_go_by_their_first_name():
     layer = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": layer, "b": nn.Linear(2, 2), "c": layer})
     model["b"].weight = layer.weight
@@ -123,6 +123,6 @@ def test_names_know_ties_and_shared_modules():
         (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16), True),
     ],
 )
-def test_bits(a, b, equal):
+def test_bits_are_compared_as_bits(a, b, equal):
     assert same_bits(a, b) is equal
     assert same_bits(b, a) is equal

@@ -31,7 +31,7 @@ HOW = one_f_one_b(ranks=2, microbatches=3)
         ("all_frozen", "modules"),
     ],
 )
-def test_equal_is_equal(name, capture):
+def test_verify_passes_a_correct_pipeline(name, capture):
     pipe, model, inputs, targets = build(ZOO[name], HOW, 6, capture=capture)
     found = fpipe.verify(pipe, model, inputs, targets)
     leaves = [p for p in model.parameters() if p.requires_grad]
@@ -43,7 +43,7 @@ def test_equal_is_equal(name, capture):
 
 
 @pytest.mark.parametrize("width", [3, 5, 7])
-def test_microbatches_that_begin_anywhere_in_memory(width):
+def test_microbatches_may_begin_anywhere_in_memory(width):
     """Rows of an odd width: where a matrix begins decides how some kernels add."""
     for seed in range(5):
         torch.manual_seed(seed)
@@ -53,14 +53,14 @@ def test_microbatches_that_begin_anywhere_in_memory(width):
         assert fpipe.verify(pipe, model, (x,), y).eager
 
 
-def test_random_models_have_no_eager_equal():
+def test_a_model_that_draws_is_not_compared_with_an_eager_run():
     pipe, model, inputs, targets = build(ZOO["dropping"], HOW, 6)
     found = fpipe.verify(pipe, model, inputs, targets, seed=1)
     assert found.reference > 0
     assert found.eager == 0
 
 
-def test_a_list_of_parts():
+def test_verify_takes_a_list_of_parts():
     parts = [nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4)]
     x, y = torch.randn(2, 4), torch.randn(2, 4)
     how = one_f_one_b(ranks=2, microbatches=2)
@@ -68,7 +68,7 @@ def test_a_list_of_parts():
     assert fpipe.verify(pipe, parts, (x,), y).eager == 6
 
 
-def test_another_model_is_found():
+def test_verify_finds_another_model():
     """The reference shares the capture and cannot see it; the model run eagerly can."""
     pipe, _, inputs, targets = build(ZOO["mlp"], HOW, 6)
     model = linears(nn.Tanh, nn.Tanh, nn.GELU)
@@ -78,7 +78,7 @@ def test_another_model_is_found():
     assert "largest difference" in str(caught.value)
 
 
-def test_a_wrong_sum_is_found(monkeypatch):
+def test_verify_finds_a_wrong_sum(monkeypatch):
     right = Stage.finished
 
     def wrong(self, total):
@@ -91,7 +91,7 @@ def test_a_wrong_sum_is_found(monkeypatch):
         fpipe.verify(pipe, model, inputs, targets)
 
 
-def test_a_lost_gradient_is_found(monkeypatch):
+def test_verify_finds_a_lost_gradient(monkeypatch):
     from fpipe.pipelines import step
 
     right = step.collect_gradients
@@ -101,7 +101,7 @@ def test_a_lost_gradient_is_found(monkeypatch):
         fpipe.verify(pipe, model, inputs, targets)
 
 
-def test_a_gradient_too_many_is_found(monkeypatch):
+def test_verify_finds_an_extra_gradient(monkeypatch):
     from fpipe.pipelines import step
 
     right = step.collect_gradients
@@ -111,7 +111,7 @@ def test_a_gradient_too_many_is_found(monkeypatch):
         fpipe.verify(pipe, model, inputs, targets)
 
 
-def test_wrong_buffers_are_found(monkeypatch):
+def test_verify_finds_wrong_buffers(monkeypatch):
     def stale(self, params, buffers, inputs, key):
         outputs, _, residuals = self.functions.forward(params, buffers, inputs, key)
         return outputs, buffers, residuals
@@ -123,7 +123,7 @@ def test_wrong_buffers_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["in_place", "normalised"])
-def test_nothing_is_modified(name):
+def test_verify_modifies_nothing(name):
     pipe, model, inputs, targets = build(ZOO[name], HOW, 6)
     before = copy.deepcopy((inputs, targets, dict(model.named_parameters()), dict(model.named_buffers())))
     fpipe.verify(pipe, model, inputs, targets)

@@ -100,6 +100,6 @@ def test_a_schedule_without_backward_evaluates_only():
 
 
 @pytest.mark.parametrize("made", NOT_YET)
-def test_what_is_not_run_yet_is_refused(made):
+def test_schedules_that_fpipe_does_not_run_yet_are_refused(made):
     with pytest.raises(fpipe.InputError, match=r"expected (actions of kinds F .*|whole microbatches).*be checked"):
         built(made(ranks=2, microbatches=4))

@@ -32,13 +32,13 @@ SEED = 5
     in_turn(captured_by("trace", "modules"), [("one_f_one_b", 4), ("split_backward", 4), ("gpipe", 2)]),
     ids=str,
 )
-def test_the_zoo(case, way):
+def test_every_model_of_the_zoo_is_exact(case, way):
     (name, capture), (kind, ranks) = case, way
     require_exact(ZOO[name], SCHEDULES[kind](ranks=ranks, microbatches=3), capture=capture)
 
 
 @pytest.mark.parametrize(("name", "capture"), by_day(captured_by("export", "fx", "dynamo"), 2))
-def test_the_zoo_through_a_graph(name, capture):
+def test_every_model_of_the_zoo_is_exact_through_a_graph(name, capture):
     require_exact(ZOO[name], SCHEDULES["split_backward"](ranks=4, microbatches=3), capture=capture)
 
 
@@ -102,7 +102,7 @@ def test_gradients_are_added_in_the_order_of_the_schedule(name):
     microbatches=st.integers(1, 9),
 )
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.model.*_flat_weights")
-def test_any_of_them_in_any_way(which, kind, ranks, microbatches):
+def test_any_model_of_the_zoo_is_exact_under_any_schedule(which, kind, ranks, microbatches):
     assume(which[0] != "in_place" or kind is not descending)  # its own backward cannot wait for another forward
     chunks = {"chunks": 4 // ranks} if "fill_drain" in kind.__name__ else {}
     how = kind(ranks=ranks, microbatches=microbatches, **chunks)
@@ -115,7 +115,7 @@ def test_any_of_them_in_any_way(which, kind, ranks, microbatches):
 
 @pytest.mark.parametrize("targets_given", [True, False])
 @pytest.mark.parametrize(("name", "capture"), by_day(CASES, 5))
-def test_evaluation(name, capture, targets_given):
+def test_an_evaluation_is_exact(name, capture, targets_given):
     case = ZOO[name]
     pipe, model, inputs, targets = build(case, one_f_one_b(ranks=2, microbatches=3), 6, capture=capture)
     wanted = targets if targets_given else None
@@ -138,7 +138,7 @@ def test_the_loss_carries_no_graph():
     assert not any(grad.requires_grad for grad in got.grads.values())
 
 
-def test_modules_stay_in_the_mode_that_they_were_in():
+def test_modules_stay_in_their_mode():
     def half_frozen():
         model = ZOO["normalised"].build()
         model[1].eval()
@@ -190,7 +190,7 @@ def last_first(rank, ranks, microbatches):
 
 
 @pytest.mark.parametrize("name", ["mlp", "skips"])
-def test_outputs_and_losses_are_joined_in_the_order_of_microbatches(name):
+def test_outputs_and_losses_are_merged_in_the_order_of_microbatches(name):
     """Not in the order in which they are done."""
     one = ZOO[name]
     pipe, model, inputs, targets = build(one, last_first(ranks=2, microbatches=4), 8)

@@ -45,19 +45,19 @@ def require_exact_at_random_cuts(description, data, capture, names):
 
 @settings(max_examples=few(24))
 @given(descriptions(), st.data())
-def test_any_model_cut_anywhere(description, data):
+def test_any_model_is_exact_wherever_it_is_cut(description, data):
     require_exact_at_random_cuts(description, data, "trace", places(description))
 
 
 @settings(max_examples=few(6))
 @given(descriptions(sequence=True), st.data())
-def test_any_sequence_of_parts(description, data):
+def test_any_sequence_of_parts_is_exact(description, data):
     names = [f"{k}" for k in range(2, len(description.parts) + 2)]
     require_exact_at_random_cuts(description, data, data.draw(st.sampled_from(["modules", "trace"])), names)
 
 
 @settings(max_examples=few(4))
 @given(descriptions(graph=True), st.data())
-def test_any_graph(description, data):
+def test_any_graph_of_operators_is_exact(description, data):
     capture = data.draw(st.sampled_from(["fx", "export", "dynamo"]))
     require_exact_at_random_cuts(description, data, capture, [name for name in places(description) if "@" not in name])

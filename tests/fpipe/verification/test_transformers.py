@@ -151,7 +151,7 @@ def flat(result: Result) -> Result:
 
 
 @pytest.mark.parametrize(("name", "kind"), by_day(product(CASES, SCHEDULES), 3))
-def test_equal_to_the_plain_loop_and_the_reference(name, kind):
+def test_transformers_equal_the_plain_loop_and_the_reference(name, kind):
     case, how = CASES[name], SCHEDULES[kind]()
     built = _, model, inputs, targets = build(case, how, ROWS, capture="trace")
     got = flat(run(*built))

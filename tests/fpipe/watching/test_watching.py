@@ -194,7 +194,7 @@ BOTH = ["frozen", "a dropout rate", "an attribute"]  # the rest does not depend 
 @pytest.mark.parametrize(
     ("what", "backward"), [(what, "autograd") for what in CHANGES] + [(what, "graph") for what in BOTH]
 )
-def test_a_change_of_the_model_is_an_error_at_the_next_step_that_names_it(what, backward):
+def test_a_changed_model_is_an_error_at_the_next_step_that_names_the_change(what, backward):
     change, words = CHANGES[what]
     pipe, model, _, x, y = built(backward)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
@@ -205,7 +205,7 @@ def test_a_change_of_the_model_is_an_error_at_the_next_step_that_names_it(what, 
 
 
 @pytest.mark.parametrize("backward", WAYS)
-def test_what_is_put_back_is_no_change(backward):
+def test_a_change_that_is_undone_is_allowed(backward):
     pipe, model, _, x, y = built(backward)
     before = stepped(pipe, model, x, y)
     for name, change, back in [("gain", 2.0, float("1.0")), ("mask", None, model.blocks[1].mask)]:
@@ -216,7 +216,7 @@ def test_what_is_put_back_is_no_change(backward):
         assert_same(stepped(pipe, model, x, y), before)
 
 
-def test_an_error_lists_a_few_changes():
+def test_an_error_lists_only_a_few_changes():
     pipe, model, _, x, y = built()
     model.eval().requires_grad_(False)
     with pytest.raises(fpipe.InputError, match=r"blocks\.0\.linear.*'bias'.*; and \d+ more, as when") as caught:
@@ -225,7 +225,7 @@ def test_an_error_lists_a_few_changes():
 
 
 @pytest.mark.parametrize("backward", WAYS)
-def test_what_no_capture_has_read_may_change(backward):
+def test_state_that_no_capture_has_read_may_change(backward):
     """Bookkeeping on a model, a helper, a loss or in a table, and counters that only count."""
     pipe, model, loss, x, y = built(backward)
     stepped(pipe, model, x, y)
@@ -240,7 +240,7 @@ def test_what_no_capture_has_read_may_change(backward):
     assert_same(got, loop(model, loss, (x,), y, 3))
 
 
-def test_evaluation_has_modes_and_flags_of_its_own():
+def test_evaluations_have_their_own_modes_and_flags():
     pipe, model, loss, x, y = built()
     fpipe.evaluate(pipe)(*pipe.init(model), (x,), y)
     state = pipe.init(model)
@@ -287,7 +287,7 @@ def counted_loss(weight):
     return loss, change
 
 
-def test_what_a_loss_reads_is_followed_by_autograd():
+def test_by_autograd_a_loss_reads_current_values():
     loss, change = counted_loss(1.0)
     pipe, model, _, x, y = built(loss=loss)
     stepped(pipe, model, x, y)
@@ -295,7 +295,7 @@ def test_what_a_loss_reads_is_followed_by_autograd():
     assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
-def test_the_attributes_of_a_loss_are_followed_by_autograd(monkeypatch):
+def test_by_autograd_a_loss_reads_its_current_attributes(monkeypatch):
     pipe, model, loss, x, y = built()
     stepped(pipe, model, x, y)
     loss.weight = 3.0
@@ -304,7 +304,7 @@ def test_the_attributes_of_a_loss_are_followed_by_autograd(monkeypatch):
     assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
-def test_what_a_recorded_loss_closes_over_is_an_error():
+def test_changing_what_a_recorded_loss_closes_over_is_an_error():
     loss, change = counted_loss(1.0)
     pipe, model, _, x, y = built("graph", loss=loss)
     stepped(pipe, model, x, y)
@@ -328,7 +328,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("what", OUTSIDE)
-def test_what_a_graph_has_read_outside_of_the_model_is_an_error(what, monkeypatch):
+def test_changing_state_outside_the_model_that_a_graph_has_read_is_an_error(what, monkeypatch):
     change, words = OUTSIDE[what]
     pipe, model, loss, x, y = built("graph")
     stepped(pipe, model, x, y)
@@ -339,14 +339,14 @@ def test_what_a_graph_has_read_outside_of_the_model_is_an_error(what, monkeypatc
     assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
-def test_what_a_module_has_read_that_a_cut_goes_through_is_an_error(monkeypatch):
+def test_changing_state_that_a_cut_module_has_read_is_an_error(monkeypatch):
     pipe, model, _, x, y = built("autograd")
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
     with pytest.raises(fpipe.InputError, match=r"global 'FACTOR': got 2.0, expected 1.0"):
         stepped(pipe, model, x, y)
 
 
-def test_the_loss_as_a_module():
+def test_changing_a_loss_module_is_noticed():
     for backward in WAYS:
         loss = nn.SmoothL1Loss()
         pipe, model, _, x, y = built(backward, loss=loss)
@@ -361,7 +361,7 @@ def test_the_loss_as_a_module():
 
 
 @pytest.mark.parametrize("capture", ["export", "dynamo", "fx"])
-def test_front_ends_that_make_a_graph_notice_all(capture, monkeypatch):
+def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2))
     x, y = batch()
     loss = Loss()
@@ -389,7 +389,7 @@ def test_front_ends_that_make_a_graph_notice_all(capture, monkeypatch):
         *[(what, "graph") for what in ("another mode", "an element", "another module")],
     ],
 )
-def test_a_rebuilt_pipeline_does_as_the_changed_model(what, backward):
+def test_a_rebuilt_pipeline_computes_the_changed_model(what, backward):
     pipe, model, loss, x, y = built(backward)
     CHANGES[what][0](model)
     again = pipe.rebuilt(model)
@@ -402,7 +402,7 @@ def test_a_rebuilt_pipeline_does_as_the_changed_model(what, backward):
 
 
 @pytest.mark.parametrize("backward", WAYS)
-def test_a_model_that_was_thrown_away_is_freed_and_not_compared(backward):
+def test_a_deleted_model_is_freed_and_not_compared(backward):
     pipe, model, loss, x, y = built(backward)
     state, want = pipe.init(model), loop(model, loss, (x,), y, 3)
     held = [model, model.blocks[0].common, model.blocks[0].mask, *model.parameters(), *model.modules()]
@@ -413,7 +413,7 @@ def test_a_model_that_was_thrown_away_is_freed_and_not_compared(backward):
     assert torch.equal(fpipe.value_and_grad(pipe)(*state, (x,), y)[0].loss, want.loss)
 
 
-def test_a_part_that_is_kept_is_still_compared():
+def test_a_part_that_outlives_the_model_is_still_compared():
     pipe, model, _, x, y = built()
     state, norm = pipe.init(model), model.blocks[1].norm
     del model
@@ -440,7 +440,7 @@ class Lazy(nn.Module):
         return self.linear(x) * self.common.width
 
 
-def test_what_a_model_settles_by_itself_is_no_change():
+def test_state_that_the_model_sets_itself_is_not_a_change():
     model, (x, y), loss = nn.Sequential(nn.Linear(4, 4), Lazy()), batch(), Loss()
     model[1].ready = True  # without which the capture refuses it
     how = one_f_one_b(ranks=2, microbatches=3)
@@ -493,7 +493,7 @@ def test_an_expectation_of_an_object_that_contains_itself():
     assert [one.where for one in expectation.differences(inside, "x")] == ["x.n"]
 
 
-def test_names_that_only_change_are_not_read():
+def test_names_that_are_only_written_are_not_read():
     def function(self, calls=[]):  # noqa: B006
         global FACTOR  # noqa: PLW0603
         FACTOR += 1

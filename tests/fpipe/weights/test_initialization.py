@@ -50,7 +50,7 @@ WHOLE = initialize(PARENT, LEAVES, reset_parameters, seed=3)
 
 
 @given(st.sets(st.sampled_from(LEAVES)))
-def test_values_do_not_depend_on_what_else_is_held(names):
+def test_values_do_not_depend_on_what_else_a_rank_holds(names):
     assert same(initialize(PARENT, names, reset_parameters, seed=3), {name: WHOLE[name] for name in names})
 
 
@@ -69,7 +69,7 @@ def test_values_depend_on_neither_ranks_nor_cuts(seed, name):
         assert same(union([pipe.initialise(seed=seed)]), alone)
 
 
-def test_a_rank_gets_its_leaves_only():
+def test_a_rank_initializes_its_leaves_only():
     shares = [
         {*params, *buffers} for params, buffers in (rank.initialise(seed=0) for rank in ranks_of(pipes("mlp")[2]))
     ]
@@ -94,13 +94,13 @@ def test_draws_differ_between_seeds_leaves_and_calls():
     assert min(abs(number) for row in rows for number in row) > 0, "the second draw is the first"
 
 
-def test_a_parent_draws_others_for_each_child():
+def test_a_parent_draws_different_values_for_each_child():
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)])
     made = initialize(model, list_leaves(model), lambda module: [p.normal_() for p in module.parameters()], seed=0)
     assert len({tuple(row) for value in made.values() for row in value.view(-1, 3).tolist()}) == 12
 
 
-def test_the_user_s_generator_stays():
+def test_the_user_s_generator_is_not_advanced():
     before = torch.random.get_rng_state()
     initialize(PARENT, LEAVES, reset_parameters, seed=3)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -116,7 +116,7 @@ def by_class(module):
 
 
 @pytest.mark.parametrize("name", ["gpt", "tied_sequence", "one_weight", "unet", "twice"])
-def test_modules_are_initialised_as_under_apply(name):
+def test_modules_are_initialized_as_under_apply(name):
     """Also where several modules fill a tied parameter, or one module is in several places: the last one has it."""
     model = ZOO[name].build()
     got = initialize(model, list_leaves(model), by_class, seed=0)
@@ -169,7 +169,7 @@ FILLING = [
 
 
 @pytest.mark.parametrize("fill", FILLING)
-def test_ways_to_fill_a_tensor(fill):
+def test_functions_may_fill_tensors_in_several_ways(fill):
     module, expected = Holder(), Holder()
     own = lambda module: fill(module) if isinstance(module, Holder) else None  # noqa: E731
     own(expected)
@@ -196,7 +196,7 @@ LEAVING = [
 
 
 @pytest.mark.parametrize(("fill", "dtype"), LEAVING)
-def test_what_is_not_filled_is_refused(fill, dtype):
+def test_tensors_that_are_not_filled_are_refused(fill, dtype):
     model = nn.Sequential(nn.Linear(2, 2), Holder(dtype))
     own = lambda module: fill(module) if isinstance(module, Holder) else reset_parameters(module)  # noqa: E731
     with pytest.raises(fpipe.InputError, match=r"initialise: got no value, or nan, for 1\.kept of Holder, expected"):
@@ -213,7 +213,7 @@ def test_tensors_without_elements_are_full():
     assert initialize(empty, list_leaves(empty), lambda m: m.kept.zero_(), seed=0)["kept"].shape == (0, 3)
 
 
-def test_a_pipeline_says_what_its_initialiser_forgot():
+def test_tensors_that_the_initializer_forgot_are_named():
     averaging = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Average()), rows_of(), mse, ("1",) * 3)
     pipe = on_meta(averaging, 2)
     with pytest.raises(fpipe.InputError) as caught:
@@ -231,7 +231,7 @@ def test_a_pipeline_says_what_its_initialiser_forgot():
 HELD = nn.Sequential(Holder())
 
 
-def test_generators_of_one_s_own_are_refused():
+def test_initializers_with_their_own_generator_are_refused():
     own = torch.Generator()
     with pytest.raises(fpipe.InputError, match=r"normal_\.default with its own generator, expected the default"):
         initialize(nn.Sequential(Holder()), ["0.kept"], lambda m: m.kept.normal_(generator=own), 0)
@@ -246,7 +246,7 @@ def test_an_error_in_the_function_says_where():
     assert caught.value.__notes__[0].startswith("while initializing 0 (Holder)")
 
 
-def test_what_is_made_trains():
+def test_initialized_parameters_can_be_trained():
     """Parameters are leaves that require a gradient where the model's did; a step with them is that of a real model."""
     from tests.common.comparison import assert_same
     from tests.common.loops import loop

@@ -61,7 +61,7 @@ def everything(model):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_state_dict_gives_what_its_model_gives(name, ranks):
+def test_a_state_dict_gives_the_same_values_as_its_model(name, ranks):
     pipe, model = pipeline(name, ranks), ZOO[name].make(4)[0]
     wanted = list_leaves(model)
     got = union(own(pipe, model))
@@ -139,7 +139,7 @@ def test_names_that_the_model_does_not_have_are_refused_or_ignored():
     assert params.keys() == pipe.init(saved)[0].keys()
 
 
-def test_a_rank_needs_its_own_values_only():
+def test_a_rank_needs_only_its_own_values():
     pipe = pipeline("mlp", 4)
     model = ZOO["mlp"].make(4)[0]
     for k, rank in enumerate(ranks_of(pipe)):
@@ -216,7 +216,7 @@ def test_buffers_that_no_state_dict_has_are_filled():
         assert same_bits(step(*state, inputs, targets)[0].loss, expected.loss)
 
 
-def test_a_value_that_is_there_is_not_filled_again():
+def test_buffers_with_a_value_are_not_filled():
     pipe, model = on_meta(ROTARY), ROTARY.make(4)[0]
     _, buffers = pipe.init({**model.state_dict(), "0.angles": torch.ones(WIDTH)}, fill=compute)
     assert buffers["0.angles"].tolist() == [1] * WIDTH
@@ -231,7 +231,7 @@ def test_buffers_without_values_are_refused():
         pipe.init(saved, fill=lambda module: None)
 
 
-def test_only_what_is_never_saved_is_filled():
+def test_only_buffers_that_are_never_saved_are_filled():
     """A saved buffer that is missing is a mistake, as a parameter is."""
     pipe, saved = on_meta(ROTARY), ROTARY.make(4)[0].state_dict()
     del saved["0.seen"]

@@ -31,7 +31,7 @@ def index(folder):
     return folder / "model.safetensors.index.json"
 
 
-def test_a_directory_files_or_an_index(folder):
+def test_a_directory_files_or_an_index_can_be_read(folder):
     files = sorted(folder.glob("*.safetensors"))
     sources = [folder, str(folder), files, [str(file) for file in files], index(folder), folder]
     for found in map(fpipe.safetensors, sources):
@@ -52,7 +52,7 @@ def test_an_index_says_which_files_count(folder):
     assert "old" not in fpipe.safetensors(folder)
 
 
-def test_only_what_a_rank_holds_is_read(folder, monkeypatch):
+def test_only_tensors_that_a_rank_holds_are_read(folder, monkeypatch):
     read = []
 
     def reading(path, name, original=checkpoint._read_tensor):
@@ -78,7 +78,7 @@ def test_a_tensor_outlives_its_file(folder):
 
 
 @pytest.mark.parametrize("name", ["gpt", "normalised"])
-def test_what_two_ranks_save_one_rank_loads(name, tmp_path):
+def test_one_rank_loads_what_two_ranks_saved(name, tmp_path):
     """A tied parameter that both hold is in both files; a state dict's names are all there."""
     pair, alone = on_meta(ZOO[name], 2), on_meta(ZOO[name])
     model = ZOO[name].make(4)[0]
@@ -109,14 +109,14 @@ def test_a_name_has_one_value(folder):
 
 
 @pytest.mark.parametrize("differs", [1, 2, 3])
-def test_a_name_has_one_value_in_however_many_files(tmp_path, differs):
+def test_a_name_in_several_files_has_one_value(tmp_path, differs):
     for k in range(4):
         save_file({"a": A["a"] + (k == differs)}, tmp_path / f"rank-{k}.safetensors")
     with pytest.raises(fpipe.InputError, match=r"a: got different values in \[.*rank-0.*rank-3.*\], expected the same"):
         fpipe.safetensors(tmp_path)["a"]
 
 
-def test_what_cannot_be_read_is_named(folder):
+def test_files_that_cannot_be_read_are_named(folder):
     (folder / "torn.safetensors").write_bytes((folder / "model-1.safetensors").read_bytes()[:-4])
     (folder / "other.json").write_text("{}")
     (folder / "empty").mkdir()
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_named(folder):
         assert str(caught.value).startswith(f"{folder / name}: {words}")
 
 
-def test_a_file_that_is_gone_is_named(folder):
+def test_a_missing_file_is_named(folder):
     found = fpipe.safetensors(index(folder))
     Path(folder / "model-2.safetensors").unlink()
     assert torch.equal(found["a"], A["a"])

@@ -39,7 +39,7 @@ def test_a_parameter_that_was_frozen_after_init_is_refused(built):
     step(built, params)
 
 
-def test_all_of_a_share_may_not_be_frozen_either(built):
+def test_freezing_all_parameters_of_a_share_is_refused(built):
     pipe, model, *_ = built
     params = {name: p.requires_grad_(False) for name, p in pipe.init(model)[0].items()}
     with pytest.raises(fpipe.InputError, match=r"params\['0.weight'\]: got requires_grad=False"):
@@ -52,7 +52,7 @@ def test_a_frozen_parameter_of_a_module_is_refused(built):
         step(built, params)
 
 
-def test_what_was_frozen_may_not_want_a_gradient():
+def test_a_frozen_parameter_that_requires_a_gradient_is_refused():
     model = ZOO["mlp"].make(4)[0]
     model[2].requires_grad_(False)
     x, y = torch.randn(4, 4), torch.randn(4, 4)
@@ -63,7 +63,7 @@ def test_what_was_frozen_may_not_want_a_gradient():
         fpipe.value_and_grad(pipe)(params, buffers, (x,), y)
 
 
-def test_values_need_no_flag(built):
+def test_parameters_need_not_require_a_gradient(built):
     """As a function of parameters returns them, all or some; and what `init` made, detached."""
     pipe, model, *_ = built
     params, want = pipe.init(model)[0], run(*built)
@@ -76,7 +76,7 @@ def test_values_need_no_flag(built):
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_what_init_returned_are_refused(built, register):
+def test_hooks_on_parameters_from_init_are_refused(built, register):
     pipe, model, *_ = built
     params = pipe.init(model)[0]
 
@@ -135,7 +135,7 @@ def pipeline(loss, model=None, how=HOW, **options):
 
 
 @pytest.mark.parametrize("loss", [None, 3, "mse"])
-def test_what_is_no_loss_is_refused(loss):
+def test_an_invalid_loss_is_refused(loss):
     with pytest.raises(fpipe.InputError, match=r"loss: got .*, expected a function loss\(outputs, targets\)"):
         pipeline(loss, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 
@@ -167,13 +167,13 @@ def test_a_loss_that_trains_nothing_is_refused(loss, capture, backward):
 # -------------------------------------------------------------------------------------------------- what verify takes
 
 
-def test_verify_says_that_nan_tells_nothing(built):
+def test_verify_refuses_to_compare_nan(built):
     pipe, model, inputs, targets = built
     with pytest.raises(fpipe.MismatchError, match=r"loss: got nan on both sides, expected numbers"):
         fpipe.verify(pipe, model, inputs, targets * float("nan"))
 
 
-def test_verify_takes_what_is_being_trained(built, monkeypatch):
+def test_verify_takes_parameters_in_training(built, monkeypatch):
     """An error that shows with other values only is found; the model keeps its own."""
     from fpipe.stages.stage import Stage
 
@@ -203,7 +203,7 @@ def test_verify_takes_what_is_being_trained(built, monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_verify_from_the_values_in_training():
+def test_verify_starts_from_given_values():
     pipe, model, inputs, targets = build(ZOO["normalised"], HOW, 4)
     params, buffers = pipe.init(model)
     stats = {name: buffer.clone() for name, buffer in model.named_buffers()}

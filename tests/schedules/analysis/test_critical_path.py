@@ -30,7 +30,7 @@ def test_the_path_is_unbroken_and_as_long_as_the_makespan(case, times):
     assert sum(share.time for share in path.shares) == pytest.approx(last.end)
 
 
-def test_what_to_shorten_first():
+def test_shortening_an_action_on_the_path_shortens_the_step():
     slow = Costs(F=(1, 1, 5, 1), B=2)
     path = critical_path(one_f_one_b(ranks=4, microbatches=8), slow)
     share = path.shares[0]
@@ -55,7 +55,7 @@ def test_the_path_is_the_same_in_any_unit_of_time():
     assert first == second
 
 
-def test_of_nothing_there_is_no_path():
+def test_an_empty_timeline_has_no_path():
     @schedule()
     def nothing(rank, ranks, microbatches):
         yield from ()

@@ -60,7 +60,7 @@ def close(costs):
 
 
 @given(st.data(), schedules([gpipe, one_f_one_b, zb_h1, interleaved_1f1b]))
-def test_costs_come_back_from_the_timeline_that_they_made(data, how):
+def test_costs_are_recovered_from_the_timeline_they_made(data, how):
     costs = data.draw(costs_by_stage(how.stages))
     found = estimate(how, measured(how, costs))
     if how.ranks > 1:
@@ -69,7 +69,7 @@ def test_costs_come_back_from_the_timeline_that_they_made(data, how):
 
 
 @given(st.data(), schedules([gpipe, one_f_one_b]))
-def test_waits_are_what_a_simulated_rank_is_not_busy(data, how):
+def test_simulated_waits_are_the_idle_time_of_a_rank(data, how):
     """Whether there are spans of them, or not."""
     costs = data.draw(costs_by_stage(how.stages))
     found, want = summarize(measured(how, costs), how), simulate(how, costs)
@@ -81,7 +81,7 @@ def test_waits_are_what_a_simulated_rank_is_not_busy(data, how):
 
 
 @given(schedules([gpipe, one_f_one_b, interleaved_1f1b]))
-def test_a_picture_shows_waits_where_a_rank_is_idle_and_changes_nothing_else(how):
+def test_a_picture_with_waits_differs_only_where_a_rank_is_idle(how):
     costs = Costs(F=1, B=2, comm=1)
     picture = texts({"": measured(how, costs)})
     assert picture.replace("-", ".") == text(how, costs)
@@ -96,7 +96,7 @@ def outside(how, costs):
     return [row[0].start + end - row[-1].end for row in rows]
 
 
-def test_what_was_waited_for_elsewhere_does_not_count():
+def test_transfers_that_waited_for_something_else_do_not_count():
     """Before a rank's first action and after its last."""
     how = gpipe(ranks=2, microbatches=1)
     timeline = [*spans(how, Costs()), Span(0, Action("WAIT_F", 0, 0, 1), 6, 9)]
@@ -112,7 +112,7 @@ def test_all_kinds_and_whole_microbatches_of_slices():
         assert simulate(how, found) == simulate(how, costs)
 
 
-def test_halves_and_wholes_stand_for_each_other():
+def test_costs_of_halves_and_whole_backwards_are_derived_from_each_other():
     costs = Costs(F=1, B=3, I=2, W=1)
     whole, split = gpipe(2, 2), split_backward(gpipe(2, 2))
     found = estimate(whole, spans(whole, costs))

@@ -77,13 +77,13 @@ def test_bubble_rates_of_1f1b_on_eight_ranks(microbatches, F, I, W, comm, rate):
 
 
 @given(both)
-def test_idle_time_without_transfers_is_that_of_the_docstrings(schedule):
+def test_idle_time_without_transfers_matches_the_docstrings(schedule):
     timeline = simulate(schedule, Costs(F=1, B=2))
     assert timeline.makespan - max(timeline.busy) == (schedule.ranks - 1) * 3
 
 
 @given(schedules([one_f_one_b]))
-def test_peak_memory_of_1f1b_is_that_of_the_docstring(schedule):
+def test_peak_memory_of_1f1b_matches_the_docstring(schedule):
     P, M = schedule.ranks, schedule.microbatches
     assert simulate(schedule).peak_memory == tuple(min(P - rank, M) for rank in range(P))
 
@@ -114,18 +114,18 @@ def test_nothing_starts_before_its_data_or_before_the_rank_is_free(case, times):
 
 @settings(deadline=None)
 @given(orders(), costs())
-def test_no_timeline_is_shorter_than_it_can_be(case, times):
+def test_no_timeline_is_shorter_than_its_lower_bound(case, times):
     require_bounds(*case, times)
 
 
 @given(both, costs())
-def test_faster_transfers_never_make_it_slower(schedule, times):
+def test_faster_transfers_never_make_a_schedule_slower(schedule, times):
     free = Costs(times.F, times.B, times.I, times.W, comm=0)
     assert simulate(schedule, free).makespan <= simulate(schedule, times).makespan
 
 
 @given(both, costs())
-def test_splitting_without_deferring_never_slows_it_down(schedule, times):
+def test_splitting_without_deferring_never_makes_a_schedule_slower(schedule, times):
     whole = Costs(times.F, times.I + times.W, times.I, times.W, times.comm)
     assert simulate(split_backward(schedule), whole).makespan <= simulate(schedule, whole).makespan
 
@@ -135,7 +135,7 @@ def test_costs_may_differ_from_stage_to_stage():
     assert [span.end - span.start for span in spans(gpipe(2, 1), times)] == [1, 5, 2, 2]
 
 
-def test_a_measured_timeline_is_summed_up_alike():
+def test_a_measured_timeline_is_summarized_like_a_simulated_one():
     s = one_f_one_b(3, 4)
     late = (span._replace(start=span.start + 100, end=span.end + 100) for span in spans(s, Costs()))
     assert summarize(late, s) == simulate(s)
@@ -151,7 +151,7 @@ def test_activations_are_held_until_the_weight_half_is_done():
     ("rows", "rule"),
     [(((F(0, 0),), (F(1, 1),)), "ordered"), (((F(0, 0),), (Action("SEND_F", 1, 0, 0),)), "compute_only")],
 )
-def test_a_violation_on_the_way_is_reported(rows, rule):
+def test_a_violation_found_while_simulating_is_an_error(rows, rule):
     with pytest.raises(ScheduleError) as caught:
         simulate(edit(gpipe(2, 2), rows))
     assert caught.value.rule == rule
@@ -183,7 +183,7 @@ def test_memory_in_bytes_counts_weights_activations_and_residuals():
     assert by_version.peak_memory == (3, 2, 1)
 
 
-def test_links_differ_and_jitter_is_drawn_by_seed():
+def test_links_may_differ_and_jitter_is_drawn_from_a_seed():
     s = one_f_one_b(2, 3)
     slow = Costs(comm=Link(latency=1, bandwidth=2, bytes=(4, 6), slow=(((1, 0), 10),)))
     first, *_ = [span for span in spans(s, slow) if span.rank == 1]
@@ -211,14 +211,14 @@ NAN, INF = float("nan"), float("inf")
     + [(Link, "bytes", -1), (Link, "slow", (((0, 1), -3),))]
     + [(Sizes, name, -1) for name in ("activation", "inputs", "residual", "weight")],
 )
-def test_costs_that_mean_nothing_are_refused(values, name, wrong):
+def test_invalid_costs_are_refused(values, name, wrong):
     with pytest.raises(SizeError, match=f"{values.__name__}: got {name}=") as caught:
         values(**{name: wrong})
     assert repr(wrong) in str(caught.value)
 
 
 @pytest.mark.parametrize("numbers", [(), (1, 2), (1, 2, 3, 4)])
-def test_as_many_numbers_as_stages_are_wanted(numbers):
+def test_tuples_of_costs_and_sizes_need_one_number_per_stage(numbers):
     s = one_f_one_b(ranks=3, microbatches=4)
     for costs_ in (Costs(B=numbers), Costs(comm=Link(bytes=numbers))):
         with pytest.raises(SizeError, match=r"got \w+=\(.*expected a number, or a tuple of 3: one for each stage"):
@@ -230,12 +230,12 @@ def test_as_many_numbers_as_stages_are_wanted(numbers):
             summarize(spans(s, Costs()), s, sizes)
 
 
-def test_nothing_is_kept_for_what_never_comes_back():
+def test_without_a_backward_no_activations_are_kept():
     s = forward_only(ranks=2, microbatches=3)
     assert simulate(s).peak_memory == summarize(spans(s, Costs()), s).peak_memory == (0, 0)
 
 
-def test_nothing_takes_no_time():
+def test_an_empty_schedule_takes_no_time():
     @schedule()
     def nothing(rank, ranks, microbatches):
         yield from ()
@@ -244,7 +244,7 @@ def test_nothing_takes_no_time():
     assert (timeline.makespan, timeline.span, timeline.bubble, timeline.idle) == (0, 0, 0, (0, 0))
 
 
-def test_a_peak_that_lasts_no_time_is_seen():
+def test_a_peak_without_duration_counts():
     for kinds in ({"F": 0, "B": 0}, {"F": 0, "I": 0, "W": 0, "B": 0}, {"F": 1, "B": 0}, {"F": 0, "B": 2}):
         s, times = gpipe(ranks=2, microbatches=3), Costs(**kinds)
         for drawn in (

@@ -93,5 +93,5 @@ FIRST, SECOND = "0RECV_B0<1 0F0 0SEND_F0>1 0B0", "1RECV_F0<0 1F0 1B0 1SEND_B0>0"
         ((FIRST + " 0SEND_F0>7", SECOND), "names a stage that does not exist"),
     ],
 )
-def test_a_wrong_program_is_told_why(rows, why):
+def test_a_wrong_program_is_refused_with_the_reason(rows, why):
     assert why in judged(*rows)

@@ -45,7 +45,7 @@ from tests.common.rows import edit, rows
 
 @settings(max_examples=100, deadline=None)
 @given(schedules([gpipe, one_f_one_b]), st.data())
-def test_a_dropped_action_is_the_one_that_is_named(schedule, data):
+def test_a_dropped_action_is_named(schedule, data):
     schedule = data.draw(st.sampled_from([schedule, split_backward(schedule)]))
     changed = rows(schedule)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -58,7 +58,7 @@ def test_a_dropped_action_is_the_one_that_is_named(schedule, data):
 
 @settings(max_examples=100, deadline=None)
 @given(schedules([gpipe, one_f_one_b]), st.data())
-def test_a_duplicated_action_is_the_one_that_is_named(schedule, data):
+def test_a_duplicated_action_is_named(schedule, data):
     changed = rows(schedule)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     at = data.draw(st.integers(0, len(changed[rank]) - 1))
@@ -143,7 +143,7 @@ def test_each_rule_names_the_culprit(row, message):
     assert violation(row, GOOD) == message
 
 
-def test_a_circle_is_followed_and_named():
+def test_a_deadlock_is_named_all_the_way_around():
     assert violation(
         (F(0, 0), B(0, 0), F(0, 1), B(0, 1)),
         (F(1, 0), F(1, 1), B(1, 0), B(1, 1)),
@@ -154,12 +154,12 @@ def test_a_circle_is_followed_and_named():
     )
 
 
-def test_a_gap_further_on_is_blamed_rather_than_the_circle_it_causes():
+def test_a_missing_action_is_blamed_for_the_deadlock_it_causes():
     message = violation((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 1)), microbatches=2)
     assert message.startswith("rank 1, position 3, end of its actions: 1B0, or 1I0 and 1W0, never runs")
 
 
-def test_a_rank_that_waits_for_itself_is_told_so():
+def test_a_rank_that_waits_for_itself_is_named():
     @schedule(placement=looped)
     def backwards(rank, ranks, microbatches, chunks=2):
         yield from (F(1, 0), F(0, 0), B(1, 0), B(0, 0))
@@ -168,7 +168,7 @@ def test_a_rank_that_waits_for_itself_is_told_so():
         check(backwards(1, 1))
 
 
-def test_what_is_no_action_at_all_is_refused():
+def test_values_that_are_not_actions_are_refused():
     assert "got '0F0', expected an action" in violation(["0F0"], GOOD)
 
 
@@ -193,7 +193,7 @@ def test_a_graph_of_another_size_is_refused():
         (F(0, 0, slice=False), "slice False does not exist"),
     ],
 )
-def test_numbers_are_integers_that_exist(wrong, message):
+def test_stages_and_microbatches_out_of_range_are_refused(wrong, message):
     assert "position 0" in violation([wrong, B(0, 0)], GOOD)
     assert message in violation([wrong, B(0, 0)], GOOD)
 
@@ -210,7 +210,7 @@ def test_numbers_are_integers_that_exist(wrong, message):
         (U(0, 0), "has no gradient to use: this schedule has no backwards [rule: updated]. Drop 0U0."),
     ],
 )
-def test_where_nothing_comes_back_nothing_is_for_a_backward(action, message):
+def test_actions_for_a_backward_are_refused_where_there_is_none(action, message):
     row = [action] if action.kind in ("C", "OVERLAP_F") else [F(0, 0), action]
     s = edit(forward_only(ranks=1, microbatches=1), [row])
     with pytest.raises(ScheduleError) as caught:
@@ -286,7 +286,7 @@ TIED = Graph(2, frozenset({(0, 1)}), frozenset({(0, 1)}), frozenset({(0, 1), (1,
         ),
     ],
 )
-def test_copies_of_weights_and_slices_are_not_updated_apart(rows, graph, message):
+def test_replicas_and_slices_of_a_stage_are_updated_together(rows, graph, message):
     s = table(rows=rows)
     with pytest.raises(ScheduleError) as caught:
         check(s, graph)
@@ -296,7 +296,7 @@ def test_copies_of_weights_and_slices_are_not_updated_apart(rows, graph, message
             meaning(s, graph)
 
 
-def test_an_update_waits_for_the_gradient_of_the_stage_that_it_shares_with():
+def test_an_update_waits_for_the_gradients_of_stages_that_share_its_parameters():
     s = table(rows=("0F0,0B0,0U0", "1F0,1B0,1U0"))
     check(s, TIED)
     check(lower(s, TIED))
@@ -317,7 +317,7 @@ def test_stages_that_share_parameters_are_not_updated_several_times(s):
         check(s, TIED)
 
 
-def test_a_program_has_a_graph_of_its_own():
+def test_a_program_is_checked_against_its_own_graph():
     program = lower(gpipe(2, 2))
     check(program, chain(2))
     with pytest.raises(GraphError, match="it has its own"):

@@ -55,14 +55,14 @@ def answer(capsys, *arguments):
     return code, out, err
 
 
-def test_as_a_process():
+def test_the_command_runs_as_a_process():
     command = [sys.executable, "-m", "schedules", "show", "one_f_one_b", "--ranks", "4", "--microbatches", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"{one_f_one_b(ranks=4, microbatches=8)}\n"
     assert done.stderr == ""
 
 
-def test_whoever_reads_may_have_seen_enough():
+def test_a_closed_pipe_ends_the_command_quietly():
     command = [sys.executable, "-m", "schedules", "show", "gpipe", "--microbatches", "4000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(10) == b"rank 0 |F0"
@@ -99,7 +99,7 @@ def test_show_wraps_in_a_terminal_only(capsys, monkeypatch):
     assert blocks.startswith("rank 0 |F0 F1 F2 |\nrank 1 |.  F0 F1 |\n\nrank 0 |")
 
 
-def test_colours_are_for_terminals_that_have_them(capsys, monkeypatch):
+def test_colors_are_used_only_in_terminals_that_have_them(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     arguments = ["show", "gpipe", "split_backward", "--ranks", 2, "--microbatches", 2]
@@ -135,7 +135,7 @@ def test_simulate(capsys):
     ]
 
 
-def test_time_may_stand_still(capsys, tmp_path):
+def test_all_costs_may_be_zero(capsys, tmp_path):
     free = ["--F", 0, "--B", 0]
     for question in ("show", "simulate", "compare"):
         code, _, err = answer(
@@ -170,7 +170,7 @@ def test_check(capsys, file):
     assert out.startswith("rank 0 |B0!|\nrank 0, position 0, 0B0: comes before 0F0 [rule: forward_before_backward].")
 
 
-def test_check_draws_the_last_of_what_leads_to_the_violation(capsys, tmp_path):
+def test_check_draws_the_last_actions_before_the_violation(capsys, tmp_path):
     path = tmp_path / "table.csv"
     actions = ",".join(f"0F{i},0B{i}" for i in range(100))
     path.write_text(f"{actions},0F7\n")
@@ -182,7 +182,7 @@ def test_check_draws_the_last_of_what_leads_to_the_violation(capsys, tmp_path):
     assert reason.startswith("rank 0, position 200, 0F7: has already run")
 
 
-def test_a_table(capsys, tmp_path):
+def test_a_table_is_checked_and_shown(capsys, tmp_path):
     path = tmp_path / "table.csv"
     write_csv(one_f_one_b(ranks=2, microbatches=3), path)
     assert answer(capsys, "check", path)[:2] == (0, "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions\n")
@@ -193,7 +193,7 @@ def test_a_table(capsys, tmp_path):
     assert err.startswith("python -m schedules: line 2, column 2: got '1X0'")
 
 
-def test_a_table_of_a_program(capsys, tmp_path):
+def test_a_table_of_a_program_is_checked_and_shown(capsys, tmp_path):
     path = tmp_path / "table.csv"
     write_csv(lower(one_f_one_b(ranks=2, microbatches=3)), path)
     assert answer(capsys, "check", path)[:2] == (0, "ok: 2 ranks, 2 stages, 3 microbatches, 12 actions\n")
@@ -220,7 +220,7 @@ def twice(rank, schedule, times):
 """
 
 
-def test_parameters_are_the_factory_s_own(capsys, tmp_path):
+def test_a_factory_may_have_its_own_parameters(capsys, tmp_path):
     path = tmp_path / "chunked.py"
     path.write_text(PARAMETERS)
     arguments = ["check", f"{path}:chunked", "--microbatches", 1, "--ranks", 2]
@@ -231,7 +231,7 @@ def test_parameters_are_the_factory_s_own(capsys, tmp_path):
     assert "has already run" in answer(capsys, *arguments, f"{path}:twice", "times=2")[1]
 
 
-def test_files(capsys, tmp_path):
+def test_pictures_and_tables_are_written_to_files(capsys, tmp_path):
     svg, trace, table = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.csv"
     files = ["--svg", svg, "--trace", trace, "--csv", table]
     code, out, _ = answer(capsys, "show", "gpipe", "split_backward", "--ranks", 2, "--microbatches", 3, *files)
@@ -273,7 +273,7 @@ def test_compare(capsys, tmp_path):
     assert {"gpipe", "one_f_one_b", "split_backward(one_f_one_b)"} <= texts
 
 
-def test_compare_gives_all_the_same_work(capsys, tmp_path):
+def test_compare_gives_all_schedules_the_same_work(capsys, tmp_path):
     path = tmp_path / "chunked.py"
     path.write_text(PARAMETERS)
     sizes = ["--microbatches", 1, "--ranks", 2, "--activation", 6, "--memory", 6]
@@ -282,7 +282,7 @@ def test_compare_gives_all_the_same_work(capsys, tmp_path):
     assert [row.split()[6:] for row in rows] == [["6", "+0%", "1"]] * 3
 
 
-def test_compare_at_equal_memory_says_why_the_others_are_left_out(capsys, file):
+def test_compare_at_equal_memory_says_why_schedules_are_left_out(capsys, file):
     arguments = ["gpipe", "one_f_one_b", f"{file}:bad", "--memory", 4]
     code, out, err = answer(capsys, "compare", *arguments)
     rows = out.splitlines()
@@ -332,7 +332,7 @@ def test_compare_counts_weights(capsys):
         (["simulate", "FILE:stuck"], "1B0, or 1I0 and 1W0, never runs [rule: complete]"),
     ],
 )
-def test_what_makes_no_sense_is_one_line_and_code_2(capsys, file, arguments, message):
+def test_invalid_arguments_are_one_line_and_code_2(capsys, file, arguments, message):
     table = file.with_name("table.csv")
     table.write_text("0F0,0B0\n")
     named = (argument.replace("FILE", str(file)).replace("TABLE", str(table)) for argument in arguments)
@@ -356,7 +356,7 @@ def test_what_makes_no_sense_is_one_line_and_code_2(capsys, file, arguments, mes
         ["draw", "gpipe"],
     ],
 )
-def test_what_is_no_question_is_code_2(capsys, arguments):
+def test_an_unknown_command_is_code_2(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -379,7 +379,7 @@ def without_backwards(rank, schedule):
 """
 
 
-def test_a_changed_program_is_checked_as_it_is_now(capsys, tmp_path):
+def test_a_transformed_program_from_a_file_is_checked(capsys, tmp_path):
     program, changes = tmp_path / "program.csv", tmp_path / "changes.py"
     changes.write_text(WITHOUT)
     write_csv(lower(gpipe(ranks=2, microbatches=2)), program)
@@ -389,7 +389,7 @@ def test_a_changed_program_is_checked_as_it_is_now(capsys, tmp_path):
     assert answer(capsys, "check", program)[0] == answer(capsys, "check", program, "split_backward")[0] == 0
 
 
-def test_the_graph_of_a_written_program_is_that_of_the_answers(capsys, tmp_path):
+def test_a_program_from_a_file_is_checked_with_its_graph(capsys, tmp_path):
     towers, path = dag(3, {(0, 2), (1, 2)}), tmp_path / "towers.csv"
     write_csv(lower(table(rows=("1F0,0F0,0B0,1B0", "2F0,2B0")), towers), path)
     assert answer(capsys, "check", path)[0] == 0

@@ -65,7 +65,7 @@ def test_costs_stretch_the_cells():
     )
 
 
-def test_several_stages_on_a_rank_are_told_apart():
+def test_stages_on_one_rank_are_drawn_differently():
     @schedule(placement=looped)
     def mine(rank, ranks, microbatches, chunks=2):
         for stage in range(rank, ranks * chunks, ranks):
@@ -81,7 +81,7 @@ def test_several_stages_on_a_rank_are_told_apart():
     )
 
 
-def test_a_graph_may_let_ranks_go_side_by_side():
+def test_independent_stages_are_drawn_side_by_side():
     assert text(gpipe(2, 1), graph=dag(2, set())).splitlines() == ["rank 0 |F0 B0    |", "rank 1 |F0 B0    |"]
 
 
@@ -94,7 +94,7 @@ def label(schedule, action):
 
 @settings(deadline=None)
 @given(orders())
-def test_every_action_stands_once_on_its_rank_at_its_time(case):
+def test_every_action_is_drawn_once_on_its_rank_at_its_time(case):
     schedule, graph = case
     costs = Costs(G=1 / schedule.slices, U=1 / schedule.slices)
     timeline = list(spans(schedule, costs, graph))
@@ -111,7 +111,7 @@ def test_every_action_stands_once_on_its_rank_at_its_time(case):
 
 @settings(deadline=None)
 @given(schedules([gpipe, one_f_one_b]), st.integers(1, 200))
-def test_blocks_put_side_by_side_are_the_whole_picture(schedule, columns):
+def test_blocks_of_columns_make_up_the_whole_picture(schedule, columns):
     blocks = [block.splitlines() for block in text(schedule, columns=columns).split("\n\n")]
     gutter, width = len("rank 0 |"), len(f"F{schedule.microbatches - 1} ")
     joined = [row[0][:gutter] + "".join(line[gutter:-1] for line in row) + "|" for row in zip(*blocks, strict=True)]
@@ -122,13 +122,13 @@ def test_blocks_put_side_by_side_are_the_whole_picture(schedule, columns):
 
 
 @given(schedules([gpipe, one_f_one_b]), st.integers(20, 200))
-def test_colours_change_nothing_but_colours(schedule, columns):
+def test_without_color_codes_a_colored_picture_is_the_plain_one(schedule, columns):
     painted = text(schedule, columns=columns, paint=ansi)
     assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == text(schedule, columns=columns)
     assert painted.count("\x1b[0m") == painted.count("\x1b[38;") > 0
 
 
-def test_what_takes_no_time_is_a_small_letter_behind_the_cell():
+def test_an_action_without_duration_is_a_small_letter_after_the_cell():
     schedule = edit(gpipe(2, 1), ((U(0, 0), F(0, 0), B(0, 0), U(0, 0)), (F(1, 0), B(1, 0), U(1, 0))))
     assert str(schedule).splitlines() == ["rank 0 |F0u.  .  .  B0   u|", "rank 1 |.  F0 B0   u.  .  |"]
 
@@ -139,7 +139,7 @@ def test_a_fused_pair_is_joined():
     assert str(schedule) == "rank 0 |F0 F1&B0    B1    |"
 
 
-def test_what_blocks_is_drawn_up_to_there_with_the_reason():
+def test_a_blocked_schedule_is_drawn_up_to_the_block_with_the_reason():
     broken = edit(gpipe(2, 1), ((F(0, 0), B(0, 0)), (F(1, 0),)))
     assert str(broken).splitlines() == [
         "rank 0 |F0 B0!|",
@@ -149,7 +149,7 @@ def test_what_blocks_is_drawn_up_to_there_with_the_reason():
     ]
 
 
-def test_what_cannot_begin_is_the_action_and_the_reason():
+def test_a_schedule_that_cannot_begin_is_drawn_as_its_first_action_and_the_reason():
     assert str(edit(gpipe(1, 1), ((B(0, 0),),))).startswith("rank 0 |B0!|\nrank 0, position 0, 0B0: comes before 0F0")
     assert str(edit(gpipe(1, 1), (("F",),))).startswith(
         "rank 0 |F!|\nrank 0, position 0, F: got 'F', expected an action"
@@ -157,7 +157,7 @@ def test_what_cannot_begin_is_the_action_and_the_reason():
     assert str(edit(gpipe(1, 1), ((),))) == ""
 
 
-def test_a_violation_that_does_not_block_is_drawn_up_to_there_too():
+def test_a_schedule_with_another_violation_is_drawn_up_to_it_with_the_reason():
     broken = edit(gpipe(2, 2), ((F(0, 0), F(0, 1), B(0, 0), B(0, 0)), (F(1, 0), B(1, 0), F(1, 1), B(1, 1))))
     with pytest.raises(ScheduleError) as caught:
         check(broken)
@@ -227,7 +227,7 @@ def test_any_timelines_make_a_picture_with_a_cell_for_each_action(given_, memory
 
 @settings(deadline=None)
 @given(orders())
-def test_cells_of_a_picture_stand_where_the_simulation_says(case):
+def test_cells_are_drawn_at_the_simulated_times(case):
     schedule, graph = case
     timeline = list(spans(schedule, Costs(G=1, U=1), graph))
     found = {
@@ -249,7 +249,7 @@ def test_cells_of_a_picture_stand_where_the_simulation_says(case):
         (one_f_one_b(64, 512), 0, 2600),
     ],
 )
-def test_labels_are_shown_if_a_few_screens_have_room_for_them(schedule, shown, width):
+def test_labels_are_drawn_only_where_there_is_room(schedule, shown, width):
     root = ElementTree.fromstring(svg({"": spans(schedule, Costs())}))
     labels = [one for one in root.iter(f"{SVG}text") if one.get("pointer-events")]
     assert len(labels) == shown
@@ -280,7 +280,7 @@ def test_names_are_escaped():
 
 @settings(deadline=None)
 @given(orders())
-def test_the_memory_drawn_is_that_of_the_simulation(case):
+def test_the_drawn_memory_is_the_simulated_memory(case):
     schedule, graph = case
     drawn = make_strip(spans(schedule, Costs(), graph), map(schedule.placement.stages_on, range(schedule.ranks)))
     for sizes in (None, Sizes(activation=5, inputs=2, residual=3)):
@@ -298,7 +298,7 @@ WAITED = [
 ]
 
 
-def test_measured_above_simulated():
+def test_a_measured_timeline_is_drawn_above_the_simulated_one():
     costs = Costs(F=1, B=2, comm=0.5)
     picture = texts({"measured": WAITED, "simulated": spans(gpipe(2, 1), costs)})
     assert picture.splitlines() == lines(
@@ -313,7 +313,7 @@ def test_measured_above_simulated():
     )
 
 
-def test_waits_have_a_look_of_their_own():
+def test_waits_are_drawn_in_their_own_style():
     picture = svg({"measured": WAITED})
     assert "0RECV_B0&lt;1 on rank 0, 1 to 5.4: wait for a transfer</title>" in picture
     assert picture.count(f'fill="{WAIT.color}"') == 3 + 1, "and in the legend"
@@ -330,12 +330,12 @@ def test_waits_have_a_look_of_their_own():
     assert text(gpipe(1, 1)) == texts({"": spans(gpipe(1, 1), Costs())})
 
 
-def test_actions_cover_waits():
+def test_actions_are_drawn_over_waits():
     wait = Span(0, parse("0RECV_B0<1"), 0, 3)
     assert texts({"": [wait, Span(0, F(0, 0), 0, 2), Span(0, F(0, 1), 3, 4)]}) == "rank 0 |F0    -  F1 |"
 
 
-def test_timelines_of_nothing():
+def test_empty_timelines_are_drawn():
     assert texts({}) == texts({"nothing": []}) == ""
 
 
@@ -394,7 +394,7 @@ def transfers(timeline, graph):
                 yield str(maker.action), str(span.action)
 
 
-def test_times_must_be_times():
+def test_timelines_with_invalid_times_are_refused():
     for start, end in ((0, inf), (nan, 1), (2, 1)):
         with pytest.raises(TimelineError, match=r"rank 3, 0F0: got start .* expected finite numbers"):
             svg({"": [Span(3, F(0, 0), start, end)]})
@@ -402,7 +402,7 @@ def test_times_must_be_times():
             trace({"": [Span(3, F(0, 0), start, end)]})
 
 
-def test_every_kind_of_compute_action_has_a_look_of_its_own():
+def test_every_kind_of_compute_action_has_its_own_style():
     assert set(LOOKS) == {kind for kind, word in KINDS.items() if not word.mark}
     looks = [(look.letter + look.joint) for look in LOOKS.values()]
     assert len(set(looks)) == len(looks)

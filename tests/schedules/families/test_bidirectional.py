@@ -58,7 +58,7 @@ def pair_formula(half, costs):
 
 
 @given(even, st.integers(2, 40))
-def test_the_peak_memory_is_the_one_declared(P, M):
+def test_the_peak_memory_is_the_declared_limit(P, M):
     for s in (chimera(P, M), dualpipe(P, M), dualpipe_v(P, M), dualpipe_v(P - 1, M - 1)):
         assert peaks(s) == declared(s)
         check(s)
@@ -106,7 +106,7 @@ def one_way(schedule, rank, way):
 
 
 @given(even, st.integers(2, 30))
-def test_each_way_dualpipe_is_1f1b(P, M):
+def test_in_each_direction_dualpipe_is_1f1b(P, M):
     s = dualpipe(P, M)
     for rank in range(P):
         assert one_way(s, rank, 0) == [*one_f_one_b(P, (M + 1) // 2).actions(rank)]
@@ -114,7 +114,7 @@ def test_each_way_dualpipe_is_1f1b(P, M):
 
 
 @given(even, st.integers(1, 16))
-def test_up_is_down_upside_down(P, pairs):
+def test_the_two_directions_are_mirror_images(P, pairs):
     for s in (chimera(P, 2 * pairs), dualpipe(P, 2 * pairs)):
         for rank in range(P):
             there = [a._replace(microbatch=a.microbatch ^ 1) for a in s.actions(P - 1 - rank) if a.kind != "G"]
@@ -131,7 +131,7 @@ def test_dualpipe_v_is_dualpipe_folded(P, M):
 
 @settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(0, 10))
-def test_dualpipe_v_is_that_of_the_incumbent(P, more):
+def test_dualpipe_v_is_that_of_torch(P, more):
     M = 2 * P + more
     stage = SimpleNamespace(group_rank=0, group_size=P, num_stages=2 * P, submod=None)
     order = incumbent.ScheduleDualPipeV([stage] * 2, M).pipeline_order
@@ -161,20 +161,20 @@ FIGURES = [
 
 
 @pytest.mark.parametrize(("schedule", "costs", "makespan", "idle", "peak"), FIGURES)
-def test_the_reference_figures(schedule, costs, makespan, idle, peak):
+def test_simulations_agree_with_the_reference_figures(schedule, costs, makespan, idle, peak):
     timeline = simulate(schedule, costs)
     assert (timeline.makespan, list(timeline.peak_memory)) == (makespan, peak)
     assert timeline.makespan - max(timeline.busy) == idle
 
 
-def test_an_overlap_that_gains_is_faster():
+def test_overlap_makes_the_schedule_faster():
     s = dualpipe(ranks=8, microbatches=20)
     assert simulate(s, Costs(OVERLAP_F=0.5)).makespan < simulate(s).makespan == 66
     assert simulate(merge_backward(s)).makespan > 66
 
 
 @pytest.mark.parametrize("factory", [chimera, dualpipe])
-def test_sizes_that_mean_nothing_are_refused(factory):
+def test_invalid_sizes_are_refused(factory):
     with pytest.raises(SizeError, match=rf"{factory.__name__}: got ranks=3, expected an even number: .* ranks=4"):
         factory(ranks=3, microbatches=4)
     with pytest.raises(SizeError, match=rf"{factory.__name__}: got microbatches=1, expected an integer of at least 2"):

@@ -14,7 +14,7 @@ SIZES = st.tuples(st.integers(1, 9), st.integers(1, 25))
 
 
 @given(st.integers(1, 9), st.integers(-9, 9), st.lists(st.integers(-20, 20)))
-def test_times_are_early_at_first_and_then_at_the_interval(interval, first, early):
+def test_passes_start_as_early_as_possible_and_then_at_the_interval(interval, first, early):
     times = list(islice(every(interval, first, early), len(early) + 5))
     assert times[: len(early)] == early
     assert times[len(early) :] == [first + interval * i for i in range(len(early), len(early) + 5)]
@@ -51,7 +51,7 @@ def timed(draw):
 
 
 @given(timed(), st.integers(1, 12))
-def test_weight_gradients_come_in_free_slots_or_when_memory_is_full_or_at_the_end(case, memory):
+def test_weight_gradients_come_in_free_slots_when_memory_is_full_or_at_the_end(case, memory):
     M, forwards, halves = case
     row = list(merge_in_order(time_passes(F, 0, forwards, M), time_passes(I, 0, halves, M), memory=memory))
     times = {**{F(0, i): t for i, t in enumerate(forwards)}, **{I(0, i): t for i, t in enumerate(halves)}}
@@ -76,13 +76,13 @@ def test_weight_gradients_come_in_free_slots_or_when_memory_is_full_or_at_the_en
 
 
 @given(st.integers(1, 4), st.integers(1, 30))
-def test_whole_backwards_leave_nothing_over(P, M):
+def test_whole_backwards_have_no_weight_gradients_left(P, M):
     assert all(
         a.kind in "FB"
         for a in merge_in_order(time_passes(F, 0, every(3, 0), M), time_passes(B, 0, every(3, 3 * P - 2), M))
     )
 
 
-def test_nothing_is_made_before_it_is_asked_for():
+def test_passes_are_generated_lazily():
     row = merge_in_order(time_passes(F, 0, every(3, 0), 10**18), time_passes(I, 0, every(3, 1), 10**18))
     assert list(islice(row, 4)) == [F(0, 0), I(0, 0), W(0, 0), F(0, 1)]

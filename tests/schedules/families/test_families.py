@@ -42,7 +42,7 @@ def named(factories):
 
 @pytest.mark.parametrize("factory", **named(EVERY))
 @given(data=st.data())
-def test_check_passes_within_the_limits_and_the_call_gives_it_back(factory, data):
+def test_any_member_is_correct_within_its_limits_and_round_trips(factory, data):
     schedule = data.draw(made(factory))
     check(schedule)
     require_round_trip(schedule)
@@ -65,7 +65,7 @@ def test_the_family_conforms(factory):
     ],
     ids=["kfkb", "hanayo", "seq_1f1b", "pipedream_2bw"],
 )
-def test_the_family_conforms_with_parameters_of_its_own(factory):
+def test_the_family_conforms_with_its_own_parameters(factory):
     conformance(factory)()
 
 
@@ -95,21 +95,21 @@ def idle(schedule, costs):
 
 @pytest.mark.parametrize("factory", **named(OURS))
 @given(data=st.data(), F=QUARTERS, B=QUARTERS, U=QUARTERS)
-def test_idle_time_is_that_of_the_docstring(factory, data, F, B, U):
+def test_idle_time_matches_the_docstring(factory, data, F, B, U):
     schedule = data.draw(made(factory))
     P, M, *rest = (value for _, value in schedule.arguments)
     assert idle(schedule, Costs(F=F, B=B, U=U)) == pytest.approx(IDLE[factory](P, M, F, B, *rest))
 
 
 @given(s=made(interleaved_zero_bubble), F=QUARTERS, I=QUARTERS, W=QUARTERS)
-def test_idle_time_with_weight_gradients_owed_is_that_of_the_docstring(s, F, I, W):  # noqa: E741 - the action's name
+def test_idle_time_with_deferred_weight_gradients_matches_the_docstring(s, F, I, W):  # noqa: E741 - the action's name
     W = min(F, W)
     if s.microbatches >= s.ranks:
         assert idle(s, Costs(F=F, I=I, W=W)) == pytest.approx((s.ranks - 1) * (F + I - min(I, W)))
 
 
 @given(eager=made(eager_1f1b), grouped=made(kfkb), F=QUARTERS, B=QUARTERS, share=st.floats(0, 1))
-def test_idle_time_with_transfers_that_overlap_is_that_of_the_docstrings(eager, grouped, F, B, share):
+def test_idle_time_with_overlapped_transfers_matches_the_docstrings(eager, grouped, F, B, share):
     comm = share * (F + B) / 2
     assert idle(eager, Costs(F=F, B=B, comm=comm)) == pytest.approx((eager.ranks - 1) * (F + B + 2 * comm))
     comm *= dict(grouped.arguments)["k"] - 1
@@ -139,7 +139,7 @@ def versions(schedule, rank):
 
 
 @given(stashed=made(pipedream), doubled=made(pipedream_2bw))
-def test_versions_of_the_weights(stashed, doubled):
+def test_the_number_of_weight_versions_matches_the_docstring(stashed, doubled):
     P, M = stashed.ranks, stashed.microbatches
     for rank in range(P):
         kept, limit = versions(stashed, rank), stashed.versions(rank)
@@ -149,7 +149,7 @@ def test_versions_of_the_weights(stashed, doubled):
 
 
 @given(made(pipedream_2bw))
-def test_updates_come_after_every_group_and_after_what_is_left_over(s):
+def test_updates_come_after_every_group_and_after_the_remainder(s):
     M, accumulate = s.microbatches, dict(s.arguments)["accumulate"]
     for row in rows(s, without="F"):
         updates = [before.microbatch for before, action in pairwise(row) if action.kind == "U"]
@@ -158,7 +158,7 @@ def test_updates_come_after_every_group_and_after_what_is_left_over(s):
 
 
 @given(s=made(gpipe), k=st.integers(1, 5))
-def test_kinships(s, k):
+def test_families_coincide_at_their_special_sizes(s, k):
     P, M = s.ranks, s.microbatches
     one = rows(one_f_one_b(P, M))
     assert rows(s) == rows(breadth_first(P, M, chunks=1)) == rows(kfkb(P, M, k=M))
@@ -169,7 +169,7 @@ def test_kinships(s, k):
 
 
 @given(P=st.integers(1, 5), R=st.integers(1, 4))
-def test_one_wave_is_chimera_with_its_replicas_made_one(P, R):
+def test_one_wave_is_chimera_with_its_replicas_merged(P, R):
     folded = rows(chimera(2 * P, 2 * P * R), without="G")[:P]
     assert rows(hanayo(P, P * R)) == [[a._replace(microbatch=a.microbatch // 2) for a in row] for row in folded]
 
@@ -210,7 +210,7 @@ def test_published_figures(schedule, comm, makespan, peak):
 @pytest.mark.parametrize(
     ("factory", "name"), [(kfkb, "k"), (hanayo, "waves"), (interleaved_1f1b, "chunks"), (seq_1f1b, "slices")]
 )
-def test_sizes_that_mean_nothing_are_refused(factory, name, size):
+def test_invalid_sizes_are_refused(factory, name, size):
     with pytest.raises(
         SizeError, match=rf"^{factory.__name__}: got {name}={size!r}, expected an integer of at least 1"
     ):

@@ -54,7 +54,7 @@ def test_published_figures(schedule, makespan, idle, stall, peak):
 
 
 @pytest.mark.parametrize(("memory", "slots"), [(4, 11), (5, 8), (6, 5), (7, 3), (8, 0)])
-def test_least_waiting_known_of_four_ranks(memory, slots):
+def test_the_least_known_waiting_on_four_ranks(memory, slots):
     for M in (8, 9, 40):
         assert waiting(v_schedule(4, M, memory=memory))[0] == slots
 
@@ -81,7 +81,7 @@ def test_any_size_is_correct_within_memory_and_waits_no_longer_than_the_docstrin
 
 
 @given(P=st.integers(1, 12), more=st.integers(0, 12))
-def test_named_members_are_those_of_their_memory(P, more):
+def test_v_min_v_half_and_zb_v_are_v_schedule_at_their_memory(P, more):
     M = 2 * P + more
     for factory, m in ((v_min, 2 * ((P + 4) // 3)), (v_half, 2 * ((P + 2) // 2)), (zb_v, 2 * P)):
         assert rows(factory(P, M)) == rows(v_schedule(P, M, memory=m))
@@ -93,7 +93,7 @@ def test_named_members_are_those_of_their_memory(P, more):
 
 
 @given(P=st.integers(1, 12), M=st.integers(1, 40), F=st.integers(1, 8))
-def test_1f1b_in_a_v(P, M, F):
+def test_v_1f1b_takes_the_memory_and_time_of_its_docstring(P, M, F):
     schedule, most = v_1f1b(P, M), 2 * P // 3 + 1
     check(schedule)
     timeline = simulate(schedule, Costs(F=F, B=2 * F))
@@ -105,14 +105,14 @@ def test_1f1b_in_a_v(P, M, F):
 
 @settings(max_examples=20, deadline=None)
 @given(P=st.integers(20, 48), data=st.data())
-def test_large_ones(P, data):
+def test_large_schedules_are_correct(P, data):
     m, M = data.draw(st.integers(least_memory(P), 2 * P)), data.draw(st.integers(1, 3 * P))
     for schedule in (v_schedule(P, M, memory=m), v_1f1b(P, M)):
         check(schedule)
 
 
 @given(sized())
-def test_gradients_and_forwards_ascend(size):
+def test_forwards_and_gradients_are_in_ascending_order(size):
     P, memory, M = size
     for schedule in (v_schedule(P, M, memory=memory), v_1f1b(P, M)):
         for row in rows(schedule):
@@ -123,19 +123,19 @@ def test_gradients_and_forwards_ascend(size):
         check(forwards(schedule))
 
 
-def test_what_it_computes():
+def test_schedules_compute_the_whole_model():
     for schedule in (v_schedule(3, 4, memory=5), v_1f1b(3, 4)):
         prove(schedule)
 
 
 @pytest.mark.parametrize("memory", [0, 5, True, 6.5, "8"])
-def test_less_memory_than_the_least_is_refused(memory):
+def test_a_memory_limit_below_the_least_is_refused(memory):
     with pytest.raises(SizeError, match=rf"v_schedule: got memory={memory!r}, expected an integer of at least 6, .*=6"):
         v_schedule(ranks=6, microbatches=8, memory=memory)
 
 
 @pytest.mark.parametrize("make", [zb_v, v_half, v_min, v_1f1b])
-def test_nothing_is_made_before_it_is_asked_for_nor_kept(make):
+def test_actions_are_generated_lazily_and_not_kept(make):
     actions = make(8, 10**9).actions(3)
     list(islice(actions, 1000))
     tracemalloc.start()

@@ -53,7 +53,7 @@ def waiting(schedule, times):
 
 
 @given(P=st.integers(1, 7), more=st.integers(0, 12), F=QUARTERS, I=QUARTERS, W=QUARTERS)
-def test_waiting_is_that_of_the_docstrings(P, more, F, I, W):  # noqa: E741 - the action's name
+def test_waiting_matches_the_docstrings(P, more, F, I, W):  # noqa: E741 - the action's name
     if min(I, W) > F:
         F, I = I, F  # noqa: E741
     times, half = Costs(F=F, I=I, W=W), min(I, W)
@@ -62,7 +62,7 @@ def test_waiting_is_that_of_the_docstrings(P, more, F, I, W):  # noqa: E741 - th
 
 
 @given(P=st.integers(1, 8), M=st.integers(1, 24))
-def test_kinships(P, M):
+def test_zb_h1_and_zb_h2_are_1f1b_and_eager_1f1b_with_deferred_weight_gradients(P, M):
     assert rows(merge_backward(zb_h1(P, M))) == rows(one_f_one_b(P, M))
     assert rows(merge_backward(zb_h2(P, M))) == rows(eager_1f1b(P, M))
     once, twice = min(P, M), min(2 * P - 1, M)
@@ -73,7 +73,7 @@ def test_kinships(P, M):
 
 
 @given(P=st.integers(1, 8), M=st.integers(1, 24))
-def test_every_rank_holds_what_the_first_does(P, M):
+def test_every_rank_holds_as_much_as_the_first(P, M):
     for schedule, most in ((zb_h1(P, M), P), (zb_h2(P, M), 2 * P - 1)):
         peaks = simulate(schedule).peak_memory
         assert all(peak <= min(most, M) for peak in peaks)
@@ -92,7 +92,7 @@ AUTO = st.builds(
 
 
 @given(AUTO)
-def test_the_order_that_was_found_keeps_within_memory_at_every_prefix(schedule):
+def test_zb_auto_stays_within_memory_at_every_prefix(schedule):
     _, _, memory, _, residual = (value for _, value in schedule.arguments)
     check(schedule)
     for row in rows(schedule):
@@ -101,7 +101,7 @@ def test_the_order_that_was_found_keeps_within_memory_at_every_prefix(schedule):
 
 
 @given(AUTO)
-def test_the_order_that_was_found_with_memory_for_all_beats_1f1b(schedule):
+def test_zb_auto_with_memory_for_all_is_at_least_as_fast_as_1f1b(schedule):
     P, M, _, times, residual = (value for _, value in schedule.arguments)
     found = simulate(zb_auto(P, M, memory=M, costs=times, residual=residual), times).span
     assert found <= simulate(split_backward(one_f_one_b(P, M)), times).span + 1e-9
@@ -118,7 +118,7 @@ def test_the_order_that_was_found_with_memory_for_all_beats_1f1b(schedule):
         (4, 6, 4, 2, 6, 4, 1, 96),
     ],
 )
-def test_each_taste_is_needed_either_way(P, M, memory, F, I, W, comm, span):  # noqa: E741 - the action's name
+def test_zb_auto_needs_both_settings_of_each_heuristic(P, M, memory, F, I, W, comm, span):  # noqa: E741 - the action's name
     """The spans are those of the published scheduler; each is reached by one answer to one of the three only."""
     times = Costs(F=F, I=I, W=W, comm=comm)
     assert simulate(zb_auto(P, M, memory=memory, costs=times), times).span == span
@@ -133,6 +133,6 @@ def test_each_taste_is_needed_either_way(P, M, memory, F, I, W, comm, span):  # 
         ({"costs": 3}, r"zb_auto: got costs=3, expected Costs to find an order for. Pass Costs\("),
     ],
 )
-def test_what_means_nothing_is_refused(given, message):
+def test_invalid_arguments_of_zb_auto_are_refused(given, message):
     with pytest.raises(SizeError, match=message):
         zb_auto(ranks=4, microbatches=8, **given)

@@ -78,7 +78,7 @@ def cells(draw, transfers):
 
 @settings(deadline=None)
 @given(cells(transfers=False))
-def test_a_table_says_what_it_holds(case):
+def test_a_table_has_the_placement_and_sizes_of_its_actions(case):
     found, placement, (M, k) = case
     s = table(rows=tuple(",".join(map(str, row)) for row in found))
     assert rows(s) == found
@@ -89,7 +89,7 @@ def test_a_table_says_what_it_holds(case):
 
 @settings(deadline=None)
 @given(cells(transfers=True))
-def test_a_listing_says_what_it_holds(case):
+def test_a_file_has_the_placement_and_sizes_of_its_actions(case):
     found, placement, (M, _) = case
     text = "\n".join(",".join(map(str, row)) for row in found)
     plan = read(text)
@@ -102,7 +102,7 @@ def test_a_listing_says_what_it_holds(case):
 
 @settings(deadline=None)
 @given(schedules(FAMILIES) | orders().map(lambda case: case[0]))
-def test_reading_gives_back_what_was_written(s):
+def test_schedules_are_read_back_as_written(s):
     again = read(written(s))
     assert rows(again) == rows(s)
     assert (again.microbatches, again.placement) == (s.microbatches, s.placement)
@@ -112,7 +112,7 @@ def test_reading_gives_back_what_was_written(s):
 
 @settings(deadline=None)
 @given(schedules(FAMILIES))
-def test_programs_of_chains_are_programs_of_chains_again(s):
+def test_programs_of_chains_are_read_back_as_written(s):
     program = lower(s)
     again = read(written(program))
     assert rows(again) == rows(program)
@@ -123,7 +123,7 @@ def test_programs_of_chains_are_programs_of_chains_again(s):
 
 @settings(deadline=None)
 @given(orders().map(lambda case: case[0]), st.data())
-def test_idle_slots_blanks_and_line_ends_mean_nothing(s, data):
+def test_idle_slots_blanks_and_line_ends_are_ignored(s, data):
     cells = [line.split(",") for line in written(s).splitlines()]
     for row in cells:
         nothing = data.draw(st.sampled_from(["", " ", "\t", "0UNSHARD", "0RESHARD", "0REDUCE_GRAD"]))
@@ -132,7 +132,7 @@ def test_idle_slots_blanks_and_line_ends_mean_nothing(s, data):
     assert rows(read(end.join(map(", ".join, cells)))) == rows(s)
 
 
-def test_a_path_will_do(tmp_path):
+def test_files_are_named_by_path_or_text(tmp_path):
     s = split_backward(one_f_one_b(ranks=3, microbatches=5))
     for path in (tmp_path / "one.csv", str(tmp_path / "two.csv")):
         write_csv(s, path)
@@ -141,14 +141,14 @@ def test_a_path_will_do(tmp_path):
     assert (tmp_path / "one.csv").read_bytes().count(b"\n") == 3
 
 
-def test_the_table_says_where_stages_live():
+def test_the_placement_is_read_from_the_table():
     s = read("0F0,3F0,,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     assert s.placement == Placement(2, (0, 1, 1, 0))
     assert (s.stages, s.microbatches) == (4, 1)
     check(s)
 
 
-def test_it_is_an_ordinary_schedule():
+def test_a_table_is_an_ordinary_schedule():
     s = table(rows=("0F0,0B0",))
     assert s == read("0F0,0B0\n")
     assert repr(s) == "table(rows=('0F0,0B0',))"
@@ -163,7 +163,7 @@ def test_even_and_odd_microbatches_on_two_lines_are_a_bidirectional_schedule():
     check(s)
 
 
-def test_a_pair_is_two_actions_one_behind_the_other():
+def test_a_fused_pair_is_one_cell_and_two_actions():
     s = read("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert list(map(str, s.actions(0))) == ["0F0", "0OVERLAP_F1", "0B0", "0B1"]
     assert written(s) == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
@@ -208,13 +208,13 @@ def test_a_schedule_is_written_with_the_graph_that_it_is_for(case):
         ("graphs,0-1", "line 3, column 1: got 'graphs'"),
     ],
 )
-def test_a_graph_that_is_none_is_refused(line, message):
+def test_a_malformed_graph_is_refused(line, message):
     for rows_ in ("0F0,0B0\n1F0,1B0\n", "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"):
         with pytest.raises(TableError, match=message):
             read(rows_ + line)
 
 
-def test_a_pair_with_an_input_half_is_one_cell():
+def test_a_fused_pair_with_an_input_half_is_one_cell():
     s = table(rows=("0F0,0OVERLAP_F1,0I0,0W0,0B1",))
     assert written(s) == "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n"
     assert written(s, words=pipelining) == written(s)
@@ -224,7 +224,7 @@ def test_a_pair_with_an_input_half_is_one_cell():
 
 @settings(deadline=None)
 @given(st.data())
-def test_transfers_tell_the_graph(data):
+def test_the_graph_is_read_from_transfers(data):
     s = data.draw(schedules([gpipe, one_f_one_b]).filter(lambda s: s.ranks > 1))
     graph = data.draw(graphs(s.stages) | st.just(chain(s.stages)))
     program = lower(s, graph)
@@ -233,13 +233,13 @@ def test_transfers_tell_the_graph(data):
     assert (again.graph, again.channels) == (graph, program.channels)
 
 
-def test_a_chain_is_a_chain_inside_a_rank_too():
+def test_a_chain_within_a_rank_is_read_as_a_chain():
     s = read("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     for words in ({}, {"words": pipelining}):
         assert read(written(lower(s), **words)).graph == chain(4)
 
 
-def test_a_chain_is_a_chain_on_any_route():
+def test_a_chain_is_read_as_a_chain_on_any_route():
     s = read("0F0,1F0,2F0,2B0,1B0,0B0,0F1,0B1,1G0,2G0\n1F1,2F1,2B1,1B1,1G1,2G1\n")
     check(s)
     program = lower(s)
@@ -247,7 +247,7 @@ def test_a_chain_is_a_chain_on_any_route():
     assert (again.graph, again.channels, rows(again)) == (chain(3), program.channels, rows(program))
 
 
-def test_transfers_that_are_missing_at_both_ends_are_missed():
+def test_a_transfer_missing_at_both_ends_is_a_violation():
     text = written(lower(gpipe(ranks=3, microbatches=1)))
     for cell in ("1SEND_F0>2,", "1WAIT_F0>2", "2RECV_F0<1,"):
         assert cell in text
@@ -256,14 +256,14 @@ def test_transfers_that_are_missing_at_both_ends_are_missed():
         check(read(text))
 
 
-def test_where_transfers_name_other_edges_the_graph_has_no_more():
+def test_transfers_that_name_some_edges_give_a_graph_of_those_only():
     s = read("0F0,1F0,1B0,0B0\n2F0,2B0\n")
     edges = frozenset({(0, 2)})
     theirs, _ = written(lower(s, Graph(3, edges | {(0, 1)}, edges))).split("graph")
     assert read(theirs).graph == Graph(3, edges, edges)
 
 
-def test_torch_has_no_wait():
+def test_files_for_torch_have_no_waits():
     s = lower(one_f_one_b(ranks=2, microbatches=2))
     again = read(written(s, words=pipelining))
     assert rows(again) == [[action for action in row if "WAIT" not in action.kind] for row in rows(s)]
@@ -285,7 +285,7 @@ def test_torch_has_no_wait():
         ),
     ],
 )
-def test_what_torch_cannot_say_is_not_written_for_it(plan, message):
+def test_writing_what_torch_cannot_read_is_refused(plan, message):
     with pytest.raises(TableError, match=message):
         written(plan, words=pipelining)
 
@@ -317,14 +317,14 @@ def test_what_torch_cannot_say_is_not_written_for_it(plan, message):
         ("0F0,0SEND_F0\n1RECV_F0\n", "line 2: got no action"),
     ],
 )
-def test_what_is_no_table_is_refused(text, message):
+def test_malformed_tables_are_refused(text, message):
     with pytest.raises(TableError, match=message):
         read(text)
 
 
 @pytest.mark.parametrize("given", [["0F0"], "0F0", (b"0F0",), (), None])
 @pytest.mark.parametrize("maker", [table, listing])
-def test_rows_are_a_tuple_of_texts(maker, given):
+def test_rows_of_a_table_are_a_tuple_of_strings(maker, given):
     with pytest.raises(TableError, match="expected a tuple with one string per rank"):
         maker(rows=given)
 

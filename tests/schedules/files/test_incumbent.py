@@ -107,7 +107,7 @@ def ends(program):
 
 @settings(deadline=None)
 @given(orders())
-def test_its_five_orders_pass(order):
+def test_the_five_schedules_of_torch_pass(order):
     s = dumped(order, "compute_only")
     check(s)
     assert (s.ranks, s.stages, s.microbatches) == (order.pp_group_size, order._num_stages, order._n_microbatches)
@@ -117,7 +117,7 @@ def test_its_five_orders_pass(order):
 
 @settings(deadline=None)
 @given(orders())
-def test_its_lowering_is_read(order):
+def test_programs_lowered_by_torch_are_read(order):
     theirs, s = lowered(order), dumped(order, "compute_only")
     program = dumped(theirs, "compute_comms")
     assert all(ours(program, rank) == texts(row) for rank, row in theirs.pipeline_order_with_comms.items())
@@ -134,7 +134,7 @@ def test_its_lowering_is_read(order):
 
 @settings(deadline=None)
 @given(orders())
-def test_its_deferred_receives_are_rejected_just_where_they_break_the_order_of_a_channel(order):
+def test_deferred_receives_of_torch_are_rejected_where_they_break_the_order_of_a_channel(order):
     program = dumped(lowered(order, defer=True), "compute_comms")
     if isinstance(program, Schedule) or all(sent == posted for sent, posted in ends(program).values()):
         check(program)
@@ -147,7 +147,7 @@ def test_its_deferred_receives_are_rejected_just_where_they_break_the_order_of_a
 
 @pytest.mark.parametrize("ranks", range(2, 6))
 @pytest.mark.parametrize("kind", VEE)
-def test_its_deferred_receives_of_v_placements_are_rejected(kind, ranks):
+def test_deferred_receives_of_torch_are_rejected_for_v_placements(kind, ranks):
     program = dumped(lowered(kind(stages(ranks, 2), 2 * ranks), defer=True), "compute_comms")
     if kind is VEE[1] and ranks == 2:  # in order, as it happens
         check(program)
@@ -156,7 +156,7 @@ def test_its_deferred_receives_of_v_placements_are_rejected(kind, ranks):
         check(program)
 
 
-def test_its_simulator_does_not_see_it():
+def test_the_simulator_of_torch_accepts_a_program_that_breaks_the_order_of_a_channel():
     theirs = lowered(VEE[0](stages(2, 2), 4), defer=True)
     program = dumped(theirs, "compute_comms")
     with pytest.raises(ScheduleError, match=r"\[rule: channel_order\]"):
@@ -177,7 +177,7 @@ def reads(order, rows, kind):
 
 @settings(deadline=None)
 @given(orders(), st.data())
-def test_actions_twice_are_rejected_where_it_does_not_mind(order, data):
+def test_repeated_actions_that_torch_accepts_are_rejected(order, data):
     rows = [[action for action in row if action] for row in order.pipeline_order.values()]
     row = data.draw(st.sampled_from(rows))
     at = data.draw(st.integers(0, len(row) - 1))
@@ -189,7 +189,7 @@ def test_actions_twice_are_rejected_where_it_does_not_mind(order, data):
 
 @settings(deadline=None)
 @given(orders().filter(lambda order: order.pp_group_size > 1 and order._n_microbatches > 1), st.data())
-def test_swapped_receives_are_rejected_where_it_does_not_mind(order, data):
+def test_swapped_receives_that_torch_accepts_are_rejected(order, data):
     rows = list(lowered(order).pipeline_order_with_comms.values())
     rank = data.draw(st.integers(0, len(rows) - 1))
     kinds = {incumbent.RECV_F, incumbent.RECV_B}
@@ -205,7 +205,7 @@ def test_swapped_receives_are_rejected_where_it_does_not_mind(order, data):
 
 
 @pytest.mark.parametrize("microbatches", [4, 5, 8])
-def test_its_table_of_1f1b_lacks_a_forward(microbatches):
+def test_the_1f1b_table_of_torch_lacks_a_forward(microbatches):
     order = incumbent.Schedule1F1B(stages(4, 1)[0], microbatches)._get_pipeline_order()
     rows = tuple(",".join("" if action is None else str(action) for action in order[rank]) for rank in range(4))
     assert "3F0" not in rows[3]
@@ -221,14 +221,14 @@ def plans():
 
 @settings(deadline=None)
 @given(plans())
-def test_it_reads_our_schedules(s):
+def test_torch_reads_our_schedules(s):
     theirs = loaded(s)
     assert all(ours(s, rank) == texts(row) for rank, row in theirs.pipeline_order.items())
 
 
 @settings(deadline=None)
 @given(plans())
-def test_it_reads_our_programs(s):
+def test_torch_reads_our_programs(s):
     program = lower(s)
     read, lowered = loaded(program).pipeline_order_with_comms, loaded(s).pipeline_order_with_comms
     for rank, row in read.items():
@@ -236,7 +236,7 @@ def test_it_reads_our_programs(s):
         assert sorted(map(str, row)) == sorted(set(map(str, lowered[rank])))  # it gathers weights again and again
 
 
-def test_it_runs_our_programs(tmp_path):
+def test_torch_runs_our_programs(tmp_path):
     paths = [tmp_path / f"{k}.csv" for k in range(4)]
     split = split_backward(one_f_one_b(ranks=2, microbatches=5))
     orders = [dumped(kind(stages(2, 2), 4), "compute_only") for kind in (LOOPED[0], *VEE)]

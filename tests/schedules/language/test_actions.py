@@ -43,14 +43,14 @@ def test_parse_accepts_only_what_str_writes(text, data):
     "text",
     ["", "F", "0F", "F0", "00F0", "0F00", "+1F0", "-1F0", "0f0", " 0F0", "0F0\n", "0F0,", "0X0", "0F0>1", "0SEND_F0"],
 )
-def test_no_action(text):
+def test_invalid_text_is_refused(text):
     refused(text)
 
 
 @pytest.mark.parametrize(
     "text", ["0SEND_F0<1", "1RECV_F0>0", "1RECV_F0", "0SEND_F0>", "0UNSHARD", "(0F1;1B0)OVERLAP_F_B", "9" * 5000 + "F0"]
 )
-def test_no_action_of_ours(text):
+def test_actions_that_only_torch_has_are_refused(text):
     refused(text)
 
 
@@ -60,7 +60,7 @@ def refused(text):
     assert repr(text) in str(caught.value)
 
 
-def test_constructors_say_what_they_make():
+def test_constructors_show_what_they_make():
     assert list(map(str, (F(3, 0), B(0, 1), I(1, 4), W(1, 4)))) == ["3F0", "0B1", "1I4", "1W4"]
 
 

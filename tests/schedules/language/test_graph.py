@@ -44,7 +44,7 @@ def test_an_edge_that_runs_backwards_or_outside_is_refused(edge, what):
 
 
 @pytest.mark.parametrize("edge", [(1, 1), (-1, 1), (1, -1), (0, 3), (3, 2)])
-def test_gradients_go_either_way_but_to_another_stage(edge):
+def test_shared_gradients_go_either_way_between_different_stages(edge):
     assert Graph(3, frozenset(), frozenset(), frozenset({(0, 2), (2, 0)})).shares == ((2,), (), (0,))
     with pytest.raises(GraphError, match=r"got edge \(.*\) of gradients, expected two different stages below 3"):
         Graph(3, frozenset(), frozenset(), frozenset({edge}))

@@ -14,7 +14,7 @@ counts = st.integers(1, 9)
 
 
 @given(places, counts, counts)
-def test_every_rank_holds_as_many_stages_and_each_stage_once(place, ranks, chunks):
+def test_every_rank_holds_equally_many_stages_and_each_stage_once(place, ranks, chunks):
     placement = place(ranks, chunks)
     held = [placement.stages_on(rank) for rank in range(ranks)]
     assert {len(stages) for stages in held} == {chunks}
@@ -30,7 +30,7 @@ def test_a_vee_turns_without_a_transfer(ranks, chunks):
 
 
 @given(counts)
-def test_one_chunk_is_the_same_for_all(ranks):
+def test_with_one_chunk_all_placements_are_the_same(ranks):
     assert linear(ranks) == looped(ranks) == vee(ranks, chunks=1) == Placement(ranks, tuple(range(ranks)))
 
 
@@ -43,7 +43,7 @@ def test_one_chunk_is_the_same_for_all(ranks):
         (vee(2, 3), (0, 1, 1, 0, 0, 1)),
     ],
 )
-def test_homes(placement, homes):
+def test_homes_are_the_ranks_of_stages(placement, homes):
     assert placement.homes == homes
 
 
@@ -62,7 +62,7 @@ def test_a_rank_may_hold_nothing_and_placements_are_values():
         ((0, 1), ((1, 0), (0, 1)), "expected at most one"),
     ],
 )
-def test_a_placement_that_is_none_is_refused(homes, mirrors, why):
+def test_an_invalid_placement_is_refused(homes, mirrors, why):
     with pytest.raises(SizeError, match=why):
         Placement(2, homes, mirrors)
 

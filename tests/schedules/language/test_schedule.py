@@ -17,7 +17,7 @@ both = schedules([gpipe, one_f_one_b])
 
 
 @given(both)
-def test_it_is_the_call_that_makes_it(s):
+def test_a_schedule_prints_and_pickles_as_the_call_that_makes_it(s):
     for again in (eval(repr(s)), pickle.loads(pickle.dumps(s)), copy.deepcopy(s)):
         assert again == s
         assert hash(again) == hash(s)
@@ -25,17 +25,17 @@ def test_it_is_the_call_that_makes_it(s):
 
 
 @given(both)
-def test_actions_can_be_had_again_and_again_and_lazily(s):
+def test_actions_are_generated_lazily_and_anew_each_time(s):
     assert isinstance(s.actions(0), GeneratorType)
     assert list(s.actions(0)) == list(s.actions(0))
 
 
 @given(both, both)
-def test_equal_exactly_when_the_calls_are(s, t):
+def test_schedules_are_equal_exactly_when_their_calls_are(s, t):
     assert (s == t) == (repr(s) == repr(t))
 
 
-def test_it_cannot_be_changed():
+def test_a_schedule_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         gpipe(2, 2).ranks = 3
 
@@ -51,7 +51,7 @@ def test_positional_named_and_default_arguments_are_one_call():
     assert mine(2, 3, chunks=5).placement == looped(2, 5)
 
 
-def test_the_default_of_the_placement_holds_without_chunks():
+def test_without_chunks_the_default_of_the_placement_applies():
     @schedule(placement=vee)
     def mine(rank, ranks, microbatches):
         yield from ()
@@ -75,7 +75,7 @@ def test_sizes_are_positive_integers(size, name):
         gpipe(**{"ranks": 2, "microbatches": 2, name: size})
 
 
-def test_chunks_are_a_size_too():
+def test_chunks_must_be_positive_integers():
     @schedule(placement=looped)
     def mine(rank, ranks, microbatches, chunks=2):
         yield from ()

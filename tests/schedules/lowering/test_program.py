@@ -99,7 +99,7 @@ def test_both_ends_of_a_channel_agree(case):
 
 @settings(deadline=None)
 @given(orders())
-def test_every_send_has_one_wait_behind_it(case):
+def test_every_send_is_followed_by_one_wait(case):
     program = lower(*case)
     for rank in range(program.schedule.ranks):
         actions = list(program.actions(rank))
@@ -157,7 +157,7 @@ def trailing_waits(program, rank):
 
 @settings(deadline=None)
 @given(orders(), st.sampled_from([fifo, rendezvous]))
-def test_a_wait_that_a_message_vouches_for_never_blocks(case, network):
+def test_a_wait_after_proof_that_the_message_arrived_never_blocks(case, network):
     schedule, graph = case
     program = lower(schedule, graph)
     streams = [program.actions(rank) for rank in range(schedule.ranks)]
@@ -177,7 +177,7 @@ def test_a_wait_that_a_message_vouches_for_never_blocks(case, network):
         ),
     ],
 )
-def test_what_it_cannot_lower_it_refuses(rows, why):
+def test_schedules_that_cannot_be_lowered_are_refused(rows, why):
     program = lower(edit(gpipe(2, 2), rows))
     with pytest.raises(ScheduleError, match=why):
         [list(program.actions(rank)) for rank in (1, 0)]
@@ -197,7 +197,7 @@ def alive():
     return sum(type(thing) is Action for thing in gc.get_objects())
 
 
-def test_what_is_kept_does_not_grow_with_the_number_of_microbatches():
+def test_memory_of_lowering_does_not_grow_with_the_number_of_microbatches():
     assert 0 < most_alive(1024) <= most_alive(64) + 10 < 60
 
 

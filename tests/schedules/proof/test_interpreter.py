@@ -53,7 +53,7 @@ GOOD = (
 
 
 @networks
-def test_a_good_program(network):
+def test_a_correct_program_passes(network):
     interpret(program(*GOOD), network).require(chain(2), 1)
 
 
@@ -82,7 +82,7 @@ def without(word):
         ((GOOD[0], GOOD[1].replace("1F0", "1RECV_F0<0 1F0")), "left over at the end: 1RECV_F0<0"),
     ],
 )
-def test_a_broken_program(network, rows, why):
+def test_broken_programs_are_refused(network, rows, why):
     with pytest.raises(ProgramError, match=why):
         interpret(program(*rows), network).require(chain(2), 1)
 
@@ -143,7 +143,7 @@ def test_shared_gradients_must_go_both_ways(network):
         ((parse("0SEND_F0>1"),), "rank 0, position 0, 0SEND_F0>1: "),
     ],
 )
-def test_a_broken_schedule(row, why):
+def test_broken_schedules_are_refused(row, why):
     with pytest.raises(ProgramError, match=why):
         prove(edit(gpipe(1, 1), (row,)))
 

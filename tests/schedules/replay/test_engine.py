@@ -23,7 +23,7 @@ def played(schedule, graph, wired=None):
 
 @settings(deadline=None)
 @given(orders())
-def test_each_rank_keeps_its_order_and_everything_finds_its_data(case):
+def test_each_rank_keeps_its_order_and_every_action_finds_its_data(case):
     schedule, graph = case
     done, made = played(schedule, graph), set()
     for rank in range(schedule.ranks):
@@ -35,7 +35,7 @@ def test_each_rank_keeps_its_order_and_everything_finds_its_data(case):
 
 @settings(deadline=None)
 @given(orders())
-def test_what_is_made_is_kept_until_its_use(case):
+def test_values_are_kept_until_they_are_used(case):
     schedule, graph = case
     wired = wires(schedule, graph, FREE, Sizes())
     played(schedule, graph, wired)
@@ -48,7 +48,7 @@ def test_what_is_made_is_kept_until_its_use(case):
     )
 
 
-def test_who_needs_and_makes_what():
+def test_needs_and_makes_of_each_kind_of_action():
     graph = chain(2)
     assert inputs_of(F(0, 3), graph) == []
     assert inputs_of(B(1, 3), graph) == [("F", 1, 3)]
@@ -65,13 +65,13 @@ def test_who_needs_and_makes_what():
         ([[F(0, 0), B(0, 0)], [F(1, 1), B(1, 0)]], (1, 0, F(1, 1)), "needs 0F1, which rank 0 never runs"),
     ],
 )
-def test_a_block_is_followed_to_its_cause(rows, where, why):
+def test_a_block_is_traced_to_its_cause(rows, where, why):
     with pytest.raises(ScheduleError, match=why) as caught:
         played(edit(gpipe(2, 2), tuple(map(tuple, rows))), chain(2))
     assert (caught.value.rank, caught.value.position, caught.value.action) == where
     assert caught.value.rule == "ordered"
 
 
-def test_a_circle_may_go_through_what_a_rank_is_about_to_do():
+def test_a_deadlock_may_involve_the_next_action_of_a_rank():
     with pytest.raises(ScheduleError, match=r"for each other: rank 0 at 2F0 needs 1F0, rank 1 at 1F0 needs 0F0"):
         played(table(("2F0,0F0", "1F0")), chain(3))

@@ -93,7 +93,7 @@ def test_a_failure_is_shrunk_and_drawn():
     assert "rank 0 |F0 F1 F2 F3 F4 B0    B1    B2    B3    !  |" in message
 
 
-def test_what_blocks_is_drawn_too():
+def test_a_blocked_schedule_is_drawn_too():
     message = failure(greedy)
     assert "greedy(ranks=2, microbatches=2)" in message
     assert "rank 1 |.  F0 " in message
@@ -136,7 +136,7 @@ def test_every_stage_is_fed(graph):
         lambda graph: any(len(row) > 2 for row in graph.fed_by),
     ],
 )
-def test_graphs_are_of_every_sort(what):
+def test_the_strategy_draws_graphs_of_every_kind(what):
     find(graphs(4), what, settings=SEARCH)
 
 
@@ -149,7 +149,7 @@ def test_graphs_are_of_every_sort(what):
         lambda case: ideal(*case) != whole_model(case[1], case[0].microbatches),
     ],
 )
-def test_orders_are_of_every_sort(what):
+def test_the_strategy_draws_orders_of_every_kind(what):
     find(orders(), what, settings=SEARCH)
 
 
@@ -159,7 +159,7 @@ def test_schedules_come_from_the_factories(s):
     check(s)
 
 
-def test_a_makespan_below_the_bounds_is_found(monkeypatch):
+def test_a_makespan_below_the_bounds_is_an_error(monkeypatch):
     s = one_f_one_b(3, 4)
     too_short = simulate(gpipe(3, 2))
     require_bounds(s, chain(3), Costs(comm=100))

@@ -82,7 +82,7 @@ def test_every_family_and_transform_takes_as_long_as_its_program(s, changes, dat
     require_same_times(s, graph, data.draw(every_cost(s.stages)))
 
 
-def test_what_a_pair_makes_leaves_when_it_ends():
+def test_values_of_a_fused_pair_are_sent_when_it_ends():
     """The forward takes 1 alone, and adds 0.5: no rank can have its value after 0.5."""
     s, gain = overlap(one_f_one_b(4, 16)), Costs(OVERLAP_F=0.5)
     ends = [span.end for span in time_program(lower(s), gain)]
@@ -184,7 +184,7 @@ def executed(schedule, graph, costs):
     runnable() | schedules([dualpipe, dualpipe_v, zb_v, one_f_one_b]).map(lambda s: (overlap(s), chain(s.stages))),
     st.data(),
 )
-def test_the_executor_takes_as_long_as_is_simulated(case, data):
+def test_the_executor_takes_as_long_as_simulated(case, data):
     schedule, graph = case
     costs = data.draw(every_cost(schedule.stages).map(lambda some: Costs(**{**vars(some), "G": 0, "jitter": 0})))
     got = executed(schedule, graph, costs)

@@ -59,7 +59,7 @@ def both_towers_on_a_rank():
     return table(rows=("1F0,0F0,0B0,1B0", "2F0,2B0"))
 
 
-def test_what_is_connected_prints_without_false_violations():
+def test_a_connected_schedule_prints_without_false_violations():
     s = both_towers_on_a_rank()
     assert "1F0!" in str(s)
     assert str(s).endswith("For another stage graph, print connect(schedule, graph).")
@@ -67,12 +67,12 @@ def test_what_is_connected_prints_without_false_violations():
     assert str(connect(s, TOWERS)) == str(lower(s, TOWERS)) == right
 
 
-def test_a_true_violation_says_nothing_of_chains():
+def test_a_real_violation_does_not_mention_chains():
     s = table(rows=("0B0,0F0",))
     assert "connect" not in str(s)
 
 
-def test_conformance_of_what_is_for_one_graph_fails_along_others():
+def test_a_schedule_for_one_graph_does_not_conform_to_others():
     with pytest.raises(ScheduleError):
         conformance(lambda ranks, microbatches: connect(both_towers_on_a_rank(), chain(3)))()
 
@@ -114,7 +114,7 @@ def test_towers_are_mirrored_and_overlapped_side_by_side():
 
 
 @given(st.integers(1, 6).flatmap(graphs))
-def test_text_says_the_whole_graph(graph):
+def test_the_text_form_includes_the_whole_graph(graph):
     assert parse_graph(format_graph(graph), graph.stages) == graph
     s = connect(gpipe(graph.stages, 1), graph)
     require_round_trip(s)
@@ -125,6 +125,6 @@ def test_text_says_the_whole_graph(graph):
 
 
 @pytest.mark.parametrize("graph", [chain(2), None, "0-1"])
-def test_a_graph_of_other_stages_is_refused(graph):
+def test_a_graph_with_other_stages_is_refused(graph):
     with pytest.raises(GraphError, match=r"connect: got .* expected a Graph of 3"):
         connect(gpipe(3, 1), graph)

@@ -68,7 +68,7 @@ def test_a_mirrored_schedule_is_as_correct_as_it_was(case):
 
 
 @given(given_ones)
-def test_a_mirrored_schedule_holds_what_both_copies_hold(s):
+def test_a_mirrored_schedule_holds_the_memory_of_both_copies(s):
     peaks = simulate(s).peak_memory
     mirrored = mirror(s)
     check(mirrored)
@@ -91,13 +91,13 @@ def test_gradients_of_replicas_are_summed_at_the_end():
 
 
 @pytest.mark.parametrize("s", [seq_1f1b(ranks=3, microbatches=2, slices=2), overlap(one_f_one_b(3, 4))])
-def test_slices_and_pairs_stay_what_they_are(s):
+def test_mirroring_keeps_slices_and_pairs(s):
     assert [one_way(row, 0) for row in rows(mirror(s))] == rows(s)
     check(mirror(s))
 
 
 @pytest.mark.parametrize("s", [chimera(ranks=2, microbatches=2), mirror(gpipe(ranks=1, microbatches=1))])
-def test_what_is_mirrored_already_is_refused(s):
+def test_mirroring_twice_is_refused(s):
     with pytest.raises(SizeError, match=r"mirror: got schedule=.*, expected one whose stages live on one rank each"):
         mirror(s)
 
@@ -108,7 +108,7 @@ def test_asynchronous_schedules_are_refused():
 
 
 @pytest.mark.parametrize("changed", [mirror, overlap])
-def test_a_circle_stays_one(changed):
+def test_mirroring_does_not_hide_a_deadlock(changed):
     s = changed(table(rows=("0F0,0B0,0F1,0B1", "1F1,1B1,1F0,1B0")))
     with pytest.raises(ScheduleError, match="wait for each other"):
         check(s)
@@ -159,7 +159,7 @@ def test_a_microbatch_is_not_overlapped_with_itself():
     assert fused(overlap(one_f_one_b(ranks=1, microbatches=3))) == [[]]
 
 
-def test_pairs_that_gain_make_mirrored_1f1b_faster():
+def test_overlap_makes_mirrored_1f1b_faster():
     s = mirror(one_f_one_b(ranks=4, microbatches=16))
     costs = Costs(OVERLAP_F=0.25)
     assert simulate(overlap(s), costs).makespan < simulate(s, costs).makespan

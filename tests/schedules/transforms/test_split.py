@@ -57,7 +57,7 @@ def test_merging_undoes_splitting(s):
 
 @settings(deadline=None)
 @given(orders())
-def test_both_are_done_when_done_once(case):
+def test_splitting_or_merging_twice_is_the_same_as_once(case):
     s, _ = case
     assert rows(split_backward(split_backward(s))) == rows(split_backward(s))
     assert rows(merge_backward(merge_backward(s))) == rows(merge_backward(s))
@@ -79,7 +79,7 @@ def deferred(schedule, room):
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 6), st.data())
-def test_what_was_correct_stays_correct(case, room, data):
+def test_correct_schedules_stay_correct(case, room, data):
     s, graph = case
     some = data.draw(st.sets(st.integers(0, s.stages - 1)))
     for changed in (
@@ -101,7 +101,7 @@ TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror, lambda
 
 @settings(deadline=None)
 @given(schedules(FAMILIES), st.lists(st.sampled_from(TRANSFORMS), max_size=4))
-def test_one_after_the_other_they_leave_families_correct(s, several):
+def test_families_stay_correct_under_several_transforms(s, several):
     for change in several:
         with suppress(SizeError):  # what cannot be mirrored
             s = change(s)
@@ -109,7 +109,7 @@ def test_one_after_the_other_they_leave_families_correct(s, several):
     require_round_trip(s)
 
 
-def test_overlapping_keeps_what_is_promised():
+def test_overlapping_keeps_the_limits():
     s = pipedream(ranks=3, microbatches=4)
     assert [(overlap(s).memory(rank), overlap(s).versions(rank)) for rank in range(3)] == [(3, 3), (2, 2), (1, 1)]
     with pytest.raises(SizeError, match="the two copies would drift apart"):
@@ -117,13 +117,13 @@ def test_overlapping_keeps_what_is_promised():
 
 
 @pytest.mark.parametrize("stages", [0, [0], (0, 2), (-1,), "0"])
-def test_what_is_recomputed_are_stages_in_a_tuple(stages):
+def test_recompute_takes_a_tuple_of_stages(stages):
     s = recompute(one_f_one_b(ranks=2, microbatches=3), stages=stages)
     with pytest.raises(SizeError, match=r"recompute: got stages=.*expected a tuple of stages from 0 to 1"):
         list(s.actions(0))
 
 
-def test_what_never_comes_back_is_not_recomputed():
+def test_stages_without_a_backward_are_not_recomputed():
     s = forwards(one_f_one_b(ranks=2, microbatches=3))
     check(recompute(s))
     assert rows(recompute(s)) == rows(s)
@@ -131,7 +131,7 @@ def test_what_never_comes_back_is_not_recomputed():
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 6))
-def test_nothing_else_is_touched(case, room):
+def test_transforms_leave_other_actions_alone(case, room):
     s, _ = case
     assert rows(split_backward(s), without="IW") == rows(s, without="BIW")
     assert rows(merge_backward(s), without="B") == rows(s, without="BIW")
@@ -184,7 +184,7 @@ def test_a_weight_gradient_never_passes_the_sum_or_the_update_that_uses_it():
     assert rows(defer_weights(edit(gpipe(1, 2), (free,)), memory=2)) == [late]
 
 
-def test_less_memory_than_the_schedule_takes_anyway_is_refused():
+def test_a_limit_below_what_the_schedule_needs_is_refused():
     s = split_backward(one_f_one_b(ranks=4, microbatches=8))
     with pytest.raises(SizeError, match=r"defer_weights: got memory=3, expected at least the 4 that rank 0 .*>= 4"):
         check(defer_weights(s, memory=3))
@@ -193,7 +193,7 @@ def test_less_memory_than_the_schedule_takes_anyway_is_refused():
 
 @settings(deadline=None)
 @given(orders(), st.data())
-def test_recomputation_stands_directly_before_the_backward_on_the_stages_named(case, data):
+def test_recomputation_comes_directly_before_the_backward_on_the_named_stages(case, data):
     s, _ = case
     stages = tuple(sorted(data.draw(st.sets(st.integers(0, s.stages - 1)))))
     for before, after in zip(rows(s), rows(recompute(s, stages=stages)), strict=True):
@@ -207,7 +207,7 @@ def test_recomputation_stands_directly_before_the_backward_on_the_stages_named(c
             assert behind[0] in (B(unit[0], unit[1], unit[3]), I(unit[0], unit[1], unit[3]))
 
 
-def test_recomputing_keeps_pairs_of_other_stages_and_parts_its_own():
+def test_recomputing_splits_fused_pairs_of_its_own_stages_only():
     text = "0F0 1F0 0F1 1F1 1B0 0OVERLAP_F2 1B1 0B0 1F2 1B2 0B1 0B2"
     s = edit(interleaved_1f1b(1, 3, chunks=2), (tuple(map(parse, text.split())),))
     check(s)
@@ -231,7 +231,7 @@ def test_the_order_of_the_gradients_is_kept(case, room):
 
 @settings(deadline=None)
 @given(orders())
-def test_forwards_are_the_forwards(case):
+def test_forwards_keeps_the_forwards_only(case):
     s, _ = case
     units = [[action[1:] for action in row if KINDS[action.kind].crosses == "F"] for row in rows(s)]
     assert [[action[1:] for action in row] for row in rows(forwards(s))] == units
@@ -244,14 +244,14 @@ def test_evaluation_fills_and_drains():
 
 
 @given(both)
-def test_the_result_is_an_ordinary_schedule(s):
+def test_a_transformed_schedule_is_an_ordinary_schedule(s):
     for made in (split_backward(s), forwards(merge_backward(schedule=s))):
         require_round_trip(made)
         assert hash(pickle.loads(pickle.dumps(made))) == hash(made)
         assert (made.ranks, made.microbatches, made.placement) == (s.ranks, s.microbatches, s.placement)
 
 
-def test_it_prints_as_the_calls_that_make_it():
+def test_a_transformed_schedule_prints_as_the_calls_that_make_it():
     s = merge_backward(split_backward(gpipe(2, 3)))
     assert repr(s) == "merge_backward(schedule=split_backward(schedule=gpipe(ranks=2, microbatches=3)))"
     assert s != merge_backward(split_backward(gpipe(2, 4)))
@@ -274,7 +274,7 @@ def test_merging_does_not_hide_a_broken_rule(row, message):
 
 
 @pytest.mark.parametrize("other", [one_f_one_b, None, "gpipe(ranks=1, microbatches=1)"])
-def test_what_is_no_schedule_is_refused(other):
+def test_transforming_something_that_is_not_a_schedule_is_refused(other):
     with pytest.raises(TypeError, match=r"split_backward: got .*, expected a Schedule. Call the factory first"):
         split_backward(other)
 

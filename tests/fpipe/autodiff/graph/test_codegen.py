@@ -40,7 +40,7 @@ def some(kind, *shape):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @settings(max_examples=few(20))
 @given(number=NUMBERS)
-def test_numbers(kind, number):
+def test_numbers_beside_tensors_are_exact(kind, number):
     """A number beside a tensor: kernels for short floats read it unrounded, others as they read tensors."""
 
     def computed(*tensors):
@@ -54,7 +54,7 @@ def test_numbers(kind, number):
         assert got.stride() == want.stride()
 
 
-def test_what_is_kept_is_emptied_and_what_is_given_laid_out():
+def test_residuals_are_freed_and_results_have_their_layouts():
     x = torch.randn(3, 4)
     spec = Spec.of(torch.empty(4, 3).t())
     kept = [x]
@@ -65,7 +65,7 @@ def test_what_is_kept_is_emptied_and_what_is_given_laid_out():
     assert same_bits(total, x.sum(0))
 
 
-def test_one_group_is_given_alone_and_sums_are_added_to():
+def test_gradients_are_added_to_sums_in_place():
     x = torch.randn(3, 4)
     run = generate_adding(phase_of(lambda y: ((y.sum(0), y.sum(1)),), x, kept=False))
     first = run((x,))

@@ -40,7 +40,7 @@ def recorded(pipe):
 
 
 @pytest.mark.parametrize(("name", "how"), in_turn(ZOO, HOWS))
-def test_every_model(name, how):
+def test_every_model_of_the_zoo_is_exact_as_graphs(name, how):
     how = HOWS[how]
     built = build(ZOO[name], how, 4, capture="trace", backward="graph")
     assert recorded(built[0])
@@ -52,7 +52,7 @@ def test_every_model(name, how):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_graph_would_lose(name):
+def test_models_that_a_graph_could_change_are_exact(name):
     """Custom functions, checkpoints, hooks, autocast, vmap: what they make of the backward is recorded with it."""
     make, cuts, *_ = MODELS[name]
     built = build(Case(make, rows_of(), mse, cuts), HOWS["ZB-V"], 4, cuts, "trace", backward="graph")
@@ -66,7 +66,7 @@ EARLY = {"norm": {"bias": "computed by native_layer_norm_backward.default"}}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_deferred(name):
+def test_products_and_all_after_them_are_deferred(name):
     """More than by autograd: what is behind a product goes with it, and a weight that is used twice."""
     pipe, model, inputs, targets = written_layers.build(WRITTEN[name][0], "graph")
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
@@ -84,7 +84,7 @@ def gelu(module, x):
 
 
 @pytest.mark.parametrize("s", [0, 1])
-def test_what_is_kept_in_between_is_the_least(s):
+def test_the_input_half_keeps_as_little_as_possible(s):
     """Of a stage of linear layers, their inputs and the gradients of their outputs; of the first stage, too."""
     pipe, model, inputs, _ = written_layers.build(lambda m, x: gelu(m, gelu(m, x)), "graph")
     stage, x = pipe.stages[s], inputs[0][:2]
@@ -97,7 +97,7 @@ def test_what_is_kept_in_between_is_the_least(s):
     assert not kept
 
 
-def test_functions_are_pure():
+def test_recorded_functions_are_pure():
     """The same twice, of unchanged arguments; the halves make the whole."""
     pipe, model, inputs, _ = written_layers.build(gelu, "graph")
     stage, x = pipe.stages[1], inputs[0][:2]
@@ -140,7 +140,7 @@ def test_a_stage_that_reads_values_is_left_to_autograd():
     fpipe.verify(pipe, model, (x,), x)
 
 
-def test_what_is_computed_out_of_sight_is_left_to_autograd():
+def test_operators_that_modes_do_not_see_are_left_to_autograd():
     def hidden(module, x):
         with torch.utils._python_dispatch._disable_current_modes():
             y = x * 2
@@ -150,7 +150,7 @@ def test_what_is_computed_out_of_sight_is_left_to_autograd():
     assert "by autograd" in pipe.stages[1].functions.remark
 
 
-def test_python_is_run_once():
+def test_python_runs_once_per_recording():
     """What modules do besides calling torch, they do when they are recorded; by autograd, every time."""
     calls = []
 
@@ -166,7 +166,7 @@ def test_python_is_run_once():
         assert len(calls) == expected
 
 
-def test_recomputed_stages_and_checkpoints_inside():
+def test_recomputed_stages_with_checkpoints_inside_are_exact():
     """A checkpointed body is in the graph twice, so that what it makes is not kept; it draws the same twice."""
 
     def plain(module, x):
@@ -205,7 +205,7 @@ def by_rows(module, x):
 
 
 @pytest.mark.parametrize("function", [gelu, by_rows])
-def test_other_sizes_are_recorded_on_their_own(function):
+def test_each_size_of_batch_is_recorded(function):
     pipe, model, _, _ = written_layers.build(function, "graph")
     x = torch.randn(8, WIDTH)  # of 3, 3 and 2
     assert recorded(pipe)
@@ -213,7 +213,7 @@ def test_other_sizes_are_recorded_on_their_own(function):
     assert_same(run(pipe, model, (x,), x), run_reference(pipe, model, (x,), x))
 
 
-def test_evaluation_too():
+def test_evaluations_of_graphs_are_exact():
     pipe, model, inputs, targets = written_layers.build(gelu, "graph")
     eager, *_ = written_layers.build(gelu)
     for batch in (inputs, targets), (inputs,):
@@ -222,7 +222,7 @@ def test_evaluation_too():
 
 
 @pytest.mark.parametrize("name", ["gpt", "normalised", "dropping", "unet"])
-def test_through_a_compiler(name):
+def test_a_compiler_that_changes_nothing_is_exact(name):
     """One that changes nothing, but takes the graphs as all do: without seeds, with tensors in and out."""
     taken = []
 
@@ -241,7 +241,7 @@ def test_through_a_compiler(name):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @by_night
-def test_compiled_stages_are_close():
+def test_stages_compiled_by_inductor_are_close():
     built = build(
         ZOO["mlp"], split_backward(one_f_one_b(ranks=2, microbatches=2)), 4, capture="trace", backward="inductor"
     )
@@ -252,14 +252,14 @@ def test_compiled_stages_are_close():
         fpipe.verify(*built, tolerance=1e-30)
 
 
-def test_what_is_no_way_is_refused():
+def test_an_unknown_backward_is_refused():
     with pytest.raises(fpipe.InputError, match="backward: got 'graphs', expected one of autograd, graph, "):
         written_layers.build(gelu, "graphs")
 
 
 @settings(max_examples=few(8))
 @given(descriptions(), st.data())
-def test_any_model(description, data):
+def test_any_model_is_exact_as_graphs(description, data):
     """The same bits as autograd's, cut anywhere, or left to autograd."""
     microbatches, names = data.draw(st.integers(1, 3)), places(description)
     chosen = data.draw(st.sets(st.sampled_from(names), max_size=5)) if names else set()
@@ -346,7 +346,7 @@ SUBTLE = {
 
 
 @pytest.mark.parametrize("name", SUBTLE)
-def test_what_is_easily_lost(name):
+def test_subtle_operators_are_exact_as_graphs(name):
     function, early = SUBTLE[name]
     pipe, model, inputs, targets = written_layers.build(function, "graph")
     assert recorded(pipe)
@@ -356,7 +356,7 @@ def test_what_is_easily_lost(name):
     assert pipe.stages[1].undeferred.keys() == {f"1.{name}" for name in early}
 
 
-def test_statistics_that_nobody_reads():
+def test_statistics_that_the_loss_does_not_read_are_exact():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Written(with_statistics), nn.Linear(WIDTH, WIDTH))
     model[1].register_buffer("mean", torch.zeros(WIDTH))
@@ -387,7 +387,7 @@ def test_only_small_constants_are_kept():
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_sparse_gradients(backward, microbatches):
+def test_sparse_gradients_are_exact(backward, microbatches):
     torch.manual_seed(0)
     model, words, y = (
         nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)),

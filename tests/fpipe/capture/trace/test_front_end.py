@@ -64,7 +64,7 @@ HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gp
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize(("name", "cuts"), CUT, ids=[f"{name}, {cuts[0]}" for name, cuts in CUT])
-def test_modules_run_as_they_are(name, cuts, how):
+def test_models_that_a_graph_would_change_are_exact(name, cuts, how):
     case = Case(MODELS[name][0], rows_of(), mse, cuts)
     built = build(case, how, 6, capture="trace")
     got = run(*built)
@@ -74,7 +74,7 @@ def test_modules_run_as_they_are(name, cuts, how):
 
 @settings(max_examples=few(12))
 @given(st.sets(st.sampled_from([*AT_BLOCKS, *INSIDE, "blocks.2.b.1", "blocks.3.b"]), max_size=4), st.booleans())
-def test_random_numbers_depend_on_no_cut(cuts, checkpoints):
+def test_random_numbers_do_not_depend_on_cuts(cuts, checkpoints):
     def results(cuts):
         def make():
             model = dropping()
@@ -90,7 +90,7 @@ def test_random_numbers_depend_on_no_cut(cuts, checkpoints):
     assert_same(results(cuts), results(()))
 
 
-def test_random_numbers_in_a_checkpoint_in_a_checkpoint():
+def test_nested_checkpoints_draw_the_same_random_numbers_again():
     """Two runs of both draw the same: gradients are those of one more pipeline, without the inner checkpoint."""
 
     class Inner(Block):
@@ -199,7 +199,7 @@ for what, part, words in (
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_kept_is_refused_by_name(what):
+def test_models_that_cannot_be_captured_are_refused_by_name(what):
     model, cuts, words = REFUSED[what]
     with pytest.raises((fpipe.CaptureError, fpipe.CutError)) as caught:
         pipeline(model, cuts)
@@ -209,7 +209,7 @@ def test_what_cannot_be_kept_is_refused_by_name(what):
     assert not [word for word in words if word not in message], message
 
 
-def test_what_is_no_tensor_may_be_handed_on():
+def test_values_other_than_tensors_may_cross_a_cut():
     """A lock is not sent; what a later stage does with it is not part of what it computes."""
 
     class Locking(nn.Module):
@@ -266,7 +266,7 @@ class Either(nn.Module):
         return self.second(x)
 
 
-def test_what_is_returned_may_be_of_any_registered_type():
+def test_a_module_may_return_any_registered_type():
     """A dataclass that was not met before: the module that returns it can be called as itself all the same."""
 
     class Unpacking(nn.Module):
@@ -286,7 +286,7 @@ def test_what_is_returned_may_be_of_any_registered_type():
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_branch_may_return_what_it_got(sign):
+def test_a_branch_may_return_its_argument(sign):
     """Or an output of another module that it holds on to; what is recorded is one branch, and either may be taken."""
 
     class Maybe(nn.Module):
@@ -360,7 +360,7 @@ def checking(module, x):
 
 
 @pytest.mark.parametrize("cuts", [AT_BLOCKS, INSIDE])
-def test_torchs_own_checks_are_made(cuts):
+def test_checks_of_torch_run_in_every_step(cuts):
     """They pass at capture, and are made in every step, in modules that are cut too."""
     pipe, model, inputs, targets = build(
         Case(lambda: Stack(checking), rows_of(), mse, cuts), gpipe(ranks=4, microbatches=3), 6, capture="trace"
@@ -372,7 +372,7 @@ def test_torchs_own_checks_are_made(cuts):
         run(pipe, model, inputs, targets)
 
 
-def test_control_flow_on_data_is_shown_where_it_is():
+def test_control_flow_on_data_is_refused_with_its_source_line():
     with pytest.raises(fpipe.CaptureError, match=r"test_front_end.py, line \d+: return torch.tanh\(x\) if"):
         pipeline(Stack(branching), ["blocks.1"])
 
@@ -407,7 +407,7 @@ def test_modules_are_called_as_themselves():
     assert called == [True] * 4
 
 
-def test_nothing_is_left_behind():
+def test_no_tensor_outlives_a_step_inside_fpipe():
     """After a step nobody but the user holds parameters, or what a forward has put into attributes."""
     model = WithNotes()
     pipe = pipeline(model, ["blocks.2"])
@@ -444,7 +444,7 @@ class Moving(nn.Module):
 
 
 @pytest.mark.parametrize("cut", ["1", "1.second", "2"])
-def test_a_module_may_ask_a_parameter_that_its_stage_lacks_where_it_is(cut):
+def test_a_module_may_ask_for_the_device_of_a_parameter_that_its_stage_lacks(cut):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Moving(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, WIDTH)
     how = one_f_one_b(ranks=2, microbatches=2)

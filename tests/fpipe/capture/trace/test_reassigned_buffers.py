@@ -174,7 +174,7 @@ def assert_as_one_device(pipe, model, x, y, microbatches=3):
 
 @BACKWARDS
 @pytest.mark.parametrize(("change", "how"), in_turn(CHANGES, HOWS))
-def test_a_buffer_that_is_assigned_anew_has_the_values_of_one_device(change, how, backward):
+def test_a_reassigned_buffer_has_the_values_of_one_device(change, how, backward):
     model = nn.Sequential(Block(after=change), nn.Linear(WIDTH, WIDTH), Block(before=change))
     pipe, x, y = built(model, HOWS[how], ["1"], backward)
     assert_as_one_device(pipe, model, x, y)
@@ -182,7 +182,7 @@ def test_a_buffer_that_is_assigned_anew_has_the_values_of_one_device(change, how
 
 @BACKWARDS
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_module_that_is_cut_assigns_its_buffers_where_it_does(change, backward):
+def test_a_module_that_is_cut_inside_reassigns_its_buffers(change, backward):
     """The one before the layer is played call by call in the first stage, the one after it in the second."""
     model = nn.Sequential(Block(before=change), Block(before=change))
     pipe, x, y = built(model, HOWS["1F1B"], ["1.inner"], backward)
@@ -190,7 +190,7 @@ def test_a_module_that_is_cut_assigns_its_buffers_where_it_does(change, backward
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_evaluation_assigns_buffers_too(change):
+def test_an_evaluation_reassigns_buffers_too(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
     pipe, x, y = built(model, HOWS["1F1B"], ["1"])
     got = fpipe.evaluate(pipe)(*state(copy.deepcopy(model)), (x,), y)
@@ -200,7 +200,7 @@ def test_evaluation_assigns_buffers_too(change):
 
 
 @BACKWARDS
-def test_what_a_step_returns_goes_into_the_next_one(backward):
+def test_returned_buffers_go_into_the_next_step(backward):
     model = nn.Sequential(Block(after=average), Block(after=count))
     pipe, x, y = built(model, HOWS["1F1B"], ["1"], backward)
     params, buffers = pipe.init(model)
@@ -213,14 +213,14 @@ def test_what_a_step_returns_goes_into_the_next_one(backward):
 
 
 @BACKWARDS
-def test_a_module_that_is_called_twice_goes_on_from_its_own_value(backward):
+def test_a_module_that_is_called_twice_continues_from_its_own_value(backward):
     block = Block(after=average_again)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, block)
     pipe, x, y = built(model, HOWS["1F1B"], ["1"], backward)
     assert_as_one_device(pipe, model, x, y)
 
 
-def test_a_cut_between_two_uses_of_such_a_buffer_is_refused_and_not_chosen():
+def test_a_cut_between_two_uses_of_a_reassigned_buffer_is_refused_and_not_chosen():
     block = Block(after=average)
     model = nn.Sequential(block, nn.Linear(WIDTH, WIDTH), block, nn.Linear(WIDTH, WIDTH))
     with pytest.raises(fpipe.CutError, match=r"'0\.mean' that is assigned anew"):
@@ -248,14 +248,14 @@ class Keeping(nn.Module):
 
 
 @BACKWARDS
-def test_what_was_assigned_before_is_not_taken_for_what_is_there_now(backward):
+def test_an_earlier_value_of_a_buffer_is_not_taken_for_the_current_one(backward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping())
     pipe, x, y = built(model, HOWS["1F1B"], ["1.block"], backward)
     assert_as_one_device(pipe, model, x, y)
 
 
 @BACKWARDS
-def test_a_returned_buffer_lies_in_memory_of_its_own(backward):
+def test_a_returned_buffer_has_its_own_memory(backward):
     """Neither in that of the batch, nor in that of what the model holds."""
     first, held = torch.ones(9, WIDTH), torch.ones(WIDTH)
 
@@ -287,12 +287,12 @@ class Between(nn.Module):
         return h
 
 
-def test_a_cut_between_reading_and_assigning_is_refused():
+def test_a_cut_between_reading_and_reassigning_is_refused():
     with pytest.raises(fpipe.CutError, match=r"'1\.mean' that is assigned anew there and used in stage 0"):
         built(nn.Sequential(nn.Linear(WIDTH, WIDTH), Between()), HOWS["1F1B"], ["1.inner"])
 
 
-def test_stages_on_several_ranks_may_not_assign_buffers():
+def test_replicas_may_not_reassign_buffers():
     model = nn.Sequential(Block(after=average), Block(after=average))
     how = mirror(one_f_one_b(ranks=2, microbatches=4))
     with pytest.raises(fpipe.CutError, match="modified buffers"):
@@ -311,7 +311,7 @@ def test_a_cache_in_a_buffer_may_grow(cache, backward):
     assert run(pipe, model, (x,), y).buffers["0.table"].shape == (2, 2)
 
 
-def test_a_cache_that_follows_from_constants_is_made_once():
+def test_a_cache_computed_from_constants_is_made_once():
     made = []
 
     def counting(block, x):
@@ -328,7 +328,7 @@ def test_a_cache_that_follows_from_constants_is_made_once():
 
 
 @pytest.mark.parametrize("change", [*CACHES, average, remember])
-def test_verify_compares_them_and_puts_the_model_back(change):
+def test_verify_compares_reassigned_buffers_and_restores_the_model(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
     pipe, x, y = built(model, HOWS["1F1B"], ["1"])
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
@@ -343,7 +343,7 @@ def count_silently(block, h):
     return h
 
 
-def test_verify_sees_a_lost_assignment(monkeypatch):
+def test_verify_finds_a_lost_assignment(monkeypatch):
     model = nn.Sequential(Block(after=count_silently), Block())
     pipe, x, y = built(model, HOWS["1F1B"], ["1"])
     monkeypatch.setattr("fpipe.autodiff.autograd._carried", lambda new, old: old)
@@ -470,7 +470,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_cannot_be_carried_is_refused_by_name(change):
+def test_buffers_that_cannot_be_carried_are_refused_by_name(change):
     model = nn.Sequential(Block(after=change), Block())
     with pytest.raises(fpipe.CaptureError) as caught:
         built(model, HOWS["1F1B"], ["1"])
@@ -494,7 +494,7 @@ class Branching(nn.Module):
         return h * self.mean
 
 
-def test_a_module_that_branches_on_data_may_assign_in_one_branch():
+def test_a_module_that_branches_on_data_may_reassign_in_one_branch():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Branching(otherwise=False))
     pipe, x, y = built(model, HOWS["1F1B"], ["1"], unsplittable=Branching)
     found = {run(pipe, model, (x * scale,), y).buffers["1.mean"][0].item() for scale in (-3, -1, 1, 3)}
@@ -503,7 +503,7 @@ def test_a_module_that_branches_on_data_may_assign_in_one_branch():
         assert_as_one_device(pipe, model, x * scale, y)
 
 
-def test_a_branch_that_assigns_where_the_one_at_capture_did_not_is_an_error():
+def test_a_branch_that_reassigns_unlike_the_one_at_capture_is_an_error():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Branching(otherwise=True))
     pipe, x, _ = built(model, one_f_one_b(ranks=2, microbatches=9), ["1"], unsplittable=Branching)
     batches = torch.cat([x * scale for scale in (-3, -1, 1, 3)])
@@ -532,7 +532,7 @@ def models(draw):
     st.sampled_from(["autograd", "graph"]),
 )
 @settings(max_examples=few(12), deadline=None)
-def test_buffers_assigned_in_any_way_have_the_values_of_one_device(made, kind, again, backward):
+def test_buffers_reassigned_in_any_way_have_the_values_of_one_device(made, kind, again, backward):
     plans, calls, inside = made
     torch.manual_seed(1)
     blocks = [Block(*[STEPS.get(name) for name in plan]) for plan in plans]

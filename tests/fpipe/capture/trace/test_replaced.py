@@ -81,7 +81,7 @@ def built(question, cut, backward):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("cut", ["1", "2"])
 @pytest.mark.parametrize("name", ANSWERED)
-def test_the_answer_is_that_of_one_device(name, cut, backward):
+def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backward):
     pipe, model, x, y = built(ANSWERED[name], cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
@@ -92,7 +92,7 @@ def test_the_answer_is_that_of_one_device(name, cut, backward):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_nobody_can_answer_is_refused(name, backward):
+def test_questions_that_cannot_be_answered_are_refused(name, backward):
     question, why = REFUSED[name]
     with pytest.raises(fpipe.CaptureError, match=rf"module 1 \(Asking\).*{why}"):
         built(question, "2", backward)
@@ -108,7 +108,7 @@ def test_an_exception_that_one_device_raises_too_may_be_caught():
     built(mismatched, "2", "autograd")
 
 
-def test_what_torch_calls():
+def test_torch_calls_attributes_by_the_names_that_the_recorder_knows():
     """The recorder knows these calls by the attributes of torch's class."""
     seen = []
 

@@ -64,7 +64,7 @@ def built(change, backward, layer=Layer, **more):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("more", [{"cuts": ["1"]}, {"cuts": ["2"], "unsplittable": ["1"]}], ids=["cut", "whole"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_would_be_lost_is_refused(change, more, backward):
+def test_replacing_a_parameter_or_its_data_is_refused(change, more, backward):
     with pytest.raises(fpipe.CaptureError, match=rf"(parameter|buffer) 1\.{CHANGES[change]}: got a forward that repl"):
         built(change, backward, **more)
 
@@ -80,7 +80,7 @@ class Rounded(Layer):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_data_that_is_put_back_is_welcome(backward):
+def test_data_that_is_restored_is_allowed(backward):
     pipe, model, x, y = built(None, backward, Rounded, cuts=["2"])
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 2)

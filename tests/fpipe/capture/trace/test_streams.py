@@ -149,7 +149,7 @@ CASES = {
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_what_is_drawn_in_branches_is_what_one_device_draws(case, backward):
+def test_branches_draw_what_one_device_draws(case, backward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(*case), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
     pipe = built(model, recompute(one_f_one_b(2, 4)), ["1.after"], torch.ones(12, WIDTH), backward=backward)
@@ -200,7 +200,7 @@ def switching(how, cuts=("1",), draw=functional.dropout):
     return pipe, model, (torch.cat([x, -x]).roll(2, 0),), torch.cat([x, x])
 
 
-def test_what_only_data_draw_is_keyed_too_and_the_generator_stays():
+def test_draws_that_only_data_decide_are_keyed_and_do_not_advance_the_generator():
     """The capture has seen no draw at all."""
     results = []
     for how, cuts in ((gpipe(2, 4), ("1",)), (one_f_one_b(3, 4), ("1", "2")), (gpipe(1, 4), ())):
@@ -218,7 +218,7 @@ def test_what_only_data_draw_is_keyed_too_and_the_generator_stays():
     assert not torch.equal(got.outputs, run(pipe, model, inputs, targets, seed=SEED + 1).outputs)
 
 
-def test_drawing_without_a_seed_is_refused_when_data_ask_for_it():
+def test_a_branch_that_draws_without_a_seed_is_refused_when_it_is_taken():
     pipe, model, (x,), targets = switching(one_f_one_b(2, 4))
     before = torch.get_rng_state()
     for function in (fpipe.value_and_grad(pipe), fpipe.reference(pipe)):
@@ -286,7 +286,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_a_module_that_is_played_in_parts_draws_as_one_that_is_not(around, monkeypatch):
+def test_a_module_that_is_cut_inside_draws_as_one_that_is_not(around, monkeypatch):
     """What is drawn, and drawn again for a checkpoint, is that of the eager run, statistics included."""
     body = AROUND[around] or (lambda function, x: function(x))
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(body)), torch.randn(8, WIDTH)
@@ -349,7 +349,7 @@ class Listening(nn.Module):
         return self.drop(self.drop(x) if positive else x)
 
 
-def test_draws_that_follow_a_value_returned_beside_tensors_are_refused():
+def test_draws_that_depend_on_a_returned_python_value_are_refused():
     """Where they stand in the order of draws would depend on the cut."""
     model, x = nn.Sequential(nn.Identity(), Listening(), nn.Linear(WIDTH, WIDTH)), torch.ones(4, WIDTH)
     pipe = fpipe.pipeline(
@@ -360,7 +360,7 @@ def test_draws_that_follow_a_value_returned_beside_tensors_are_refused():
         run(pipe, model, (x,), x, seed=SEED)
 
 
-def test_modules_that_are_skipped_at_random_are_the_same_everywhere():
+def test_the_same_modules_are_skipped_at_random_under_any_schedule_and_cut():
     class Skipping(nn.Module):
         def __init__(self):
             super().__init__()
@@ -390,7 +390,7 @@ class Sharing(nn.Module):
         return self.linear(x) if x.sum() > 0 else x
 
 
-def test_draws_in_branches_count_for_no_draw_outside(monkeypatch):
+def test_draws_in_branches_do_not_change_draws_outside(monkeypatch):
     drop, x, found = nn.Dropout(0.5), torch.ones(4, WIDTH), set()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), drop, Sharing(drop), drop)
     pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=gpipe(1, 2), unsplittable=Sharing)
@@ -405,7 +405,7 @@ def test_draws_in_branches_count_for_no_draw_outside(monkeypatch):
     assert found == {random.label("1", 0), random.stream_label("2", 0), random.label("1", 1)}
 
 
-def test_a_translation_model_drops_the_same_tokens_and_activations_everywhere():
+def test_a_translation_model_drops_the_same_under_any_schedule_and_cut():
     """One of transformers, whose experts drop out activations, and whose sparse layers drop tokens."""
     sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2, "layerdrop": 0.0}
     sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sizes.items()}

@@ -117,7 +117,7 @@ def counted(case, runs, how):
 
 
 @pytest.mark.parametrize(("around", "how"), in_turn([name for name in AROUND if name != "plain"], HOWS))
-def test_what_a_module_checkpoints_runs_twice(how, around):
+def test_a_function_that_a_module_checkpoints_runs_twice(how, around):
     how = HOWS[how]
     """The second time up to where all is there that the backward needs: not the last sine."""
     case, runs = case_of(around)
@@ -128,7 +128,7 @@ def test_what_a_module_checkpoints_runs_twice(how, around):
 
 
 @every
-def test_what_the_schedule_recomputes_runs_twice(how):
+def test_a_stage_that_the_schedule_recomputes_runs_twice(how):
     case, runs = case_of("plain")
     for stages in ((0, 1, 2, 3), (1, 3)):
         times, called = counted(case, runs, recompute(how, stages))
@@ -137,7 +137,7 @@ def test_what_the_schedule_recomputes_runs_twice(how):
 
 
 @pytest.mark.parametrize(("around", "name"), PAIRS)
-def test_both(around, name):
+def test_checkpoints_in_a_recomputed_stage_run_three_times(around, name):
     """The schedule's second forward is checkpointed like the first."""
     case, runs = case_of(around)
     times, called = counted(case, runs, recompute(HOWS[name], (0, 1, 2, 3)))
@@ -146,14 +146,14 @@ def test_both(around, name):
 
 
 @pytest.mark.parametrize(("around", "name"), PAIRS)
-def test_what_is_held(around, name):
+def test_memory_of_checkpoints_is_freed_in_the_backward(around, name):
     """What a checkpoint saves is let go of in the backward, like all else."""
     case, _ = case_of(around)
     for schedule in (HOWS[name], recompute(HOWS[name], (1, 2))):
         require_as_simulated(*build(case, schedule, ROWS * MICROBATCHES, capture="trace"))
 
 
-def test_what_a_checkpoint_keeps():
+def test_a_checkpoint_keeps_its_input_and_what_its_policy_saves():
     row = ROWS * WIDTH * 4
     kept = {
         "plain": 4,
@@ -167,7 +167,7 @@ def test_what_a_checkpoint_keeps():
 
 
 @pytest.mark.parametrize(("around", "how"), in_turn(AROUND, HOWS))
-def test_random_numbers_are_drawn_again(how, around):
+def test_a_checkpoint_draws_the_same_random_numbers_again(how, around):
     how = HOWS[how]
     case, _ = case_of(around, dropout=0.4)
     built = build(case, how, ROWS * MICROBATCHES, capture="trace")

@@ -73,7 +73,7 @@ def test_a_checkpointed_function_may_be_a_partial_without_tensors(backward):
 
 @BACKWARDS
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-def test_a_reentrant_checkpoint_has_the_bits_of_one_device(how, backward):
+def test_a_reentrant_checkpoint_is_exact(how, backward):
     """The input of a block is used three times inside; the second argument is the same for all blocks."""
 
     def around(model, block, x):
@@ -110,7 +110,7 @@ def gradients(model, backward, seed):
 
 @BACKWARDS
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_parameters_in_a_reentrant_checkpoint_of_what_wants_no_gradient_get_none(backward):
+def test_parameters_in_a_reentrant_checkpoint_without_differentiable_inputs_get_no_gradient(backward):
     """The first block gets the batch alone, so torch records nothing of it."""
     model = Stack(lambda model, block, x: reentrant(block, x) * model.gain)
     assert verified(model, HOWS["1F1B"], backward).eager
@@ -148,7 +148,7 @@ def nested(model, block, x):
     ],
     ids=["a shared parameter", "a tensor of a closure", "in another checkpoint", "other numbers"],
 )
-def test_a_reentrant_checkpoint_that_would_have_other_bits_is_refused(around, words):
+def test_a_reentrant_checkpoint_that_cannot_be_exact_is_refused(around, words):
     with pytest.raises((fpipe.CaptureError, fpipe.CutError)) as caught:
         verified(Stack(around), HOWS["1F1B"], "autograd")
     assert all(word in str(caught.value) for word in words), caught.value
@@ -158,7 +158,7 @@ def test_a_reentrant_checkpoint_that_would_have_other_bits_is_refused(around, wo
 @pytest.mark.parametrize(
     ("backward", "settings"), [("autograd", {}), ("graph", {"gradient_checkpointing_kwargs": {"use_reentrant": True}})]
 )
-def test_gradient_checkpointing_of_transformers(backward, settings):
+def test_gradient_checkpointing_of_transformers_is_exact(backward, settings):
     """Without dropout, so that it is compared with the model run eagerly; a stage begins with each layer."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=1, **sizes)).train()

@@ -60,7 +60,7 @@ def built(block, how, cut, backward):
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("cut", ["1.layers.1", "2"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-def test_statistics_are_those_of_one_device(reentrant, cut, how, backward):
+def test_running_statistics_in_a_checkpoint_are_those_of_one_device(reentrant, cut, how, backward):
     pipe, model, x, y = built(Block(reentrant), how, cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
@@ -85,7 +85,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_the_second_time_draws_the_same(backward):
+def test_running_again_draws_the_same_numbers(backward):
     means = []
     for checkpointed, count in ((True, 6), (False, 3)):
         pipe, model, x, y = built(Dropping(checkpointed), HOWS["1F1B"], "2", backward)
@@ -97,7 +97,7 @@ def test_the_second_time_draws_the_same(backward):
     assert same_bits(*means)
 
 
-def test_a_frozen_checkpoint_counts_once():
+def test_a_frozen_checkpoint_updates_statistics_once():
     """Nothing is saved, so nothing is computed again."""
     block = Block().requires_grad_(False)
     pipe, model, x, y = built(nn.Sequential(Detached(), block), HOWS["1F1B"], "2", "autograd")
@@ -152,7 +152,7 @@ class Averaging(nn.Module):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_runs_again_finds_buffers_as_the_forward_has_left_them(when, how, backward):
+def test_running_again_finds_buffers_as_the_forward_left_them(when, how, backward):
     pipe, model, x, y = built(Averaging(when), how, "2", backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
@@ -160,7 +160,7 @@ def test_what_runs_again_finds_buffers_as_the_forward_has_left_them(when, how, b
     assert all(same_bits(got.buffers[name], want.buffers[name]) for name in want.buffers)
 
 
-def test_a_checkpoint_that_reads_what_it_changes_is_refused():
+def test_a_checkpoint_that_reads_a_buffer_it_changes_is_refused():
     with pytest.raises(fpipe.CaptureError, match=r"module 1, sub: got a checkpointed function that reads a buffer"):
         built(Averaging("in"), HOWS["1F1B"], "2", "autograd")
 
@@ -178,7 +178,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_the_second_time_comes_after_the_whole_forward(backward):
+def test_running_again_comes_after_the_whole_forward(backward):
     pipe, model, x, y = built(Shared(), HOWS["1F1B"], "2", backward)
     got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `torch.distributed.pipelining` and stage functions made in other ways get wrong, each a test named after it.
+"""What `torch.distributed.pipelining`, or stage functions made in other ways, get wrong: here it works.
 
-Its schedules, receives and tables are held against ours in `test_incumbent`; wrapped modules are refused in
-`distributed/test_gloo`. Here is what a model or a step of a user meets.
+`test_incumbent` compares its schedules, receives and tables with ours; `distributed/test_gloo` has wrapped modules.
+Here is what the models and steps of users meet.
 """
 
 import gc
@@ -31,12 +31,14 @@ every = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 
 
 @every
-def test_a_skip_connection_across_stages_makes_the_backward_raise(how):
+def test_skip_connections_cross_stages(how):
+    """Elsewhere the backward raises."""
     require_exact(ZOO["skips"], how, capture="trace")
 
 
 @every
-def test_gradients_of_tied_weights_are_never_summed(how):
+def test_gradients_of_tied_weights_are_summed(how):
+    """Elsewhere each stage has its own copy, and nobody sums."""
     got = require_exact(ZOO["gpt"], how, capture="trace")
     alone = ZOO["gpt"].build()
     alone.head.weight = nn.Parameter(alone.embed.weight.detach().clone())
@@ -50,12 +52,14 @@ def loop_gradients(model, how):
 
 
 @every
-def test_a_dict_none_an_integer_or_a_nested_tuple_between_stages_is_an_error(how):
+def test_dicts_none_integers_and_nested_tuples_cross_stages(how):
+    """Elsewhere only tensors may."""
     require_exact(ZOO["dicts"], how, capture="trace")
 
 
 @every
-def test_other_shapes_on_a_later_step_abort_the_process(how):
+def test_later_steps_may_have_other_shapes(how):
+    """Elsewhere they abort the process."""
     case = ZOO["gpt"]
     pipe, model, *_ = build(case, how, 6, capture="trace")
     for rows, length in ((6, 3), (9, 2), (6, 3)):
@@ -64,8 +68,8 @@ def test_other_shapes_on_a_later_step_abort_the_process(how):
 
 
 @every
-def test_batch_normalisation_has_seen_uninitialised_memory(how):
-    """Nothing runs before the step, and the example's values are never read."""
+def test_batch_normalization_sees_the_batch_only(how):
+    """Nothing runs before the step, nor are values of the example read; elsewhere, uninitialized memory counts."""
     case = ZOO["normalised"]
     model, inputs, targets = case.make(6)
     wild = (torch.full_like(inputs[0], 1e30),)
@@ -76,13 +80,14 @@ def test_batch_normalisation_has_seen_uninitialised_memory(how):
 
 
 @every
-def test_integers_into_a_later_stage_crash(how):
+def test_integers_enter_a_later_stage(how):
+    """Elsewhere they crash."""
     require_exact(ZOO["later"], how, capture="trace")
 
 
 @pytest.mark.parametrize("name", ["dropping", "gpt_dropout"])
-def test_dropout_is_equal_to_nothing_that_one_device_does(name):
-    """It is equal to one device, and to the same model on other numbers of ranks."""
+def test_dropout_is_the_same_on_any_number_of_ranks(name):
+    """And the same as on one device; elsewhere it equals nothing that one device does."""
     case = ZOO[name]
     results = []
     for ranks in (1, 2, 4):
@@ -111,8 +116,8 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("depth", [1, 8])
-def test_what_is_checkpointed_runs_again_for_every_group_of_parameters(depth, monkeypatch):
-    """It runs twice, split backward or not, however many parameters there are."""
+def test_a_checkpointed_function_runs_twice_however_many_parameters_it_has(depth, monkeypatch):
+    """Split backward or not; elsewhere it runs again for every group of parameters."""
     monkeypatch.setattr(Counted, "runs", 0)
     case = Case(lambda: nn.Sequential(*map(Counted, [depth] * 4)), rows_of(), mse, ("1", "2", "3"))
     for kind in ("1F1B", "split"):
@@ -128,8 +133,8 @@ def test_what_is_checkpointed_runs_again_for_every_group_of_parameters(depth, mo
 
 
 @every
-def test_accumulating_gradients_over_two_steps_gives_a_quarter_more(how):
-    """Gradients are returned, nothing is kept: twice the same step is twice the gradient."""
+def test_the_same_step_twice_gives_twice_the_gradient(how):
+    """A step returns its gradients and keeps nothing; elsewhere two steps give a quarter more."""
     pipe, model, inputs, targets = build(ZOO["mlp"], how, 6, capture="trace")
     params, buffers = pipe.init(model)
     step = fpipe.value_and_grad(pipe)
@@ -148,7 +153,8 @@ def last_first(rank, ranks, microbatches):
 
 
 @pytest.mark.parametrize("name", ["skips", "gpt"])
-def test_the_order_f1_b1_f0_b0_on_the_last_stage_is_an_error(name):
+def test_the_last_stage_may_finish_a_later_microbatch_first(name):
+    """Elsewhere the order F1 B1 F0 B0 is an error."""
     how = last_first(ranks=4, microbatches=2)
     check(how)
     require_exact(ZOO[name], how, order=[1, 0], capture="trace")
@@ -169,15 +175,16 @@ class Shared(nn.Module):
         return self.b(self.a(x.detach()).tanh())
 
 
-def test_split_stages_lose_the_gradients_of_tied_weights_and_of_stages_without_a_differentiable_input():
+def test_split_stages_keep_gradients_of_tied_weights_without_a_differentiable_input():
+    """Elsewhere both are lost."""
     case = Case(lambda: nn.Sequential(*[Shared() for _ in range(4)]), rows_of(), mse, ("1", "2", "3"))
     got = require_exact(case, HOWS["split"], capture="trace")
     assert got.grads.keys() == {"3.a.weight", "3.a.bias", "3.b.bias"}, "below a detach, nothing has a gradient"
 
 
 @every
-def test_checkpoints_are_run_again_with_the_module_s_own_parameters(how):
-    """They are those of the step: the module's own are others by then."""
+def test_checkpoints_run_again_with_the_parameters_of_the_step(how):
+    """The module's own may have changed by then; elsewhere those are used."""
     case = Case(lambda: nn.Sequential(*[Counted(2) for _ in range(4)]), rows_of(), mse, ("1", "2", "3"))
     pipe, model, inputs, targets = build(case, how, 6, capture="trace")
     params, buffers = pipe.init(model)
@@ -190,13 +197,14 @@ def test_checkpoints_are_run_again_with_the_module_s_own_parameters(how):
 
 
 @every
-def test_parameters_behind_an_unused_output_have_no_gradient_here_and_zeros_there(how):
+def test_parameters_of_an_unused_output_have_no_gradient(how):
+    """Elsewhere they have zeros."""
     got = require_exact(ZOO["unused"], how, capture="trace")
     assert not [name for name in got.grads if name.startswith(("dead", "spare"))], "none, as a plain backward says"
 
 
-def test_two_pipelines_of_one_module_swap_its_parameters():
-    """Stages run on skeletons of their own, in turns or one inside the other; the user's module is left alone."""
+def test_two_pipelines_of_one_module_do_not_disturb_each_other():
+    """Stages run on copies without tensors, and leave the user's module alone; elsewhere they swap its parameters."""
     case = ZOO["mlp"]
     model, inputs, targets = case.make(6)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -210,8 +218,8 @@ def test_two_pipelines_of_one_module_swap_its_parameters():
     assert all(same_bits(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_a_microbatch_s_activations_are_kept_alive_by_hooks_that_hold_them():
-    """No stage keeps what it was called with behind the step."""
+def test_no_activation_outlives_the_step():
+    """No stage keeps its arguments after the step; elsewhere hooks keep them alive."""
     seen = []
 
     class Noting(nn.Module):
@@ -260,8 +268,8 @@ class Around(nn.Module):
     "how", [one_f_one_b(ranks=2, microbatches=2), zb_h1(ranks=2, microbatches=2)], ids=["1F1B", "ZB-H1"]
 )
 @pytest.mark.parametrize("cut", ["1", "2.second"])
-def test_autocast_does_not_remember_casts_of_what_a_stage_received(backward, how, cut):
-    """Received values are leaves of a stage's backward, and of leaves autocast casts one only once."""
+def test_autocast_casts_a_received_value_at_every_use(backward, how, cut):
+    """Autocast caches casts of leaves, and what a stage received is a leaf of its backward."""
     case = Case(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Casting(), Around()), rows_of(), mse, ("", "", ""))
     built = _, model, inputs, targets = build(case, how, 6, (cut,), "trace", backward=backward)
     got = run(*built)
@@ -273,8 +281,8 @@ def test_autocast_does_not_remember_casts_of_what_a_stage_received(backward, how
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
-def test_compiled_modules_are_refused_under_zero_bubble():
-    """They run as they are; their weights are not deferred, and `print(pipe)` says so."""
+def test_compiled_modules_run_under_zero_bubble():
+    """Elsewhere they are refused. They run as they are; their weights are not deferred, and `print(pipe)` says so."""
     inputs, targets = rows_of()(8)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     model = nn.Sequential(*[torch.compile(block, backend="aot_eager") for block in blocks])
