@@ -31,7 +31,7 @@ from fpipe.capture.guards import (
     refuse_hooks,
     require_unchanged,
 )
-from fpipe.capture.trace.front_end import trace
+from fpipe.capture.trace.front_end import trace_model
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured
@@ -50,7 +50,7 @@ def fx(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Capt
     inputs, *_ = objective.batch.unflatten(list(leaves))
     root = _Root(skeleton(model, on_meta), flatten(inputs)[1])
     graph = _symbolic(root)
-    return trace(model, objective, leaves, via=lambda bare, recorder: _Replay(root.around(bare), graph, recorder))
+    return trace_model(model, objective, leaves, via=lambda bare, recorder: _Replay(root.around(bare), graph, recorder))
 
 
 class _Root(nn.Module):
@@ -230,9 +230,9 @@ class _Replay(torch.fx.Interpreter):
                 break
             common += 1
         for _ in self.running[common:]:
-            self.recorder.end()
+            self.recorder.end_call()
         for path, kind in list(stack.values())[common:]:
-            self.recorder.begin(path.removeprefix("model").removeprefix("."), kind)
+            self.recorder.begin_call(path.removeprefix("model").removeprefix("."), kind)
         self.running = list(stack)
 
     def _refuse(self, error: Exception) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fpipe.capture.trace.front_end import trace
+from fpipe.capture.trace.front_end import trace_model
 from fpipe.errors import CaptureError, InputError
 from fpipe.ir.captured import Captured
 from fpipe.ir.objective import Objective
@@ -68,4 +68,4 @@ def modules(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) ->
             f"model: got {type(model).__name__}, expected a list of modules or functions, an nn.Sequential, or a "
             'ModuleGraph. Hand the parts in as one of these, or use capture="trace".'
         )
-    return trace(model, objective, leaves, whole=tuple(model._modules))
+    return trace_model(model, objective, leaves, whole=tuple(model._modules))

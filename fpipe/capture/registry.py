@@ -11,12 +11,12 @@ from fpipe.capture.dynamo import dynamo
 from fpipe.capture.export import export
 from fpipe.capture.fx import fx
 from fpipe.capture.modules import modules
-from fpipe.capture.trace.front_end import trace
+from fpipe.capture.trace.front_end import trace_model
 from fpipe.errors import InputError
 from fpipe.ir.captured import FrontEnd
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
-    {"trace": trace, "export": export, "fx": fx, "dynamo": dynamo, "modules": modules}
+    {"trace": trace_model, "export": export, "fx": fx, "dynamo": dynamo, "modules": modules}
 )
 
 
@@ -26,7 +26,7 @@ def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> Fron
     The one named "trace" is told which modules are to stay `whole`.
     """
     if capture == "trace":
-        return partial(trace, opaque=whole)
+        return partial(trace_model, opaque=whole)
     if isinstance(capture, str) and capture in FRONT_ENDS:
         return FRONT_ENDS[capture]
     if isinstance(capture, str) or not callable(capture):

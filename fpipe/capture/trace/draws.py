@@ -23,7 +23,7 @@ from fpipe.ir.tape import Draw, Frame
 from fpipe.tensors.random import label, stream_label
 
 
-class Drawn(NamedTuple):
+class RandomCall(NamedTuple):
     """A torch call that drew random numbers: its tick, function, module path, and the devices that it drew on."""
 
     tick: int
@@ -36,8 +36,12 @@ class Draws:
     """A run's draws so far: `found`, in order; `streams` are the calls whose draws are named together."""
 
     def __init__(self) -> None:
-        self.found: list[Drawn] = []
+        self.found: list[RandomCall] = []
         self.streams: list[Frame] = []
+
+    def note(self, tick: int, function: Callable[..., Any], path: str, devices: Iterable[torch.device]) -> None:
+        """Note that a torch call in the module at `path` has drawn on these devices."""
+        self.found.append(RandomCall(tick, function, path, tuple(devices)))
 
     def has_from(self, tick: int) -> bool:
         """Return whether anything was drawn from `tick` on."""
@@ -52,7 +56,7 @@ class Draws:
             frame.stream = Labels(stream_label(frame.path, call), kinds)
             self.streams.append(frame)
 
-    def stream(self, tick: int) -> Labels | None:
+    def stream_at(self, tick: int) -> Labels | None:
         """Return the stream that a call at `tick` draws from, if any."""
         return next((one.stream for one in self.streams if one.first_tick <= tick < one.last_tick), None)
 
@@ -61,21 +65,21 @@ class Draws:
         ordinals = Counter[str]()
         found: dict[int, Labels] = {}
         for tick, _, path, devices in self.found:
-            stream = self.stream(tick)
+            stream = self.stream_at(tick)
             found[tick] = stream or Labels(label(path, ordinals[path]), devices)
             ordinals[path] += stream is None
         return found
 
-    def named(self) -> tuple[Draw, ...]:
-        """Return the draws that have their own names."""
+    def outside_streams(self) -> tuple[Draw, ...]:
+        """Return the draws that are keyed one by one."""
         labels = self.labels()
         return tuple(
-            [Draw(one.tick, one.function, *labels[one.tick]) for one in self.found if not self.stream(one.tick)]
+            [Draw(one.tick, one.function, *labels[one.tick]) for one in self.found if not self.stream_at(one.tick)]
         )
 
-    def outside(self, ticks: Sequence[int]) -> Sequence[int]:
+    def ticks_outside_streams(self, ticks: Sequence[int]) -> Sequence[int]:
         """Return the ticks at which no stream was running."""
-        return [tick for tick in ticks if self.stream(tick) is None]
+        return [tick for tick in ticks if self.stream_at(tick) is None]
 
     @property
     def undecided(self) -> tuple[torch.device, ...]:

@@ -6,28 +6,23 @@ A module created in a forward is initialized there: numbers are drawn, and may b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
+from fpipe.capture.trace.history import History
 from fpipe.ir.captured import Unit, Value
 
 
-def live(
-    units: Sequence[Unit],
-    written: Mapping[Unit, Collection[int]],
-    storage: Mapping[Value, int],
-    returned: Iterable[Value],
-    kept: Iterable[Value],
-) -> list[Unit]:
-    """Return the units that lead to `returned` values, or change the memory of these or of `kept` values.
+def live_units(history: History, returned: Iterable[Value]) -> list[Unit]:
+    """Return the units that lead to `returned` values, or change the memory of these or of the run's sources.
 
     A unit that neither makes nor changes anything, such as a check, may raise, and so counts as live.
     """
-    values = set(returned)
-    memory = {storage[value] for value in (*values, *kept)}
+    storage, values = history.values.storage, set(returned)
+    memory = {storage[value] for value in (*values, *history.values.sources)}
     found: list[Unit] = []
-    for unit in reversed(units):
-        silent = unit.makes or written[unit]
-        if silent and values.isdisjoint(unit.makes) and memory.isdisjoint(written[unit]):
+    for unit in reversed(history.units):
+        written = history.facts[unit].written
+        if (unit.makes or written) and values.isdisjoint(unit.makes) and memory.isdisjoint(written):
             continue
         found.append(unit)
         values.update(unit.reads)

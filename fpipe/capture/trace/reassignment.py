@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fpipe.capture.trace.origins import Origin
+from fpipe.capture.trace.history import History, Provenance
 from fpipe.capture.trace.values import Values
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Constant, Parameter, Source, Unit, Value
@@ -27,7 +27,7 @@ from fpipe.ir.tape import Frame, outermost_checkpoints
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import DisableTorchFunction
 
-Table = dict[str, Tensor | None]
+BufferTable = dict[str, Tensor | None]
 
 
 class Reassigned(NamedTuple):
@@ -37,7 +37,7 @@ class Reassigned(NamedTuple):
     - `new`: the value that is there now. `where`: the module that assigned it.
     """
 
-    table: Table
+    table: BufferTable
     name: str
     first: Tensor | None
     buffer: Value | None
@@ -112,18 +112,16 @@ class Reassignments:
 
     # ---------------------------------------------------------------------------------------------------------- checks
 
-    def require_carried(self, written: Collection[int], origin: Callable[[Sequence[Value]], Origin]) -> None:
-        """Raise `CaptureError`, naming the buffer, unless assigned tensors can be carried on, or made again.
-
-        `written` is the memory that the run modifies in place; `origin` returns what values were computed from.
-        """
+    def require_carried(self, history: History) -> None:
+        """Raise `CaptureError`, naming the buffer, unless assigned tensors can be carried on, or computed again."""
+        written = history.written
         for one in self.caches:
-            self._require_constant(one, written, origin((one.new,)))
+            self._require_constant(one, written, history.provenance((one.new,)))
         for one in self.found.values():
             if one.buffer in self.next:
                 self._require_apart(one, written)
 
-    def _require_constant(self, one: Reassigned, written: Collection[int], origin: Origin) -> None:
+    def _require_constant(self, one: Reassigned, written: Collection[int], provenance: Provenance) -> None:
         """Refuse a cache that another run might build differently."""
         changing = {other.buffer for other in self.found.values()}
 
@@ -132,8 +130,8 @@ class Reassignments:
                 return value not in changing and self.values.storage[value] not in written
             return isinstance(source, Constant)
 
-        others = [source for value, source in origin.sources.items() if not is_fixed(value, source)]
-        if not others and not any(unit in origin.history.random for unit in origin.units):
+        others = [source for value, source in provenance.sources.items() if not is_fixed(value, source)]
+        if not others and not provenance.is_random:
             return
         got, expected = _said(self.values.tensors[one.new]), "None" if one.first is None else _said(one.first)
         raise CaptureError(

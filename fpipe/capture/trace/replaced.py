@@ -41,7 +41,7 @@ def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any],
     `name` maps a tensor to its parameter's name; `here` returns where the forward is. torch's own modules may ask, in
     `nn.Module.to` say, because they only move the tensor.
     """
-    if function is Tensor.data_ptr and not _is_torchs():
+    if function is Tensor.data_ptr and not _is_called_by_torch():
         raise CaptureError(
             f"{here()}: got a forward that asks for the address of a tensor, expected one that works wherever tensors "
             "are: in a step they are elsewhere, and others. Compare tensors by `is`, or drop it."
@@ -52,7 +52,7 @@ def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any],
             "since it copies values out of sight. Write torch.stack() or torch.cat(); or do it before the step, and "
             "pass the result."
         )
-    if function not in UNANSWERABLE or not name(args[0]) or _is_torchs():
+    if function not in UNANSWERABLE or not name(args[0]) or _is_called_by_torch():
         return
     raise CaptureError(
         f"{here()}: got a forward in which the .grad of parameter {name(args[0])} {UNANSWERABLE[function]}, expected "
@@ -68,21 +68,21 @@ def _holds_fakes(items: Sequence[Any]) -> bool:
     )
 
 
-def _is_torchs() -> bool:
+def _is_called_by_torch() -> bool:
     """Return whether the innermost caller outside of fpipe is torch."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe(1)))
     caller = next(dropwhile("fpipe".__eq__, (module.partition(".")[0] for module in modules)))
     return bool(caller == "torch")
 
 
-def refusal(function: Any, error: Exception, here: Callable[[], str]) -> PipelineError | None:
+def find_fake_error(function: Any, error: Exception, here: Callable[[], str]) -> PipelineError | None:
     """Return the error to raise if the forward catches one that a torch call raised because tensors are fake."""
     if isinstance(error, PipelineError):
         return error
     if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == FAKE_ERRORS):
         return None
     return CaptureError(
-        f"{here()}: got {type(error).__name__}: {error}, which the forward caught, expected one that needs no values: "
-        "in a step it would go another way. Take the call out of its try, or, if shapes do not depend on it, name the "
-        "module in unsplittable."
+        f"{here()}: got {type(error).__name__}: {error}, which the forward caught, expected a forward that needs no "
+        "values. In a step, this call would not raise. Take it out of the try block, or, if shapes do not depend on "
+        "it, name the module in unsplittable."
     )

@@ -81,7 +81,7 @@ class DifferentError(Exception):
 
 
 class Replay(TorchFunctionMode):
-    """Makes calls of a tape again, inside `begun`.
+    """Makes calls of a tape again, inside `prepare`.
 
     - `tick`: the tick of the next torch call; `coming`: for each running call, innermost last, its inner calls still to
       come. `ended`: whether anything differed; a forward may have swallowed the exception.
@@ -99,14 +99,14 @@ class Replay(TorchFunctionMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.call, self.assign, self.register = (current(nn.Module, name) for name in CHECKED)
         self.effects = Effects()
-        self.effects.observer = self._dispatched
+        self.effects.observer = self._end_at_operator
         self.expected: dict[int, list[Any]] = {}
         self.coming: list[Iterator[Frame]] = []
         self.tick = self.depth = 0
         self.active = self.ended = False
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
+    def prepare(self) -> Iterator[None]:
         """Patch torch inside, in the places where a recording patches it."""
         with ExitStack() as stack:
             stack.enter_context(self.mode.note(self.effects))
@@ -134,13 +134,13 @@ class Replay(TorchFunctionMode):
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield each patched owner, the name there, and the replacement."""
-        yield nn.Module, "__call__", self._called
-        yield nn.Module, "__setattr__", self._assigned
-        yield nn.Module, "register_buffer", self._registered
+        yield nn.Module, "__call__", self._call_module
+        yield nn.Module, "__setattr__", self._set_attribute
+        yield nn.Module, "register_buffer", self._register_buffer
         for owner, name in ENDING:
-            yield owner, name, self._ending(current(owner, name))
+            yield owner, name, self._end_at_call(current(owner, name))
 
-    def _ending(self, function: Callable[..., Any]) -> Any:
+    def _end_at_call(self, function: Callable[..., Any]) -> Any:
         def ending(*args: Any, **kwargs: Any) -> Any:
             return self.end() if self.active else function(*args, **kwargs)
 
@@ -181,7 +181,7 @@ class Replay(TorchFunctionMode):
         self.ended = True
         raise DifferentError
 
-    def _dispatched(self, *_: Any) -> None:
+    def _end_at_operator(self, *_: Any) -> None:
         if self.active:
             self.end()
 
@@ -192,12 +192,12 @@ class Replay(TorchFunctionMode):
         if not self.active:
             return func(*args, **kwargs)
         try:
-            return self._returned(func, args, kwargs)
+            return self._recorded_result(func, args, kwargs)
         finally:
             if func is SETTING:  # also at the end: contexts restore the previous mode
                 func(*args, **kwargs)
 
-    def _returned(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _recorded_result(self, function: Any, args: Any, kwargs: Any) -> Any:
         one = self.tape.returned.get(self.tick)
         foreign = count_dispatch_modes() != self.depth  # another mode, which would see operators
         if self.ended or foreign or one is None or not self._is_same(one, function, args, kwargs):
@@ -220,7 +220,9 @@ class Replay(TorchFunctionMode):
         if self.tick not in self.expected:
             arguments = self._arguments(old)
             setting = old.out is None and not old.invocation.reads and old.invocation.function is not SETTING
-            if setting or not (_is_torchs(old.invocation.function) and all(map(_is_plain, (*arguments, old.out)))):
+            if setting or not (
+                _runs_only_torch(old.invocation.function) and all(map(_is_plain, (*arguments, old.out)))
+            ):
                 self.end()
             self.expected[self.tick] = arguments
         return self.expected[self.tick]
@@ -233,7 +235,7 @@ class Replay(TorchFunctionMode):
 
     # ----------------------------------------------------------------------------------------------------------- frames
 
-    def _called(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _call_module(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not self.active or id(module) not in self.paths:
             return self.call(module, *args, **kwargs)
         frame = next(self.coming[-1], None)
@@ -254,12 +256,12 @@ class Replay(TorchFunctionMode):
         if not same or self.tick != frame.last_tick or frame.branching or next(self.coming[-1], None) is not None:
             self.end()
 
-    def _assigned(self, module: nn.Module, name: str, value: Any) -> None:
+    def _set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         if self.active and name in module._parameters and value is not module._parameters[name]:
             self.end()
         self.assign(module, name, value)
 
-    def _registered(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
+    def _register_buffer(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
         if self.active and (name not in module._buffers or tensor is not module._buffers[name]):
             self.end()
         self.register(module, name, tensor, *args, **kwargs)
@@ -279,7 +281,7 @@ def _is_plain(leaf: Any) -> bool:
     return kind in DATA or kind in TENSORS
 
 
-def _is_torchs(function: Any) -> bool:
+def _runs_only_torch(function: Any) -> bool:
     """Return whether a function runs only torch's code."""
     if function in EXECUTED:
         return False

@@ -25,11 +25,11 @@ def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeT
 
     Remove one that cannot be computed, say on a device that this machine lacks: every run makes it anew.
     """
-    values = {id(recorder.values.tensors[value]): value for value in recorder.constants().values}
+    values = {id(recorder.values.tensors[value]): value for value in recorder.history.constants().values}
     for key, one in now.containers.items():
         wanted = {id(tensor) for part in one.contents for tensor in _fakes(part, mode)} & values.keys()
         if wanted:
-            found = {k: tensor for k in wanted if (tensor := real(recorder, values[k])) is not None}
+            found = {k: tensor for k in wanted if (tensor := compute_constant(recorder, values[k])) is not None}
             filled = one._replace(contents=tuple([_replaced(part, found) for part in one.contents]))
             missing = len(found) < len(wanted)
             fill(
@@ -37,10 +37,10 @@ def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeT
             )
 
 
-def real(recorder: Recorder, value: Value) -> Tensor | None:
+def compute_constant(recorder: Recorder, value: Value) -> Tensor | None:
     """Return the real tensor of a constant value; `None` if it cannot be computed, say on a missing device."""
     try:
-        return recorder.real(value)
+        return recorder.history.compute_constant(value)
     except Exception:  # whatever a missing device raises
         return None
 

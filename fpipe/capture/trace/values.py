@@ -39,7 +39,7 @@ class Values:
         self.memories = set(self.storage.values())
         self.earlier: list[Tensor] = []
 
-    def made(self, tensor: Tensor) -> Value:
+    def add(self, tensor: Tensor) -> Value:
         """Return the value for a new tensor."""
         value = len(self.tensors)
         with DisableTorchFunction():  # not a call of the model
@@ -66,7 +66,7 @@ class Values:
         if id(tensor) in self.known:
             return self.known[id(tensor)]
         self._require_constant(tensor)
-        value = self.made(tensor)
+        value = self.add(tensor)
         self.sources[value] = Constant(tensor)
         return value
 

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.capture.trace import front_end as trace
+from fpipe.capture.trace.comparison import RepeatRecorder
 from fpipe.capture.trace.decisions import Decisions
-from fpipe.capture.trace.patches import _Patched, _Watching
+from fpipe.capture.trace.patches import Replacements, TorchFunctions
 from fpipe.capture.trace.recorder import Recorder
-from fpipe.capture.trace.rehearsal import Again
 from fpipe.capture.trace.replay import ENDING
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse, rows_of
@@ -460,7 +460,7 @@ class Usual(nn.Module):
 
 def test_ordinary_modules_are_not_recorded_again(monkeypatch):
     """Which calls differ is then known sooner."""
-    monkeypatch.setattr(trace, "Again", lambda *_: pytest.fail("recorded again"))
+    monkeypatch.setattr(trace, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
     (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
     pipe = fpipe.pipeline(
         model, example=inputs, targets=targets, loss=nn.functional.mse_loss, schedule=one_f_one_b(2, 3), cuts=["2"]
@@ -471,7 +471,7 @@ def test_ordinary_modules_are_not_recorded_again(monkeypatch):
 def test_a_replay_may_end_wherever_a_recorder_watches_torch():
     recorder = Recorder(nn.Linear(1, 1), {})
     decisions = Decisions(recorder.stack, ExitStack())
-    watching = _Watching(recorder, nn.Linear(1, 1), (), _Patched.now(), decisions)
+    watching = Replacements(recorder, nn.Linear(1, 1), (), TorchFunctions.now(), decisions)
     watched = {(owner, name) for owner, name, _ in watching.replacements()}
     module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")
     others = {(nn.Module, name) for name in module} | {(torch.autocast, name) for name in cast}
@@ -495,7 +495,9 @@ class Watched(nn.Module):
 
 def test_modules_whose_operators_are_watched_are_recorded_again(monkeypatch):
     again = []
-    monkeypatch.setattr(trace, "Again", lambda *args, **kwargs: again.append(1) or Again(*args, **kwargs))
+    monkeypatch.setattr(
+        trace, "RepeatRecorder", lambda *args, **kwargs: again.append(1) or RepeatRecorder(*args, **kwargs)
+    )
     (inputs, targets), linear = rows_of()(6), nn.Linear(WIDTH, WIDTH)
     for module in (nn.Tanh(), Watched()):
         how, model = one_f_one_b(2, 3), nn.Sequential(linear, module, nn.Linear(WIDTH, WIDTH), nn.Tanh())

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record checkpointed functions: each gets a frame inside that of the module that calls `torch.utils.checkpoint`.
+
+A frame ends with what its function returned, which only `checkpoint` itself knows:
+
+    def checkpoint(function, *args, ...):                      # in torch, for use_reentrant=False
+        generator = _checkpoint_without_reentrant_generator(function, ...)
+        next(generator)                                        # installs the saved-tensor hooks
+        ret = function(*args)
+        next(generator)                                        # removes them
+        return ret
+
+The generator is replaced by `record`, which opens the frame before it yields, and afterwards reads `ret` from the frame
+of `checkpoint`, which resumed it. A reentrant checkpoint is a custom autograd function, and is replaced as one.
+
+Runs when a pipeline is built.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils import checkpoint
+
+from fpipe.capture.trace.recorder import Recorder
+from fpipe.capture.trace.reentrant_checks import require_explicit_arguments
+from fpipe.errors import CaptureError
+from fpipe.ir.tape import Frame
+from fpipe.runtime.segments.reentrant import Reentrant
+from fpipe.torch_private import unseen_by_modes
+
+SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""The arguments of torch's generator between the function and its arguments."""
+KIND = "activation checkpointing"
+
+
+class CheckpointFrames:
+    """Records checkpointed functions; `generate` is torch's own generator around one."""
+
+    def __init__(self, recorder: Recorder, generate: Callable[..., Iterator[None]]) -> None:
+        self.recorder, self.generate = recorder, generate
+
+    def record(self, function: Any, *settings: Any, **kwargs: Any) -> Iterator[None]:
+        """Do what torch's generator does around a checkpointed function, and record the function's frame."""
+        generator = self.generate(function, *settings, **kwargs)
+        how, args = dict(zip(SETTINGS, settings, strict=False)), settings[len(SETTINGS) :]
+
+        def call_again(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)
+
+        with unseen_by_modes():
+            next(generator)
+        frame = self._open_frame(call_again, (function, *args), kwargs)
+        with self.recorder.stack.enter(frame):
+            yield
+        self.recorder.close_frame(frame, _result_in_checkpoint())
+        if frame.stream is not None or self.recorder.draws.has_from(frame.first_tick):
+            how["preserve_rng_state"] = True  # else the rerun draws from whatever state the schedule left
+        yield from generator
+
+    def record_reentrant(self, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        """Run a reentrant checkpoint by a node that supports gradients of chosen inputs, and record its frame."""
+        recorder = self.recorder
+        if not preserve_rng_state:
+            raise CaptureError(
+                f"{recorder.stack.here()}: got a reentrant checkpoint with preserve_rng_state=False, expected the same "
+                "random numbers in both runs. Drop the argument."
+            )
+        recorder.hooked.append(len(recorder.history.units))
+        frame = self._open_frame(Reentrant(), (function, *args), {})
+        frame.reentrant = True
+
+        def run(*args: Any) -> Any:
+            return recorder.view_others(frame, function(*args))
+
+        with recorder.stack.enter(frame):
+            out = Reentrant()(run, *args)
+        recorder.close_frame(frame, out)
+        tensors, given = recorder.values.tensors, recorder.values.within(args)
+        wanting = frozenset(value for value, tensor in tensors.items() if tensor.requires_grad)
+        require_explicit_arguments(frame, recorder.history.units, wanting, [*given, *recorder.values.sources])
+        return out
+
+    def _open_frame(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Frame:
+        """Return the frame of a checkpointed function, as part of the module that calls it."""
+        outer = self.recorder.stack.frames[-1]
+        frame = self.recorder.open_frame(outer.path, outer.kind, function, args, kwargs, KIND)
+        frame.checkpoint = True
+        return frame
+
+
+def _result_in_checkpoint() -> Any:
+    """Return what the checkpointed function returned: the local variable `ret` of torch's `checkpoint`.
+
+    The caller is a generator that `checkpoint` has resumed.
+    """
+    return sys._getframe(2).f_locals["ret"]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that runs on fake tensors: its skeleton, and fresh fakes for its state and its batch in every run.
+
+Runs when a pipeline is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.capture.advice import advise_on_errors, advise_on_values
+from fpipe.capture.generators import Generators
+from fpipe.capture.guards import blame, traceback_line
+from fpipe.capture.trace.patches import watch_torch
+from fpipe.capture.trace.recorder import Recorder
+from fpipe.capture.trace.seats import require_seated
+from fpipe.errors import CaptureError, PipelineError
+from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Value
+from fpipe.ir.objective import Loss, Objective
+from fpipe.ir.questions import Ask, refuse_questions
+from fpipe.model.stateless import Absent, skeleton
+from fpipe.runtime.segments.seats import Seat, Seating
+from fpipe.tensors.attributes import as_parameter
+from fpipe.tensors.fake import fake, fake_mode
+from fpipe.tensors.tree import first_names
+
+Via: TypeAlias = Callable[[nn.Module, Recorder], Callable[..., Any]]
+"""Returns what runs instead of a skeleton, given a recorder."""
+
+
+class FakeModel:
+    """A model whose tensors are fake.
+
+    - `skeleton`: a copy without tensors, which is what runs. `seats`: where it keeps parameters and buffers.
+    - `state`: the model's parameters and buffers. `leaves`: the example of a batch.
+    - `whole`: the modules that are never opened. `opaque`: those in which modules may branch on data.
+    - `mode`: the mode that fake tensors belong to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        leaves: Sequence[Tensor],
+        whole: Collection[str],
+        opaque: Collection[str],
+        via: Via,
+    ) -> None:
+        self.model, self.skeleton = model, skeleton(model, Absent.like)
+        self.objective, self.leaves, self.whole, self.opaque, self.via = objective, leaves, whole, opaque, via
+        self.device = leaves[0].device if leaves else torch.device("cpu")
+        self.mode = fake_mode()
+        self.trainable = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+        self.state: list[tuple[Source, Tensor]] = [
+            *((Parameter(name), tensor) for name, tensor in model.named_parameters()),
+            *((Buffer(name), tensor) for name, tensor in model.named_buffers()),
+        ]
+        self.seats = find_seats(self.skeleton)
+
+    def sources(self) -> dict[Value, tuple[Source, Tensor]]:
+        """Return fresh fake tensors for the model's state and for the batch."""
+        made: list[tuple[Source, Tensor]] = []
+        for source, tensor in self.state:
+            new = fake(self.mode, tensor, self.device)
+            trained = tensor.requires_grad and source[0] in self.trainable
+            made.append((source, as_parameter(new, trained) if isinstance(source, Parameter) else new))
+        made += [(BatchLeaf(k), fake(self.mode, leaf, self.device)) for k, leaf in enumerate(self.leaves)]
+        return dict(enumerate(made))
+
+    def recorder(self, ask: Ask = refuse_questions, generators: Generators | None = None) -> Recorder:
+        """Return a recorder for one run on fresh fake tensors."""
+        return Recorder(self.skeleton, self.sources(), ask, self.opaque, generators)
+
+    # ------------------------------------------------------------------------------------------------------------ seats
+
+    def seats_by_value(self) -> dict[Value, list[Seat]]:
+        """Return where the skeleton keeps the tensor of each parameter and buffer."""
+        return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}
+
+    def seat(self, fakes: Mapping[Value, Tensor]) -> Seating:
+        """Return a context in which these tensors are in their seats."""
+        return Seating([(*seat, value) for value, seats in self.seats_by_value().items() for seat in seats], fakes)
+
+    def remove_seat(self, seat: Seat) -> None:
+        """Leave what is in a seat there from now on."""
+        table, name = seat
+        for seats in self.seats.values():
+            seats[:] = [other for other in seats if (id(other[0]), other[1]) != (id(table), name)]
+
+    # -------------------------------------------------------------------------------------------------------------- run
+
+    def run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
+        """Return the loss and outputs of one run; raise `CaptureError` if it cannot be captured."""
+        fakes, called = recorder.values.tensors, self.via(self.skeleton, recorder)
+        try:
+            with self.seat(fakes), self.watch(recorder):
+                result = self._objective(recorder)(called, self._batch(recorder))
+                for error in recorder.fake_errors:
+                    raise error  # the forward swallowed it
+                self._require_kept_state(recorder)
+                return result
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise self._explain(error) from error
+
+    @contextmanager
+    def watch(self, recorder: Recorder) -> Iterator[None]:
+        """Enter the context in which a recorder sees what the skeleton does."""
+        with self.mode.note(recorder.effects), watch_torch(recorder, self.skeleton, self.whole):
+            yield
+
+    def _batch(self, recorder: Recorder) -> tuple[Tensor, ...]:
+        values = recorder.values
+        return tuple(values.tensors[v] for v, source in values.sources.items() if isinstance(source, BatchLeaf))
+
+    def _objective(self, recorder: Recorder) -> Objective:
+        """Return the objective, its loss in a frame as if it were a module."""
+        loss = self.objective.loss
+        return self.objective if loss is None else replace(self.objective, loss=_in_frame(loss, recorder))
+
+    def _require_kept_state(self, recorder: Recorder) -> None:
+        """Raise `CaptureError` unless what the run assigned to parameters and buffers can be kept."""
+        recorder.reassigned.require_carried(recorder.history)
+        recorder.reassigned.require_not_repeated(recorder.stack.roots, recorder.history.units)
+        for value, seats in self.seats_by_value().items():
+            require_seated(recorder, value, seats)
+
+    def _explain(self, error: Exception) -> CaptureError:
+        """Return the error for an exception that the model or the loss has raised."""
+        module = blame(error.__traceback__, self.skeleton)
+        may_lack_values = not isinstance(error, LookupError | NameError | ImportError)
+        repair = advise_on_values(module, self.opaque) if may_lack_values else advise_on_errors()
+        return CaptureError(
+            f"{module}: got {type(error).__name__}: {error}{traceback_line(error.__traceback__)}, expected a forward "
+            "that runs on a copy of the model, on fake tensors, which have shapes but no values. "
+            f"{repair}"
+        )
+
+
+def _in_frame(loss: Loss, recorder: Recorder) -> Loss:
+    """Return the loss, its calls in frames."""
+
+    def run(*args: Any) -> Tensor:
+        frame = recorder.open_frame("loss", type(loss), loss, args, {})
+        return cast("Tensor", recorder.call_in_frame(frame, lambda: loss(*args)))
+
+    return run
+
+
+def find_seats(model: nn.Module) -> dict[Source, list[Seat]]:
+    """Return where the modules of `model` keep each parameter and buffer, under all of its names."""
+    found: dict[Source, list[Seat]] = {}
+    for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
+        for name, first in first_names(model, kind).items():
+            path, _, last = name.rpartition(".")
+            source: Source = Parameter(first) if kind == "parameters" else Buffer(first)
+            found.setdefault(source, []).append((getattr(model.get_submodule(path), table), last))
+    return found

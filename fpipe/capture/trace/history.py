@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The history of a run: its units, what is known of each, and how to compute values from them for real.
+
+Problem. A model running on fake tensors reads a value, which they do not have.
+
+Idea. The history contains every call that led to the value. If they read constants alone, run them for real there and
+then; if they read the batch too, run them on each batch at the start of its step. A value that depends on parameters,
+buffers or random numbers is unknown before the step runs.
+
+Invariant. The same calls run, in the same order and modes, as in the model.
+
+Runs when a pipeline is built; what `Provenance.function` returns also runs at the start of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.capture.advice import advise_on_values
+from fpipe.capture.trace.values import Values
+from fpipe.errors import CaptureError
+from fpipe.ir.captured import BatchLeaf, Constant, Source, Unit, Value, compose, single
+from fpipe.ir.modes import Modes, apply_modes
+from fpipe.ir.questions import GUESSES, Answer, Question
+from fpipe.ir.tape import Invocation
+from fpipe.torch_private import without_modes
+
+
+class Facts(NamedTuple):
+    """What is known of a unit.
+
+    - `invocation`, `modes`: its function and arguments, and the modes it ran under.
+    - `ticks`: the range of torch calls that it consists of.
+    - `written`: the memory that it modifies in place. `casts`: the values read that it casts to another dtype.
+    - `draw`: the tick at which it last draws random numbers; `None` if it does not.
+    """
+
+    invocation: Invocation
+    modes: Modes
+    ticks: tuple[int, int]
+    written: frozenset[int]
+    casts: frozenset[Value]
+    draw: int | None
+
+
+class Constants(NamedTuple):
+    """The values of a run that depend on constants alone, and the units that make or change them, in order."""
+
+    values: set[Value]
+    units: list[Unit]
+
+
+class History:
+    """The `units` of a run so far, in order, and the `facts` about each; `values` are those that they read and make."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.units: list[Unit] = []
+        self.facts: dict[Unit, Facts] = {}
+
+    def add(self, unit: Unit, facts: Facts) -> None:
+        """Add a unit."""
+        self.units.append(unit)
+        self.facts[unit] = facts
+
+    def made_since(self, start: int) -> set[Value]:
+        """Return the values that units make, from position `start` on."""
+        return {value for unit in self.units[start:] for value in unit.makes}
+
+    def existing_at(self, position: int) -> set[Value]:
+        """Return the sources, and the values made before a position."""
+        return {*self.values.sources, *(value for unit in self.units[:position] for value in unit.makes)}
+
+    @property
+    def written(self) -> frozenset[int]:
+        """All memory that units modify in place."""
+        return frozenset().union(*(facts.written for facts in self.facts.values()))
+
+    def provenance(self, values: Iterable[Value]) -> Provenance:
+        """Return the units and sources that `values` were computed from."""
+        storage, sources = self.values.storage, self.values.sources
+        needed, used = set(values), list[Unit]()
+        memories = {storage[value] for value in needed}
+        for unit in reversed(self.units):
+            if needed.isdisjoint(unit.makes) and memories.isdisjoint(self.facts[unit].written):
+                continue
+            used.append(unit)
+            needed.update(unit.reads)
+            memories.update(storage[value] for value in unit.reads)
+        found = {value: sources[value] for value in sorted(needed) if value in sources}
+        return Provenance(self, tuple(reversed(used)), found)
+
+    def constants(self) -> Constants:
+        """Return what depends on neither parameters, buffers nor the batch, and is not random."""
+        storage = self.values.storage
+        constant = {value for value, source in self.values.sources.items() if isinstance(source, Constant)}
+        units: list[Unit] = []
+        for unit, facts in self.facts.items():
+            if facts.draw is None and constant.issuperset(unit.reads):
+                constant.update(unit.makes)
+                units.append(unit)
+            elif facts.written:  # this memory is no longer constant
+                constant -= {value for value in constant if storage[value] in facts.written}
+        return Constants(constant, units)
+
+    def compute_constant(self, value: Value) -> Tensor:
+        """Return the real tensor of a constant value."""
+        compute = self.provenance((value,)).function((value,))
+        with for_real():
+            return compute(())[0]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The units that some values were computed by, in order, and the sources that these read."""
+
+    history: History
+    units: tuple[Unit, ...]
+    sources: Mapping[Value, Source]
+
+    @property
+    def leaves(self) -> dict[Value, int]:
+        """The leaves of the batch among the sources."""
+        return {value: source.leaf for value, source in self.sources.items() if isinstance(source, BatchLeaf)}
+
+    @property
+    def obstacle(self) -> str:
+        """A dependency that is unknown before the step runs; empty if there is none."""
+        for source in self.sources.values():
+            if not isinstance(source, BatchLeaf | Constant):
+                return f"the {type(source).__name__.lower()} {source.name!r}"
+        return "random numbers" if self.is_random else ""
+
+    @property
+    def is_random(self) -> bool:
+        """True if one of the units draws random numbers."""
+        return any(self.history.facts[unit].draw is not None for unit in self.units)
+
+    def function(self, outputs: tuple[Value, ...]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """Return a function that computes `outputs` from the batch's leaves without modifying them."""
+        facts = self.history.facts
+        constants = {v: source.tensor for v, source in self.sources.items() if isinstance(source, Constant)}
+        inputs = (*self.leaves, *constants)
+        items = [(facts[unit].modes, single(unit, None)) for unit in self.units]
+        run = compose(apply_modes(items, outputs), inputs, outputs)
+        changed = frozenset().union(*(facts[unit].written for unit in self.units))
+        copied = [self.history.values.storage[value] in changed for value in inputs]
+
+        def compute(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+            given = [t.clone() if copy else t for t, copy in zip((*leaves, *constants.values()), copied, strict=True)]
+            return run(0, *given)
+
+        return compute
+
+    def question(self, invocation: Invocation, where: str) -> Question:
+        """Return the question that a call asks by reading values of this provenance.
+
+        Raise `CaptureError` if it depends on more than constants and the batch.
+        """
+        function = invocation.function
+        asks = f"{where}, {getattr(function, '__name__', function)}"
+        if self.obstacle:
+            raise CaptureError(
+                f"{asks}: got a question about values that depend on {self.obstacle}, expected one that constants or "
+                f"the batch alone decide. Other values are not known before the step runs. {advise_on_values(where)}"
+            )
+        compute_reads = self.function(invocation.reads)
+
+        def compute(leaves: Sequence[Tensor]) -> Answer:
+            with for_real():
+                return Answer.of(invocation(compute_reads(leaves)))
+
+        return Question(asks, tuple(self.leaves.values()), compute, GUESSES.get(function))
+
+
+@contextmanager
+def for_real() -> Iterator[None]:
+    """Compute eagerly inside, as if nothing were recorded, without gradients and outside of any autocast."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with without_modes(), torch.no_grad():
+            yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
