@@ -22,8 +22,8 @@ class VocabularyError(PipelineError, ValueError):
 class TableError(PipelineError, ValueError):
     """Rows of text are not a schedule.
 
-    Raised by `interchange.read_csv` and `interchange.table`. The message names the line and column, or the stage that
-    is on two lines or none. Write one line per rank, with actions such as `3F0` separated by commas.
+    Raised by `schedules.files.read_csv` and `write_csv`. The message names the line and column, or the stage that is on
+    two lines or none. Write one line per rank, with actions such as `3F0` separated by commas.
     """
 
 
@@ -55,8 +55,8 @@ class GraphError(PipelineError, ValueError):
 class ProgramError(PipelineError, RuntimeError):
     """A program cannot run to its end, or computes something other than the whole model.
 
-    Raised by `schedules.proof.interpreter`, which runs programs on formulas. If `check` has passed, it is a bug of
-    ours.
+    Raised by `schedules.proof.interpreter`, which runs programs on formulas. If the program passes `check`, this is a
+    bug in `schedules`: please report it.
     """
 
 
@@ -78,8 +78,8 @@ class ScheduleError(PipelineError, ValueError):
     """A schedule breaks a rule.
 
     Raised by `check`, and by `lower` and `simulate` when they run into the violation. `rank`, `position` (index in that
-    rank's actions), `action` (an `Action`), `rule` (the function's name in `schedules.checking.rules`) and `repair` say
-    what is wrong where.
+    rank's actions), `action` (an `Action`), `rule` (the name of the broken rule), `problem` and `repair` say what is
+    wrong, and where.
     """
 
     def __init__(self, rule: str, rank: int, position: int, action: object | None, problem: str, repair: str) -> None:

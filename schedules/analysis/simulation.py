@@ -103,7 +103,7 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
 
     It must have at least one span per rank, and each rank's spans in order. Waits do not count as busy, and `makespan`
     and `span` run from the first action to the last. If a timeline has no spans for waits, like a simulated one, a rank
-    is taken to have waited whenever it was not busy.
+    is assumed to have waited whenever it was not busy.
 
     >>> from schedules import B, F, gpipe, parse
     >>> measured = [Span(0, F(0, 0), 0, 1), Span(0, parse("0RECV_B0<1"), 1.5, 5), Span(0, B(0, 0), 5, 7)]

@@ -45,9 +45,9 @@ class Entry(NamedTuple):
 
 
 def report_comparison(options: argparse.Namespace) -> int:
-    """Print a line for each schedule, relative to the first, and why others are left out.
+    """Print a line for each schedule, relative to the first, and say why others are left out.
 
-    All do the same work: times and sizes are those of a rank, divided among its stages.
+    All do the same work: the times and sizes are those of a whole rank, and are divided among its stages.
     """
     costs, sizes = costs_of(options), sizes_of(options)
     found = {subject.title: _examine(subject, costs, sizes, options.memory) for subject in subjects_of(options)}

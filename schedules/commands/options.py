@@ -23,7 +23,7 @@ LINK = ("latency", "bandwidth", "bytes")
 
 def add_subjects(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for `subjects_of`: names with their parameters, and the sizes for all of them."""
-    parser.add_argument("words", nargs="+", metavar="NAME", help="with its parameters and transforms")
+    parser.add_argument("words", nargs="+", metavar="NAME", help="a schedule, with its parameters and transforms")
     for size, default in DEFAULTS.items():
         parser.add_argument(f"--{size}", type=int, help=f"default {default}", metavar="N")
     parser.add_argument(
@@ -36,7 +36,7 @@ def add_subjects(parser: argparse.ArgumentParser) -> None:
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the options for `costs_of` and `sizes_of`."""
-    costs = parser.add_argument_group("times, of one microbatch on one stage; of each stage: 1,1,2")
+    costs = parser.add_argument_group("times of one microbatch on one stage, or of each stage: 1,1,2")
     for field in fields(Costs):
         if field.name not in ("comm", "seed", "jitter"):
             default = "that of F" if field.default is None else field.default
@@ -47,10 +47,10 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         links.add_argument(f"--{name}", type=_LINKS.get(name, parse_number), metavar="X")
     noise = parser.add_argument_group("noise")
     noise.add_argument(
-        "--jitter", type=_parse_fraction, default=0, metavar="SHARE", help="of every action's time, at random"
+        "--jitter", type=_parse_fraction, default=0, metavar="SHARE", help="vary the time of every action by this share"
     )
     noise.add_argument("--seed", type=int, default=0, metavar="N")
-    sizes = parser.add_argument_group("memory of one microbatch on one stage; without, in microbatches of a rank")
+    sizes = parser.add_argument_group("memory of one microbatch on one stage (default: count microbatches of a rank)")
     for field in fields(Sizes):
         sizes.add_argument(f"--{field.name}", type=_parse_cost, metavar="SIZE")
 
@@ -101,7 +101,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes | None:
 
 
 def fit(costs: Figures, schedule: Schedule) -> Figures:
-    """Return `costs`. Raise `UsageError` for a tuple with more or fewer numbers than `schedule` has stages."""
+    """Return `costs`. Raise `UsageError` for a tuple unless it has one number for each stage of `schedule`."""
     given = {field.name: getattr(costs, field.name) for field in fields(costs)} if costs else {}
     if isinstance(link := given.get("comm"), Link):
         given["bytes"] = link.bytes

@@ -28,7 +28,7 @@ def write_files(
     memory: bool = False,
     marked: Mapping[str, Collection[Span]] = MappingProxyType({}),
 ) -> bool:
-    """Write the files the options ask for and report them. Return whether there were any."""
+    """Write the files that the options name, and print their names. Return whether there were any."""
     files: list[tuple[str, str]] = []
     if options.svg:
         files.append((options.svg, drawing.svg(_make_all(timelines), memory, sizes, marked=marked)))

@@ -65,7 +65,7 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def report_check(options: argparse.Namespace) -> int:
-    """Report whether the schedule is correct; if not, draw what leads to the violation."""
+    """Report whether the schedule is correct. If it is not, draw what leads to the violation."""
     one = subject_of(options)
     schedule = one.make()
     try:
@@ -97,7 +97,7 @@ def _locate_in_schedule(program: Listing, error: ScheduleError) -> ScheduleError
 
 
 def report_simulation(options: argparse.Namespace) -> int:
-    """Report how long it takes, what each rank does and holds, and what to shorten first."""
+    """Report how long a step takes, what each rank does and holds, and what to shorten first."""
     one = subject_of(options)
     schedule = one.make()
     check(schedule)  # figures of an incorrect schedule mean nothing

@@ -31,6 +31,6 @@ def terminal_width(otherwise: int) -> int:
 
 
 def choose_paint() -> Paint:
-    """Return how to paint: in color on a terminal that supports it, unless `NO_COLOR` is set (no-color.org)."""
+    """Return how to paint: in color if the terminal supports it and `NO_COLOR` is not set (no-color.org)."""
     wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return drawing.ansi if wanted else drawing.plain

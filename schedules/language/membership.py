@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actions a schedule may contain at all: compute actions, on its own stages and microbatches, each on its rank.
 
-These are the first two rules of `check`. Code that comes across anything else calls `require_fitting` for the reason.
+These are the first two rules of `check`. Code that meets anything else calls
+`require_valid_actions`, which raises the reason.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def require_placed(schedule: Schedule, rank: int, actions: Actions) -> Actions:
         yield action
 
 
-def require_fitting(schedule: Schedule) -> None:
+def require_valid_actions(schedule: Schedule) -> None:
     """Raise `ScheduleError` if any action breaks one of these two rules."""
     for rank in range(schedule.ranks):
         for _ in require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank))):

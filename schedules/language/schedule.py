@@ -78,11 +78,14 @@ class Schedule:
         return self.factory.generator(rank, **dict(self.arguments))
 
     def memory(self, rank: int) -> float:
-        """Return the most activations `rank` may hold at once, in microbatches of its own; infinity without a limit."""
+        """Return the most activations `rank` may hold at once; infinity if unlimited.
+
+        The unit is the rank's activations for one microbatch.
+        """
         return self._limit(self.limits.memory, rank)
 
     def versions(self, rank: int) -> float:
-        """Return the most weight versions `rank` may keep at once; infinity without a limit."""
+        """Return the most weight versions `rank` may keep at once; infinity if unlimited."""
         return self._limit(self.limits.versions, rank)
 
     def _limit(self, limit: Callable[..., float] | None, rank: int) -> float:

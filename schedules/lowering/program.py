@@ -29,7 +29,7 @@ from functools import cached_property
 from schedules.errors import ScheduleError
 from schedules.language.actions import Action, new_tuple
 from schedules.language.graph import Graph
-from schedules.language.membership import require_fitting
+from schedules.language.membership import require_valid_actions
 from schedules.language.picture import picture
 from schedules.language.schedule import Schedule
 from schedules.lowering.messages import RECEIVES, SENDS, WAITS, Message, transfer
@@ -117,7 +117,7 @@ class _Lowering:
         try:
             yield from self._actions()
         except KeyError:
-            require_fitting(self.schedule)
+            require_valid_actions(self.schedule)
             raise
 
     def _actions(self) -> Iterator[Action]:
@@ -145,7 +145,7 @@ class _Lowering:
                 if earlier == message:
                     break
             else:
-                raise self._stranded(turn, message, f"which rank {source} never runs, or runs only once")
+                raise self._explain_missing(turn, message, f"which rank {source} never runs, or runs only once")
         return posts
 
     def _run(self, turn: Turn) -> list[Action]:
@@ -158,16 +158,16 @@ class _Lowering:
             actions.append(new_tuple(Action, (SENDS[what], s, i, t, part)))
         for message in turn.waits:
             if message not in posted:
-                raise self._stranded(turn, message, "which an earlier action has consumed")
+                raise self._explain_missing(turn, message, "which an earlier action has consumed")
             for sent in posted.pop(message):
                 if sent not in unconfirmed:
-                    raise self._stranded(turn, message, f"but its sender needs {transfer('SEND', sent)} first")
+                    raise self._explain_missing(turn, message, f"but its sender needs {transfer('SEND', sent)} first")
                 del unconfirmed[sent]
                 what, s, i, t, part = sent
                 actions.append(new_tuple(Action, (WAITS[what], s, i, t, part)))
         return actions
 
-    def _stranded(self, turn: Turn, message: Message, why: str) -> ScheduleError:
+    def _explain_missing(self, turn: Turn, message: Message, why: str) -> ScheduleError:
         """Return the error for a message that never comes."""
         action, problem = next(iter(turn.actions), None), f"waits for {transfer('SEND', message)}, {why}"
         repair = "Run check(schedule, graph) first: it names the cause."

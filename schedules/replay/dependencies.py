@@ -41,7 +41,10 @@ class Crossing:
 
 
 class Partial(dict[int, float]):
-    """The arrival time of a replica's gradient: complete once `count` units are in, which unblocks the waiting rank."""
+    """The `arrived` of a crossing for a gradient, which is one for all units.
+
+    It arrives once `count` units have added their part, which unblocks the rank that waits for it.
+    """
 
     def __init__(self, crossing: Crossing, count: int) -> None:
         self.crossing, self.count, self.seen, self.latest = crossing, count, 0, 0.0
@@ -116,9 +119,9 @@ def _gradient_crossing(schedule: Schedule, edge: Edge, route: int, consumer: int
 
 
 def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:
-    """Return, for each rank and kind, a row for each stage the rank holds, or for each stage and route if several.
+    """Return, for each rank and kind, a wire for each stage the rank holds, or for each stage and route if several.
 
-    The key of a row is `stage * routes + route`.
+    The key of a wire is `stage * routes + route`.
     """
     for values in (costs, sizes):
         require_stages(values, schedule.stages)
@@ -146,7 +149,7 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
 
 
 def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[_Key]:
-    """Yield what takes a crossing: on its route; for a replica's gradient `G`, for a shared parameter's any `U`."""
+    """Yield the actions that take a crossing: on its route; for gradients, the `G` of the replica or the `U`s."""
     t, placement = crossing.target, schedule.placement
     if crossing.what != "G":
         yield crossing.what, t, route
@@ -157,7 +160,7 @@ def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[_Key
 
 
 def _givers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[_Key]:
-    """Yield what gives a crossing: on its route; for gradients what completes them, on any route of the rank."""
+    """Yield the actions that give a crossing: on its route; for gradients, those that complete them, on any route."""
     s, placement = crossing.source, schedule.placement
     if crossing.what != "G":
         yield crossing.what, s, route

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 from schedules.errors import ScheduleError
 from schedules.language.actions import KINDS, Action
 from schedules.language.costs import Costs
-from schedules.language.membership import require_fitting
+from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import Crossing, Wire, Wires
 from schedules.replay.outputs import unit_of
@@ -99,7 +99,7 @@ def replay(
     except ScheduleError:
         raise
     except _BAD:
-        require_fitting(schedule)
+        require_valid_actions(schedule)
         raise
     if any(state.heads):
         raise _explain_deadlock(schedule, state)

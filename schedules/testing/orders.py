@@ -119,21 +119,29 @@ def _add_updates_of_copies(
 
 
 def _add_updates(draw: st.DrawFn, slices: int, rows: list[list[Action]], apart: set[int]) -> None:
-    """Add updates of every stage not in `apart`, after the last microbatch and some that complete a prefix."""
+    """Add updates of every stage not in `apart`, after the last microbatch and after some that complete a prefix."""
     for row in rows:
         for s in {action.stage for action in row} - apart:
-            total = sum(action.stage == s and KINDS[action.kind].after == "done" for action in row)
-            done, applied, at, passed = set[tuple[int, int | None]](), -1, 0, Counter[int]()
-            while at < len(row):
-                action, at = row[at], at + 1
-                passed[action.microbatch] += action.stage == s and KINDS[action.kind].crosses == "F"
-                if action.stage == s and KINDS[action.kind].after == "done":
-                    done.add((action.microbatch, action.slice))
-                    full = next(i for i in count() if sum(j == i for j, _ in done) < slices) - 1
-                    parted = any(0 < some < slices for some in passed.values())
-                    if full > applied and not parted and (len(done) == total or draw(st.booleans())):
-                        row.insert(at, Action("U", s, full))
-                        applied, at = full, at + 1
+            row[:] = _update_stage(draw, slices, row, s)
+
+
+def _update_stage(draw: st.DrawFn, slices: int, row: list[Action], s: int) -> list[Action]:
+    """Return the row with updates of stage `s`, never between the slices of a microbatch."""
+    total = sum(action.stage == s and KINDS[action.kind].after == "done" for action in row)
+    done, applied, forwards = set[tuple[int, int | None]](), -1, Counter[int]()
+    updated = list[Action]()
+    for action in row:
+        updated.append(action)
+        forwards[action.microbatch] += action.stage == s and KINDS[action.kind].crosses == "F"
+        if action.stage != s or KINDS[action.kind].after != "done":
+            continue
+        done.add((action.microbatch, action.slice))
+        full = next(i for i in count() if sum(j == i for j, _ in done) < slices) - 1
+        is_between_slices = any(0 < some < slices for some in forwards.values())
+        if full > applied and not is_between_slices and (len(done) == total or draw(st.booleans())):
+            updated.append(Action("U", s, full))
+            applied = full
+    return updated
 
 
 def _fuse_some(draw: st.DrawFn, rows: list[list[Action]], graph: Graph) -> Schedule:

@@ -51,7 +51,7 @@ def _cases(
 def conformance(
     factory: Callable[..., Schedule], graph: Callable[[Schedule], Graph] | None = None
 ) -> Callable[[], None]:
-    """Return a pytest test that `factory(ranks=, microbatches=)`, with any other sizes it takes, makes good schedules.
+    """Return a pytest test of the schedules that `factory(ranks=, microbatches=)` makes, with any other sizes it takes.
 
     It tries 1 to 8 ranks, 1 to 12 microbatches, any costs, and the chain or any graph. A schedule written for one graph
     is tried with that one alone: the one `graph(schedule)` returns, or its own (`schedules.connect`). The test checks:

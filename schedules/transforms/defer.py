@@ -54,7 +54,7 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
 
 
 def _find_peak(schedule: Schedule, rank: int) -> float:
-    """Return the most activations the rank holds at once, as declared or else as counted."""
+    """Return the most activations the rank holds at once: as the schedule declares, or else as counted."""
     if isfinite(schedule.memory(rank)):
         return schedule.memory(rank)
     growth = {kind: UNITS.growth(kind, 0) for kind in KINDS}
