@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from numbers import Real
 from typing import Final, TypeAlias
 
 from schedules.errors import SizeError
@@ -47,7 +46,12 @@ def _require_number(values: Costs | Link, name: str) -> None:
 
 
 def _is_cost(number: object) -> bool:
-    return isinstance(number, Real) and 0 <= float(number) < inf
+    if not isinstance(number, int | float):
+        from numbers import Real  # rarely needed, and slow to import
+
+        if not isinstance(number, Real):
+            return False
+    return 0 <= float(number) < inf
 
 
 def _size_error(values: Costs | Link | Sizes, name: str, expected: str) -> SizeError:
