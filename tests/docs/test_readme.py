@@ -120,3 +120,12 @@ def test_modules_and_files_that_pages_name_exist():
         if not (HOME / name).exists()
     ]
     assert not missing
+
+
+def test_modules_that_the_rooms_name_exist():
+    page = (DOCS / "rooms.md").read_text()
+    rooms = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) - {"fpipe", "schedules"}
+    named = [name for name in re.findall(r"`(\w+(?:\.\w+)+)`", page) if name.split(".")[0] in rooms]
+    paths = {name: HOME / "fpipe" / name.replace(".", "/") for name in named}
+    assert paths
+    assert not [name for name, path in paths.items() if not (path.is_dir() or path.with_suffix(".py").exists())]
