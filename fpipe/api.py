@@ -65,16 +65,16 @@ def pipeline(
     - `model`: a module, which is not modified; with `capture="modules"`, a sequence of modules or functions, or an
       nn.Sequential, each called with what the previous one returned. It may be on the meta device.
     - `example`, `targets`: one whole batch. `example` is a tuple of positional or a dict of keyword arguments;
-      `targets` is whatever tree `loss` takes. They provide shapes and dtypes, and answer what the model asks about
-      values that depend on the batch alone (whether a mask is full, say; an example without values answers no and
-      zero). Later batches may have other sizes, other answers, and other flags and numbers in their non-tensor leaves;
-      the model is captured again for each kind of batch, at its first step.
+      `targets` is whatever tree `loss` takes. They provide shapes and dtypes. Where the model branches on values of the
+      batch alone, such as whether a mask is full, they also select the branch (an example without values answers no and
+      zero). Later batches may have other sizes, take other branches, and have other flags and numbers in their
+      non-tensor leaves: the model is captured again for each kind of batch, at its first step.
     - `batch_dims`: how tensors are split into microbatches: a dimension (the last microbatch may be smaller), `None` to
       give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one for all
       tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`.
-    - `output_dims`: how the outputs of microbatches are joined: a dimension (tensors without one are stacked), `None`
-      to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that is a
-      prefix of the outputs.
+    - `output_dims`: how the outputs of microbatches are merged: a dimension to concatenate along (scalars are stacked),
+      `None` to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that
+      is a prefix of the outputs.
     - `loss(outputs, targets)` returns a scalar for one microbatch. Without targets it is `loss(outputs)`, for a model
       that computes its own loss, as in `loss=lambda outputs: outputs.loss`. The loss of a step is the sum over
       microbatches of loss / M.
@@ -137,9 +137,9 @@ def pipeline(
 def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None = None) -> ValueAndGrad:
     """Return the function that computes the loss and gradients of one step.
 
-    It takes parameters and buffers as `pipe.init` returns them, a whole batch, and, if the model draws random numbers,
-    a seed, which should be new for each step. It returns a `Step` and a dict of gradients: one for each parameter of
-    this process whose `.grad` a plain backward would set. No argument is modified.
+    The function takes parameters and buffers as `pipe.init` returns them, a whole batch, and, if the model draws random
+    numbers, a seed, which should be new for each step. It returns a `Step` and a dict of gradients: one for each
+    parameter of this process whose `.grad` a plain backward would set. It modifies no argument.
 
     Under torch.distributed every rank must call this, and then the function, in the same order and with the same seed.
     If ranks differ in these, in batch sizes or in torch's settings, or if one rank refuses its arguments, every rank
@@ -154,6 +154,19 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     `time.perf_counter`, for every compute action of this process and every transfer that it waited for; on an
     accelerator after the step, with the device's times. `fpipe.timeline` merges the spans of all ranks into one
     timeline.
+
+    Raises `InputError`, naming the leaf, for arguments that don't fit the pipeline, before anything is sent.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model = torch.nn.Linear(4, 1)
+    >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+    >>> pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=torch.nn.functional.mse_loss,
+    ...                       schedule=gpipe(ranks=1, microbatches=3))
+    >>> params, buffers = pipe.init(model)
+    >>> step, grads = fpipe.value_and_grad(pipe, outputs=True)(params, buffers, (x,), y)
+    >>> step.loss.shape, step.outputs.shape, {name: list(grad.shape) for name, grad in grads.items()}
+    (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
     """
     require_backward(pipe.schedule)
     return make_training_step(pipe, Variant(training=True, loss=True, outputs=outputs), record)
@@ -163,21 +176,39 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     """Return the function that computes outputs, and with targets the loss, in eval mode; it keeps no graph.
 
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
-    returns one. Outputs are joined in microbatch order and are returned on the rank of the last stage. Under
+    returns one. Outputs are merged in microbatch order and are returned on the rank of the last stage. Under
     torch.distributed every rank must call the function in the same order, and at least one of them must pass the
-    targets if there are any. `record` is as in `value_and_grad`.
+    targets if there are any. `record` is as in `value_and_grad`. Raises `InputError` as that function does.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model, x = torch.nn.Linear(4, 1), torch.randn(6, 4)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=1, microbatches=3))
+    >>> step = fpipe.evaluate(pipe)(*pipe.init(model), (x,))
+    >>> bool(torch.isclose(step.loss, model(x).mean())), step.outputs.shape
+    (True, torch.Size([6, 1]))
     """
 
     return make_evaluation_step(pipe, record)
 
 
 def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
-    """Return the same function on one device: a plain microbatch loop over the captured, uncut model.
+    """Return what `value_and_grad` returns, on one device: a plain microbatch loop over the captured, uncut model.
 
     A parameter tied by `"sum"` has one copy for each stage that uses it; their gradients are added.
 
-    On whichever rank it is called, it takes the whole batch and all parameters and buffers of the model:
-    `dict(model.named_parameters())` and `dict(model.named_buffers())`.
+    On any rank, the function takes the whole batch and all parameters and buffers of the model:
+    `dict(model.named_parameters())` and `dict(model.named_buffers())`. Raises `InputError` for other arguments.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)), torch.randn(6, 4)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=3))
+    >>> state = pipe.init(model)
+    >>> out, grads = fpipe.value_and_grad(pipe)(*state, (x,))
+    >>> same, theirs = fpipe.reference(pipe)(*state, (x,))
+    >>> bool(out.loss == same.loss), all(torch.equal(grads[name], theirs[name]) for name in theirs)
+    (True, True)
     """
     require_backward(pipe.schedule)
     return make_reference_step(pipe, Variant(training=True, loss=True, outputs=outputs))
@@ -208,6 +239,13 @@ def verify(
     Under torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
     `MismatchError` naming the first leaf that differs, or that is nan on both sides and so proves nothing. Each step
     costs two more on one device.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)), torch.randn(6, 4)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=3))
+    >>> fpipe.verify(pipe, model, (x,))  # a loss, the outputs and four gradients
+    Verification(reference=6, eager=6)
     """
     require_backward(pipe.schedule)
     trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)

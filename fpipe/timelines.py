@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One timeline of what all ranks recorded, and the costs measured in it.
 
-Problem. Every process has the spans of its own ranks, by its own clock.
+Problem. Each process has only the spans of its ranks, by its own clock.
 
 Idea. A span is a row of numbers, so rows travel as tensors. Each process converts its times to the first one's clock
 (`fpipe.runtime.transport.clocks`) before it sends them. The result has the form of `schedules.spans`, so it can be

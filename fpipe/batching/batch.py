@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: how one is split into microbatches, and what may differ from step to step.
+"""Batches: how one is split into microbatches, and what may differ from step to step. Runs in every step.
 
 Problem. Arguments are split along different dimensions or not at all, the last microbatch may be smaller, and later
 batches may have other sizes. A program, though, is captured for shapes that are known before anything is sent.
@@ -147,7 +147,7 @@ class Batching:
         return flatten((*trees, None if self.weight is None else torch.empty(0, device=META)))[1]
 
     def split_batch(self, inputs: Any, targets: Any) -> SplitBatch:
-        """Return the batch, split.
+        """Split a batch.
 
         Pass `None` for inputs or targets that are as in the example and that this rank doesn't need; tensors on meta
         for those that differ from it and that it doesn't need either. A leaf in another layout is copied. Raises
@@ -259,9 +259,12 @@ class SplitBatch:
         weight, spec = self.batching.weight, self.batching.scale
         assert weight is not None
         assert spec is not None
-        return [torch.tensor(x, dtype=spec.dtype, device=spec.device) for x in compute_scales(weight, self._given())]
+        return [
+            torch.tensor(x, dtype=spec.dtype, device=spec.device)
+            for x in compute_scales(weight, self._microbatch_trees())
+        ]
 
-    def _given(self) -> Iterable[tuple[Any, Any]]:
+    def _microbatch_trees(self) -> Iterable[tuple[Any, Any]]:
         """Yield the inputs and targets of each microbatch, `None` for those not given."""
         batching = self.batching
         columns = [

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor leaf of the batch, and how it is split into microbatches.
 
-Along a dimension: into pieces of one size, the last one smaller if the number of microbatches does not divide the size,
-as by `torch.chunk`. Not at all: every microbatch gets the whole leaf. Or by the user's function.
+There are three ways. Along a dimension: into pieces of equal size, except for a smaller last one if the number of
+microbatches does not divide the size, as by `torch.chunk`. Not at all: every microbatch gets the whole leaf. Or by the
+user's function.
 """
 
 from __future__ import annotations

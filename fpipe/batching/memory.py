@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that leaves of a batch share, if the model modifies it in place.
+"""Memory that leaves of a batch share, if the model modifies it in place. Compared in every step of such a model.
 
 Problem. A stage copies what it modifies, so that no argument is modified. On one device, everything that shares the
 memory would see the change: a target that is the input itself, the next of two overlapping windows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the user's arguments, made before anything else."""
+"""Checks of the user's arguments. Run before anything else when a pipeline is built."""
 
 from __future__ import annotations
 

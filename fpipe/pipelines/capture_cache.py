@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The captured model, in train and eval mode, for the shapes of every kind of microbatch.
 
-A program is specialized to the shapes of one microbatch. So each kind is captured separately, once: the example's, a
-smaller last one, those of later batches. All are cut at the same modules, so that ranks hold the same parameters.
+A program is specialized to the shapes of one microbatch. So each kind of microbatch is captured separately, once: the
+example's, a smaller last one, those of later batches. All are cut at the same modules, so that ranks hold the same
+parameters.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -37,13 +40,15 @@ Cut: TypeAlias = tuple[Captured, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class CaptureCache:
-    """A model's captures, made at their first use.
+    """A model's captures, cached.
 
     - `model`: its skeleton.
     - `batchings`: how batches are split, with the loss and without.
     - `backward`: whether gradients are ever computed. `hooks`: those on gradients of parameters.
     - `watching`: how a capture's assumptions are watched.
-    - `asked`: what the model asks next about a microbatch, given its answers so far.
+    - `captured`, `reads`: the captured model, and what was read while it was captured.
+    - `positions`, `watches`: where it is cut, and what must still hold when it runs.
+    - `questions`: what the model asks next about a microbatch, given its answers so far.
     """
 
     model: nn.Module
@@ -54,10 +59,10 @@ class CaptureCache:
     backward: bool
     hooks: Hooks
     watching: Watcher
-    made: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
+    captured: dict[tuple[Variant, Microbatch], Captured] = field(default_factory=dict)
     reads: dict[tuple[Variant, Microbatch], Reads] = field(default_factory=dict)
-    cut: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
-    asked: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
+    positions: dict[tuple[Variant, Microbatch], tuple[int, ...]] = field(default_factory=dict)
+    questions: dict[tuple[Variant, Microbatch], Question] = field(default_factory=dict)
     watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
 
     def with_example(self, example: SplitBatch) -> CaptureCache:
@@ -68,21 +73,21 @@ class CaptureCache:
     def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
         """Return the model captured for a microbatch, and where it is cut; the same with and without outputs."""
         what = replace(variant, outputs=True), microbatch
-        if what not in self.cut:
-            if what not in self.made:
+        if what not in self.positions:
+            if what not in self.captured:
                 told = self.explore(variant, microbatch, refuse_questions)
                 assert told == microbatch, "all answers are known, and none is left over"
-            self.cut[what] = self._positions(self.made[what], *what)
+            self.positions[what] = self._positions(self.captured[what], *what)
             self.watches[what] = self._watch(*what)
-        return self.made[what], self.cut[what]
+        return self.captured[what], self.positions[what]
 
     def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
         """Return what the model asks next about a microbatch, if known."""
-        return self.asked.get((replace(variant, outputs=True), microbatch))
+        return self.questions.get((replace(variant, outputs=True), microbatch))
 
     def knows(self, variant: Variant, microbatch: Microbatch) -> bool:
         """Return whether the model was captured for such a microbatch, with these answers."""
-        return (replace(variant, outputs=True), microbatch) in self.made
+        return (replace(variant, outputs=True), microbatch) in self.captured
 
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
         """Capture the model for a microbatch, and return it with all answers; `ask` gives those that it lacks."""
@@ -91,7 +96,7 @@ class CaptureCache:
 
         def answer(question: Question) -> Answer:
             nonlocal told
-            self.asked[variant, told] = question
+            self.questions[variant, told] = question
             told = told.with_answer(next(known, None) or ask(question))
             return told.answers[-1]
 
@@ -106,7 +111,7 @@ class CaptureCache:
                 remove_fakes(defining_files(classes, self.loss), classes, find_caches(self.model, self.loss))
         if captured.moved:
             require_own_state(captured.moved, {*reads.original, *self.watching.shared_attributes()})
-        self.made[variant, told], self.reads[variant, told] = captured, reads
+        self.captured[variant, told], self.reads[variant, told] = captured, reads
         return told
 
     def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
@@ -121,8 +126,8 @@ class CaptureCache:
 
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
         what = variant, microbatch
-        calls = self.made[what].calls_at(self.cut[what]) if self.runs_python else None
-        recorded = None if calls is None else find_replayed_calls(calls, self.cut[what])
+        calls = self.captured[what].calls_at(self.positions[what]) if self.runs_python else None
+        recorded = None if calls is None else find_replayed_calls(calls, self.positions[what])
         return self.watching.watch(self.reads[what], variant.training, recorded)
 
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks compare, as fields of text: the pipeline, one kind of batch, and one call.
+"""What ranks compare, as fields of text: the pipeline, a kind of batch, and a call.
 
 A field has several lines, so that ranks that differ learn which line of which field does
 (`fpipe.runtime.transport.agreement`). The fields of a call are made in every step, those of a kind of batch once, and

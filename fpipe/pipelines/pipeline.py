@@ -113,7 +113,7 @@ class Pipeline:
         """Return the batch, split, with the answers to what the model asks about it in this variant.
 
         `exchange_text` exchanges answers with the other ranks, which must then all call this. Without it, this process
-        must have every leaf that is asked about.
+        must have every leaf that the model asks about.
         """
         batch = self.captures.batchings[variant.loss].split_batch(inputs, targets)
         if (variant, batch.signature) in self.caches.unquestioned:
@@ -127,7 +127,7 @@ class Pipeline:
         return resolved
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
-        """Return the plan for a variant and a batch signature, by default the example's; made at its first use.
+        """Return the plan for a variant and a batch signature, by default the example's; cached.
 
         Raises `InputError` if the model can't take a batch that differs from the example.
         """

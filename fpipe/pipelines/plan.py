@@ -29,12 +29,12 @@ from schedules import Placement, Program
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Stages, the program that drives them, and what this process must be given to run them.
+    """Stages, the program that drives them, and what this process needs to run them.
 
     - `assemblies`: per microbatch, the model cut into stages; the same object for the same shapes.
     - `ranks`: the ranks of this process.
-    - `merge`: how the model's outputs are joined; `None` if they are not asked for.
-    - `watch`: what was assumed when the plan was made, and must still hold when it runs.
+    - `merge`: how the model's outputs are merged; `None` if they are not requested.
+    - `watch`: assumptions of the captures, which must still hold when the plan runs.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -82,8 +82,8 @@ class Plan:
     def context(self) -> AbstractContextManager[Any]:
         """Return the context to run the plan in.
 
-        If autograd has nothing to do, operators bypass it, which saves a tenth of their time. Tensors made in the
-        context are like any others, except that views do not know their base.
+        If autograd has nothing to do, operators bypass it, which saves a tenth of their time. The only difference in
+        the tensors is that views do not know their base.
         """
         return bypass_autograd() if self.below_autograd else nullcontext()
 

@@ -57,7 +57,7 @@ class Planner:
         return variant, self.captures.batchings[variant.loss].example if signature is None else signature
 
     def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
-        """Return the plan for a kind of batch, by default the example's; make it at its first use.
+        """Return the plan for a kind of batch, by default the example's; cached.
 
         Raises `InputError` if the model can't take a batch that differs from the example.
         """
@@ -107,7 +107,7 @@ class Planner:
         return Plan(assemblies, lower(schedule, graph), self.ranks, merge, watch)
 
     def _cached_assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
-        """Return the stages for a microbatch; batches combine microbatches in many ways, so each is made once."""
+        """Return the stages for a microbatch, cached: batches combine the same microbatches in many ways."""
         if (variant, microbatch) not in self.assemblies:
             self.assemblies[variant, microbatch] = self._assemble(variant, microbatch)
         return self.assemblies[variant, microbatch]

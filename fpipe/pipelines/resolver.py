@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve what the model asks about a batch: find the answers at the start of its step, the same on every rank.
+"""Resolve what the model asks about the values of a batch. Runs at the start of a step.
 
-A rank may not have the leaves that decide. So ranks exchange their answers, and all take that of the first rank that
-has one. What a model asks next depends on the answers so far; all microbatches' open questions are answered together.
+A rank may lack the leaves that decide. So ranks exchange their answers, and all take the answer of the first rank that
+has one. What a model asks next depends on the answers so far; the open questions of all microbatches are answered
+together.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def own_text(text: str) -> Sequence[str]:
 class Resolver:
     """Resolves the questions about one batch.
 
-    - `exchange_text`: exchanges texts with the other ranks; all must ask at the same time.
-    - `example`: whether the batch only provides shapes: then ranks may disagree, and values may be missing on all.
+    - `exchange_text`: exchanges texts with the other ranks; all must call this at the same time.
+    - `example`: True if the batch only provides shapes: then ranks may disagree, and all may lack its values.
     """
 
     captures: CaptureCache

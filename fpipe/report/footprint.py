@@ -109,7 +109,7 @@ def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
 
 
 def _make_arrivals(crossings: Sequence[Crossing]) -> Tensors:
-    """Return tensors like those from other stages, made as a transport makes them."""
+    """Return tensors like those that arrive from other stages, in the layout that a transport gives them."""
     specs = [spec.whole if isinstance(spec, OptionalSpec) else spec for one in crossings for spec in one.specs]
     return tuple([spec.unpack(spec.buffer()) for spec in specs])
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies a program to stages.
+"""Apply a program to stages. Runs in every step.
 
-One interpreter with one handler per kind of action (`fpipe.runtime.handlers`). It is a generator that yields the
+An interpreter with one handler per kind of action (`fpipe.runtime.handlers`). It is a generator that yields the
 handles it must wait for; the driver decides how to wait. It knows actions, stages and messages, but neither
 torch.distributed nor models, and it is parametric in the stages: given symbolic stages, it computes formulas.
 
@@ -140,7 +140,7 @@ class Instruction(NamedTuple):
     - `receives`: receives to post first.
     - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages to wait for, in the order
       of the handler's arguments.
-    - `made`: which slice of the handler's return value is which message.
+    - `outputs`: which slice of the handler's return value is which message.
     - `sends`: sends to post last.
     """
 
@@ -151,7 +151,7 @@ class Instruction(NamedTuple):
     receives: tuple[Transfer, ...]
     waits: tuple[int, ...]
     awaited: tuple[int, ...]
-    made: tuple[tuple[int, slice], ...]
+    outputs: tuple[tuple[int, slice], ...]
     sends: tuple[Transfer, ...]
 
 
@@ -169,10 +169,10 @@ ActionHandler: TypeAlias = Callable[["Execution", Action, StageLike, Payload], P
 class Execution:
     """One rank's run of one program: its state and its current instruction, `at`.
 
-    - `kept`: payloads made on this rank, until they are sent or used here.
-    - `posted`: handles of receives, until their payload is used, and of sends, until they are waited for.
+    - `kept`: payloads that this rank computed, until they are sent or used here.
+    - `posted`: handles of receives until their payload is used, and of sends until the rank has waited for them.
     - `residuals`, `deferred`: what a stage's forward, or input half, keeps for its backward, or weight half.
-    - `checkpoints`: what a forward is rerun from: the buffers as they were, and the inputs that had arrived.
+    - `checkpoints`: what a recomputation starts from: the buffers as they were, and the inputs that had arrived.
     """
 
     at: Instruction | None = None
@@ -195,13 +195,15 @@ class Execution:
         channels = [self.transport.channel(source, target) for source, target in self.program.channels]
         for instruction in self.program.instructions:
             self.at = instruction
-            _, action, stage, handler, receives, waits, awaited, made, sends = instruction
+            _, action, stage, handler, receives, waits, awaited, outputs, sends = instruction
+            # Post receives, then free the buffers of finished sends.
             for number, channel, message, specs in receives:
                 posted[number] = channels[channel].receive(message, specs)
             for number in waits:
                 handle = posted.pop(number)
                 if not handle.done:
                     yield handle
+            # Collect the handler's arguments: from other ranks, or kept here.
             arrived: Payload = ()
             for number in awaited:
                 if number in posted:
@@ -211,8 +213,9 @@ class Execution:
                     arrived += handle.take()
                 else:
                     arrived += kept.pop(number)
+            # Compute. Drop the arguments at once, so that only the messages stay alive.
             values = handler(self, action, stage, arrived)
-            for number, part in made:
+            for number, part in outputs:
                 kept[number] = values[part]
             del arrived, values
             for number, channel, message, specs in sends:

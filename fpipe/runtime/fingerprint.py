@@ -93,9 +93,9 @@ class _Description:
             yield _format(path, "as before")
         else:
             self.seen[id(value)] = value  # kept alive, so that no other gets its id
-            yield from self._composed(path, value)
+            yield from self._nested_lines(path, value)
 
-    def _composed(self, path: str, value: Any) -> Iterator[str]:
+    def _nested_lines(self, path: str, value: Any) -> Iterator[str]:
         if isinstance(value, Mapping):
             yield _format(path, f"{type(value).__qualname__} of {len(value)}")
             for key, held in islice(value.items(), ENTRIES):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handlers of compute actions: one per kind, all with the same arguments.
+"""The handlers of compute actions: one per kind, all with the same arguments. They run in every step.
 
 A handler takes what arrived for its action, calls the stage, stores what later actions need in the running `Execution`,
 and returns what leaves. The one action that uses what was stored removes it. A stage's first gradients become its sum;

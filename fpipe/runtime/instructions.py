@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a lowered program to instructions: everything that can be known before a step is looked up here, once.
+"""Link a lowered program: look up everything that is known before a step, once. Runs at the first step of a plan.
 
 An instruction is at most one compute action with the transfers around it, `(WAIT | RECV)* compute? SEND*`. An action
 that belongs to an earlier phase than the one before it starts a new instruction. So any program runs as written, except
@@ -85,7 +85,7 @@ def channel(placement: Placement, carried: MessageKey) -> Route:
 
 
 class _Linker:
-    """Numbers messages and channels, and determines what each action takes, makes and posts.
+    """Numbers messages and channels, and determines what each action takes, computes and posts.
 
     - `uneven`: by microbatch, stages and specs if its shapes differ from the usual ones.
     - `partials`: per stage, gradients from its other replica, for its `G`.
@@ -125,13 +125,13 @@ class _Linker:
         """Return the instruction of one group of actions."""
         actions = [action for _, action in group]
         at, action = next((pair for pair in group if _phase(pair[1]) == COMPUTE), group[-1])
-        receives = [self._posted(other) for other in actions if other.kind.startswith("RECV")]
+        receives = [self._transfer(other) for other in actions if other.kind.startswith("RECV")]
         waits = [self.numbers[message_of(other)] for other in actions if other.kind.startswith("WAIT")]
-        sends = [self._posted(other) for other in actions if other.kind.startswith("SEND")]
+        sends = [self._transfer(other) for other in actions if other.kind.startswith("SEND")]
         for position, other in group:
             if other.kind == "RECV_G":
-                self._received(position, other)
-        taken, made = self._carried(action)
+                self._take_at_end(position, other)
+        taken, made = self._match_messages(action)
         stage, handler = self._stage(action), HANDLERS[action.kind] if _phase(action) == COMPUTE else do_nothing
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
 
@@ -139,13 +139,13 @@ class _Linker:
         stages, _ = self.uneven.get(action.microbatch, self.usual)
         return stages[action.stage]
 
-    def _posted(self, action: Action) -> Transfer:
+    def _transfer(self, action: Action) -> Transfer:
         name = what, source, i, target = message_of(action)
         _, specs = self.uneven.get(i, self.usual)
         route = self.channels[channel(self.placement, name)]
         return Transfer(self.numbers[name], route, name, specs[what, source, target])
 
-    def _received(self, position: int, action: Action) -> None:
+    def _take_at_end(self, position: int, action: Action) -> None:
         number = self.numbers[message_of(action)]
         if action.peer == action.stage:
             self.partials[action.stage].append(number)
@@ -153,7 +153,7 @@ class _Linker:
             stage, handler = self._stage(action), HANDLERS["RECV_G"]
             self.final.append(Instruction(position, action, stage, handler, (), (), (number,), (), ()))
 
-    def _carried(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
+    def _match_messages(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
         """Return the messages that a compute action takes, and the slice of its results for each that it gives."""
         kind, s, i, _, _ = action
         if kind == "G":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured timelines, in the same form as simulated ones.
 
-Problem. Measuring inside the executor's loop slows down every step, even if nobody looks; and on an accelerator the
-host's clock sees launches, not computations.
+Problem. Measuring inside the executor's loop slows down every step, even those that nobody records; and on an
+accelerator the host's clock sees launches, not computations.
 
 Idea. The loop knows nothing of clocks. A recorded execution runs the same loop over a program with wrapped handlers,
 and sits between it and the driver, where every wait passes through. Times are read from a `Stopwatch`: the host's

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads take turns.
 
-torch has one default generator per device, and one copy of each of its functions, for all threads of a process. A step
-seeds the former, a capture temporarily replaces some of the latter, and both put tensors into the pipeline's only
-skeleton. So while one thread is inside, all others wait. A call that communicates with other processes must not wait,
-since the thread inside might be waiting for it through another process; it is refused.
+torch has one default generator per device for all threads of a process. A step seeds it, and both steps and captures
+put tensors into the pipeline's only skeleton. So while one thread is inside, all others wait. A call that communicates
+with other processes must not wait, since the thread inside might be waiting for it through another process; it raises
+instead.
 """
 
 from __future__ import annotations

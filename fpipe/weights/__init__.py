@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process's own share of a model: read from files and state dicts, or made by an initializer."""
+"""A process's share of a model: read from files and state dicts, or initialized by a function."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The initial values of the leaves that a process holds, made by a function; all others stay on the meta device.
+"""Initialize the leaves that a process holds by a function; all others stay on the meta device.
 
 Problem. A model too big for any machine is built on meta, where tensors have shapes but no values. Each process must
-make its own share of the values and no more, and together they must be one model, whatever the ranks and cuts.
+initialize its share of the values and no more, and all shares must make up one model, whatever the ranks and cuts.
 
-Idea. Leaves are made in groups that depend on the model only: those of one module, and of the modules that share a leaf
-with it. In a copy of the model whose other tensors are on meta, blanks are put in place of one group, and the function
-is called for the modules from which they can be reached, children first, as by `nn.Module.apply`. Every call starts
-with generators seeded from seed, module and group. So a value can't depend on what else is held.
+Idea. Leaves are initialized in groups that depend on the model only: those of one module, and of the modules that share
+a leaf with it. In a copy of the model whose other tensors are on meta, blanks replace the leaves of one group, and the
+function is called for the modules that can reach them, children first, as by `nn.Module.apply`. Every call starts with
+generators seeded from seed, module and group. So a value can't depend on what else this process holds.
 
 Invariant. Uninitialized memory is never exposed. Blanks are nan, or zero in a dtype without nan; a leaf that is never
 written, or that still has a nan, is refused.
@@ -72,7 +72,7 @@ def list_aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _group_leaves(known: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Return groups of leaves that are made together: those of one module, and of all modules that share a leaf."""
+    """Return the groups of leaves: those of one module, and of all modules that share a leaf with it."""
     groups: dict[str, list[str]] = {}
     for name in known:
         owners = [_split_name(alias)[0] for alias in known[name]]

@@ -45,15 +45,15 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
             )
 
 
-def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], made: Mapping[int, Tensor]) -> None:
+def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], returned: Mapping[int, Tensor]) -> None:
     """Raise `InputError`, naming the leaf, for flags and hooks that a step would ignore.
 
     A tensor without `requires_grad` is a value like any other, such as the result of a function of parameters. But if
-    it is a parameter of a module, or was `made` to be trained, then someone has frozen it.
+    it is a parameter of a module, or was `returned` as trainable, then someone has frozen it.
     """
     for name, p in params.items():
         flag = p.requires_grad
-        if flag is not (name in trainable) and (flag or isinstance(p, nn.Parameter) or made.get(id(p)) is p):
+        if flag is not (name in trainable) and (flag or isinstance(p, nn.Parameter) or returned.get(id(p)) is p):
             raise InputError(
                 f"params[{name!r}]: got requires_grad={flag}, expected {not flag}, as in the model when the pipeline "
                 "was built. Set the flag of the model's parameter, too, and make a new pipeline with "

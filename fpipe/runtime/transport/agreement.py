@@ -6,8 +6,8 @@ step is silently used, and a rank that raises alone leaves the others hanging.
 
 Idea. Everything that ranks do together begins with one small collective of a fixed size, whatever it is: a `row` that
 holds a digest of the call, and one per field that must be the same. If all rows are equal, nothing more is sent. If
-not, every rank knows it, so all exchange the texts behind the digests and raise the same error. A rank that refuses its
-arguments also says so in a row, instead of leaving the others without an answer.
+not, every rank sees it, so all exchange the texts that the digests stand for, and raise the same error. A rank that
+refuses its arguments also says so in a row, instead of leaving the others without an answer.
 
 Invariant: whatever call each of two ranks is in, the next thing that each sends through the control group is a row.
 """
@@ -59,7 +59,7 @@ def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: i
 
 
 def announce_refusal(gather: Gather, call: str, error: BaseException) -> None:
-    """Tell the other ranks, which are waiting for this one's row, that this call has failed here."""
+    """Tell the other ranks, which wait for this one's row, that the call failed here."""
     mine = [1, digest([call]), 0]
     _exchange_rows(gather, mine)
     exchange_texts(gather, f"{type(error).__name__}: {error}")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 TRIPS: Final = 16
 Trip: TypeAlias = tuple[float, float, float]
-"""When the question was sent, by our clock; what their clock said; and when the answer was back, by ours."""
+"""When the question left, by our clock; the time by their clock; and when the answer arrived, by ours."""
 
 
 def measure_offset(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -66,7 +66,7 @@ class DistributedRanks:
                 yield
             except Exception as error:
                 if self.deciding and self.failure is None:
-                    with suppress(RuntimeError):  # no one is left to tell
+                    with suppress(RuntimeError):  # no other rank is left
                         announce_refusal(self._gather, self.call, error)
                 raise
             finally:

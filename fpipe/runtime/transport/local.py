@@ -98,7 +98,7 @@ def _disorder_error(posted: LocalHandle, other: MessageKey) -> TransportError:
 
 
 class LocalTransport:
-    """Channels within one process, made at their first use."""
+    """Channels within one process, created at their first use."""
 
     def __init__(self) -> None:
         self.channels: dict[Route, LocalChannel] = {}

@@ -161,7 +161,7 @@ def test_rows_and_lengths_change_from_step_to_step(capture, cuts):
         want = loop(model, cross_entropy, inputs, targets, 3)
         assert_same(Result(out.loss, out.outputs, grads, out.buffers), want)
         params = {name: p.detach() - 0.1 * grads[name] for name, p in params.items()}
-        counts.append(len(pipe.captures.made))
+        counts.append(len(pipe.captures.captured))
     assert counts == [1, 2, 3, 4, 4, 6, 6, 6], "of each microbatch's kind, one"
 
 

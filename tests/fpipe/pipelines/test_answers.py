@@ -66,7 +66,7 @@ def test_batches_that_answer_differently_take_turns_through_one_pipeline(backwar
     model, pipe = built(dropped, backward=backward)
     for masks in [(FULL, FULL), (PADDED, PADDED), (FULL, PADDED), (FULL, FULL), (PADDED, FULL)]:
         require_same(model, pipe, batch(*masks))
-    assert len(pipe.captures.made) == 2
+    assert len(pipe.captures.captured) == 2
 
 
 class Skipping(nn.Module):
@@ -150,7 +150,7 @@ def test_questions_about_constants_are_answered_during_the_capture(backward):
 
     model, pipe = built(ask, backward=backward)
     require_same(model, pipe, batch(FULL, FULL))
-    assert not pipe.captures.asked
+    assert not pipe.captures.questions
     assert not pipe.captures.batchings[True].example.answers
 
 
@@ -216,7 +216,7 @@ def test_a_question_that_the_batch_alone_does_not_answer_is_refused(ask, depends
 
 def test_an_unsplittable_module_asks_the_batch_itself():
     _, pipe = built(dropped)
-    assert pipe.captures.asked
+    assert pipe.captures.questions
     torch.manual_seed(0)
     model = Outer(Asking(dropped))
     inputs = batch(FULL, PADDED)
@@ -228,7 +228,7 @@ def test_an_unsplittable_module_asks_the_batch_itself():
         cuts=["last"],
         unsplittable=["inner"],
     )
-    assert not pipe.captures.asked
+    assert not pipe.captures.questions
     require_same(model, pipe, inputs)
 
 
