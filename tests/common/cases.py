@@ -39,6 +39,7 @@ class Case:
             return model, *self.batch(rows)
 
 
+BACKWARDS = ("autograd", "graph")
 PARTS = ("modules", "trace", "export", "fx", "dynamo")
 
 
