@@ -20,7 +20,7 @@ from fpipe.batching.batch import Batching
 from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
-from fpipe.cutting.partition import Asked, asked
+from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import Variant
@@ -49,7 +49,7 @@ def pipeline(
     loss: Loss,
     schedule: Schedule,
     targets: Any = None,
-    cuts: Asked = None,
+    cuts: CutsArgument = None,
     stages: int | None = None,
     unsplittable: Selector | Iterable[Selector] = (),
     capture: str | FrontEnd = "trace",
@@ -123,7 +123,7 @@ def pipeline(
     """
     module = as_module(model)
     require_buildable(module, example, loss, schedule)
-    where = asked(cuts, stages, unsplittable, schedule)
+    where = parse_cuts(cuts, stages, unsplittable, schedule)
     batchings = {
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
         False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),

@@ -179,7 +179,7 @@ def _dropped(names: Sequence[str], variant: Variant, capture: str, found: Trial)
 
 def _begins(pipe: fpipe.Pipeline) -> list[str]:
     """Return the modules at which stages after the first begin."""
-    return [piece.units[0].path or "(root)" for piece in pipe.training.assembly.pieces[1:]]
+    return [section.units[0].path or "(root)" for section in pipe.training.assembly.sections[1:]]
 
 
 def _line(error: BaseException) -> str:

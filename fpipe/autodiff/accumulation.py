@@ -48,14 +48,14 @@ def add_all(totals: Gradients, grads: Gradients) -> Gradients:
     return totals
 
 
-def own(grads: list[Tensor | None], fresh: Container[int]) -> Gradients:
+def own_all(grads: list[Tensor | None], fresh: Container[int]) -> Gradients:
     """Return the gradients in memory of their own: all but the `fresh` ones as copies, which replace them in `grads`.
 
     Replacing them one by one frees each before the next is copied.
 
     >>> import torch
     >>> one, other = torch.ones(2), torch.ones(2)
-    >>> owned = own([one, other.expand(3, 2), None], fresh={0})
+    >>> owned = own_all([one, other.expand(3, 2), None], fresh={0})
     >>> owned[0] is one, owned[1].stride(), owned[2]
     (True, (2, 1), None)
     """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from fpipe.autodiff.accumulation import Gradients, add_all, own
+from fpipe.autodiff.accumulation import Gradients, add_all, own_all
 from fpipe.autodiff.interface import ArgumentIndex, WeightIndex, Wiring
 from fpipe.autodiff.split_backward import Half, Splitter
 from fpipe.autodiff.trail import AutogradGraph
@@ -123,7 +123,7 @@ class Autograd:
         Some operators choose their kernel by whether an argument requires a gradient, so autograd records here too; but
         whatever it would save is dropped at once.
         """
-        with saved_tensors_hooks(_dropped, _never):
+        with saved_tensors_hooks(_drop, _never):
             outputs, new, _ = self.forward(params, buffers, inputs, key)
         return outputs, new
 
@@ -142,11 +142,11 @@ class Autograd:
         for k, (tensor, version) in enumerate(zip(arguments, before, strict=True)):
             if tensor._version != version and k not in modified:
                 raise InputError(
-                    f"a module that branches on data: got an in-place change of {Spec.of(tensor)} that came from "
-                    "outside, expected none, since the branch taken at capture made none. Compute a new tensor instead."
+                    f"a module that branches on data: got an in-place change of an argument, {Spec.of(tensor)}, "
+                    "expected none, as in the branch that was captured. Compute a new tensor instead."
                 )
 
-    def _entering(self, residuals: Residuals, cotangents: Gradients) -> tuple[Residuals, Tensors]:
+    def _enter(self, residuals: Residuals, cotangents: Gradients) -> tuple[Residuals, Tensors]:
         """Return the roots at which a cotangent enters, and those cotangents; the loss's is one."""
         roots = residuals.roots
         if self.wiring.loss is not None:
@@ -163,7 +163,7 @@ class Autograd:
             return (), ()
         if not onto:
             outgoing, grads = self.differentiate(residuals, cotangents)
-            return outgoing, own(grads, self.fresh)
+            return outgoing, own_all(grads, self.fresh)
         if self._has_layouts(residuals.leaves):
             return self._accumulate(residuals, cotangents, onto)
         outgoing, grads = self.differentiate(residuals, cotangents)
@@ -175,9 +175,9 @@ class Autograd:
         """Return cotangents and gradients as autograd returns them: they may share memory with anything."""
         if residuals is None:
             return (), []
-        residuals, cotangents = self._entering(residuals, cotangents)
+        residuals, cotangents = self._enter(residuals, cotangents)
         split, found = len(self.wiring.cotangents), self._grad(residuals, residuals.leaves, cotangents)
-        return self._outgoing(found[:split]), [*found[split:]]
+        return self._lay_out(found[:split]), [*found[split:]]
 
     def _has_layouts(self, leaves: Tensors) -> bool:
         """Return whether cotangents have the layout of their values; autograd would copy them into any other."""
@@ -189,7 +189,7 @@ class Autograd:
 
         Autograd adds to `.grad` in place if that is set. The weights are leaves of this step only, so theirs can stay.
         """
-        residuals, cotangents = self._entering(residuals, cotangents)
+        residuals, cotangents = self._enter(residuals, cotangents)
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
         for weight, total in zip(weights, onto, strict=True):
@@ -200,22 +200,22 @@ class Autograd:
         sums = [weight.grad for weight in weights]
         # A first gradient may share its memory; sparse + dense makes a new tensor.
         kept = {k for k, (total, one) in enumerate(zip(onto, sums, strict=True)) if one is total}
-        outgoing = self._outgoing([leaf.grad for leaf in inputs])
+        outgoing = self._lay_out([leaf.grad for leaf in inputs])
         for leaf in inputs:  # one may be a parameter, whose `.grad` would be there in the next microbatch
             leaf.grad = None
-        return outgoing, own(sums, kept)
+        return outgoing, own_all(sums, kept)
 
     def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Deferred | None]:
         """Return the cotangents for earlier stages, and what the weight half needs."""
         if residuals is None:
             return (), None
-        residuals, cotangents = self._entering(residuals, cotangents)
+        residuals, cotangents = self._enter(residuals, cotangents)
         split = len(self.wiring.cotangents)
         inputs, weights = residuals.leaves[:split], residuals.leaves[split:]
         roots: Any = residuals.roots
         edges, half = self.splitter.half(AutogradGraph(roots, residuals.start), weights)
         found = self._grad(residuals, (*inputs, *[weights[k] for k in half.split.now], *edges), cotangents)
-        return self._outgoing(found[:split]), Deferred(weights, half, found[split:])
+        return self._lay_out(found[:split]), Deferred(weights, half, found[split:])
 
     def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
         """Return the gradients of this stage's parameters."""
@@ -224,9 +224,9 @@ class Autograd:
         weights, half, requested = deferred
         return half.grads(requested, weights, onto)
 
-    def _outgoing(self, found: Sequence[Tensor | None]) -> Gradients:
+    def _lay_out(self, found: Sequence[Tensor | None]) -> Gradients:
         """Return the cotangents as they are sent; autograd has checked their shapes and dtypes."""
-        return tuple([_laid_out(spec, one) for spec, one in zip(self.wiring.cotangents, found, strict=True)])
+        return tuple([_with_layout(spec, one) for spec, one in zip(self.wiring.cotangents, found, strict=True)])
 
     def _grad(
         self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Gradients
@@ -244,10 +244,10 @@ class Autograd:
         The checks cost as much as a layer.
         """
         roots: tuple[Any, ...] = residuals.roots
-        with self._placed(residuals.arguments):
+        with self._backward_scope(residuals.arguments):
             return run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
 
-    def _placed(self, given: Tensors) -> AbstractContextManager[None]:
+    def _backward_scope(self, given: Tensors) -> AbstractContextManager[None]:
         """Return the context for a backward that may rerun parts of the forward; what they modify is cloned first.
 
         As on one device, they find the buffers as the forward left them.
@@ -259,22 +259,22 @@ class Autograd:
 
 
 def _new_buffer(new: Tensor, old: Tensor) -> Tensor:
-    """Return a copy of what a buffer is assigned; it may share memory with the batch."""
+    """Return a copy of what is assigned to a buffer, since that may share memory with the batch."""
     if new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
         got = f"{Spec.of(new)}{' that requires a gradient' if new.requires_grad else ''}"
         raise InputError(
-            f"a buffer that is assigned anew: got {got}, expected {Spec.of(old)} that requires none, as at capture. "
-            "Assign the same shape and dtype in every branch, detached."
+            f"an assignment to a buffer: got {got}, expected {Spec.of(old)} that requires no gradient, as at capture. "
+            "Assign a detached tensor of the same shape and dtype in every branch."
         )
     return new.detach().clone()
 
 
-def _dropped(saved: object) -> None:
+def _drop(saved: object) -> None:
     """Pack a saved tensor as nothing."""
 
 
 def _never(saved: object) -> Tensor:
-    raise AssertionError("nobody asks for what was dropped")
+    raise AssertionError("no backward follows")
 
 
 def _edge(tensor: Tensor) -> Tensor | GradientEdge | None:
@@ -284,13 +284,13 @@ def _edge(tensor: Tensor) -> Tensor | GradientEdge | None:
     return tensor if tensor.is_leaf else get_gradient_edge(tensor)
 
 
-def _laid_out(spec: Spec, cotangent: Tensor | None) -> Tensor | None:
+def _with_layout(spec: Spec, cotangent: Tensor | None) -> Tensor | None:
     """Return a cotangent in the layout of its spec; raise `InputError` if it is missing and must not be."""
     if cotangent is not None:
         return cotangent if cotangent.stride() == spec.stride else spec.like(cotangent)
     if isinstance(spec, OptionalSpec):
         return None
     raise InputError(
-        f"a stage's backward: got no gradient for {spec} that it received, expected one as at capture. Return zeros "
-        "instead of None from a custom autograd function whose backward depends on data."
+        f"a stage's backward: got no gradient for an input {spec}, expected one, as at capture. If a custom autograd "
+        "function returns None for some data, return zeros instead."
     )

@@ -140,10 +140,10 @@ def _convolution(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> S
 
 
 def _of_embedding(node: AutogradNode) -> Kept:
-    return node._saved_indices.detach(), _signed(node._saved_padding_idx), node._saved_scale_grad_by_freq
+    return node._saved_indices.detach(), _to_signed(node._saved_padding_idx), node._saved_scale_grad_by_freq
 
 
-def _signed(index: int) -> int:
+def _to_signed(index: int) -> int:
     """Return an index that torch returns as if it were unsigned."""
     return index - 2**64 if index >= 2**63 else index
 

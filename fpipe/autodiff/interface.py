@@ -57,7 +57,7 @@ class Wiring:
     cotangents: tuple[Spec, ...]
 
     @property
-    def changed(self) -> frozenset[BufferIndex]:
+    def modified_buffers(self) -> frozenset[BufferIndex]:
         """The buffers that a forward changes."""
         first, stop = self.parameters, self.parameters + self.buffers
         modified = {BufferIndex(k - first) for k in self.modified if first <= k < stop}

@@ -37,10 +37,10 @@ class Mark(NamedTuple):
     end: bool
 
     def __str__(self) -> str:
-        return f"{'the end of ' if self.end else ''}{numbered(self.path, self.ordinal)!r}"
+        return f"{'the end of ' if self.end else ''}{call_name(self.path, self.ordinal)!r}"
 
 
-def numbered(path: str, ordinal: int) -> str:
+def call_name(path: str, ordinal: int) -> str:
     """Return the name of a call: `blocks.0`, and `blocks.0@1` for the second one."""
     return f"{path}@{ordinal}" if ordinal else path
 
@@ -100,9 +100,9 @@ class Calls:
         listed = tuple(captured.calls) or tuple(_by_paths(units, known))
         sealed = tuple(call for call in listed if call.sealed)
         idle = tuple(call for call in listed if call.start == call.stop)
-        return cls(tuple(_of_modules(listed)), idle, sealed, units, known, first, _parts(model, first))
+        return cls(tuple(_of_modules(listed)), idle, sealed, units, known, first, _sequence_parts(model, first))
 
-    def named(self, name: str) -> tuple[Call, ...]:
+    def calls_of(self, name: str) -> tuple[Call, ...]:
         """Return the calls of the module `name`; a container that is not called itself spans its first to last."""
         found = tuple(call for call in self.listed if call.path == name)
         found = found or tuple(call for call in self.idle if call.path == name)
@@ -112,29 +112,29 @@ class Calls:
         inside = [k for k, unit in enumerate(self.units) if f"{unit.path.split('@')[0]}.".startswith(f"{path}.")]
         return (Call(name, self.known.get(name, object), inside[0], inside[-1] + 1),) if inside and path == name else ()
 
-    def one(self, name: str) -> Call:
+    def call(self, name: str) -> Call:
         """Return a module's first call, or with `name@1` the second; raise `CutError` if there is none."""
         path, _, ordinal = name.partition("@")
         self.require_known("cuts", path)
-        found = self.named(path)
+        found = self.calls_of(path)
         if not found and self.parts.get(name, name) != name:
-            return self.one(self.parts[name])
+            return self.call(self.parts[name])
         if found and (not ordinal or (ordinal.isdecimal() and int(ordinal) < len(found))):
             return found[int(ordinal or 0)]
         if found:
             raise CutError(
-                f"cuts: got {name!r}, expected a call that takes place: {path!r} is called {len(found)} times, and "
-                f"{numbered(path, 1)!r} is the second one. Name one of them."
+                f"cuts: got {name!r}, expected a call that takes place. {path!r} is called {len(found)} times; "
+                f"{call_name(path, 1)!r} is the second call."
             )
         if self.first.get(path, path) != path:
             first = self.first[path]
             raise CutError(
-                f"cuts: got {name!r}, another name of {first!r}, expected the first one. Write {first!r}, or "
-                f"{numbered(first, 1)!r} for the second call."
+                f"cuts: got {name!r}, expected {first!r}, the module's first name. Write {first!r}, or "
+                f"{call_name(first, 1)!r} for the second call."
             )
         raise CutError(
-            f"cuts: got {name!r}, a module that runs no operation of its own (no_grad and autocast regions are one "
-            "operation of the module around them), expected one that does. Name the module that runs next instead."
+            f"cuts: got {name!r}, a module that runs no operation of its own, expected one that does. (A no_grad or "
+            "autocast region is one operation of the module around it.) Name the module that runs next."
         )
 
     def require_known(self, where: str, name: str) -> None:
@@ -155,9 +155,9 @@ class Calls:
                 f"cuts: got {index}, expected an index below {len(names)}, counted from zero: the model itself calls "
                 f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}. Choose one of them."
             )
-        return self.one(names[index]) if self.parts else direct[index]
+        return self.call(names[index]) if self.parts else direct[index]
 
-    def selected(self, where: str, selector: Selector) -> tuple[Call, ...]:
+    def select(self, where: str, selector: Selector) -> tuple[Call, ...]:
         """Return the calls of a module, of the modules of a class, or of those whose name matches a pattern.
 
         Raise `CutError`, blaming the argument `where`, if there are none.
@@ -169,12 +169,13 @@ class Calls:
         else:
             path, _, ordinal = selector.partition("@")
             self.require_known(where, path)
-            found = (self.one(selector),) if ordinal else self.named(path)
+            found = (self.call(selector),) if ordinal else self.calls_of(path)
         if not found:
             kinds = ", ".join(dict.fromkeys(call.kind.__name__ for call in self.listed if call.path))
             raise CutError(
-                f"{where}: got {said(selector)}, which no call of a module matches, expected at least one. The model "
-                f"calls modules of the classes {kinds or 'none'}; a wildcard stands for one name between dots."
+                f"{where}: got {describe_selector(selector)}, which no call of a module matches, expected at least "
+                f"one. The model calls modules of these classes: {kinds or 'none'}. A wildcard matches one name "
+                "between dots."
             )
         return found
 
@@ -186,7 +187,7 @@ class Calls:
             found += [Mark(call.path, ordinal, True)] * (call.stop == position)
         return tuple(found)
 
-    def marked(self, marks: Sequence[Mark]) -> int | None:
+    def position_of(self, marks: Sequence[Mark]) -> int | None:
         """Return the position of the first of these marks that exists; `None` if none does."""
         places = {(call.path, ordinal): call for call, ordinal in self.ordinals()}
         for path, ordinal, end in marks:
@@ -203,7 +204,7 @@ class Calls:
             count[call.path] += 1
 
 
-def said(selector: Selector) -> str:
+def describe_selector(selector: Selector) -> str:
     """Return a selector as the user wrote it."""
     return f"the class {selector.__name__}" if isinstance(selector, type) else repr(selector)
 
@@ -217,11 +218,11 @@ def outermost(calls: Iterable[Call]) -> tuple[Call, ...]:
     return tuple(found)
 
 
-def _parts(model: nn.Module, first: Mapping[str, str]) -> Mapping[str, str]:
+def _sequence_parts(model: nn.Module, first: Mapping[str, str]) -> Mapping[str, str]:
     count: Counter[str] = Counter()
     found: dict[str, str] = {}
     for name in model._modules if isinstance(model, Chain | ModuleGraph | nn.Sequential) else ():
-        found[name] = numbered(first[name], count[first[name]])
+        found[name] = call_name(first[name], count[first[name]])
         count[first[name]] += 1
     return found
 

@@ -26,13 +26,13 @@ def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
             route(captured, observed, positions, results)
         except ClashError as clash:
             start, stop = list(pairwise([0, *positions, len(captured.units)]))[clash.stage]
-            return Refusal(str(clash), tuple(_forbidden(captured, observed, results, clash.value, start, stop)))
+            return Refusal(str(clash), tuple(_forbidden_stages(captured, observed, results, clash.value, start, stop)))
         return None
 
     return refusal
 
 
-def _forbidden(
+def _forbidden_stages(
     captured: Captured, observed: Observed, results: tuple[Value, ...], value: Value, start: int, stop: int
 ) -> Iterator[Forbidden]:
     """Yield the stages refused on account of `value`, as the one from `start` to `stop` is, itself first."""

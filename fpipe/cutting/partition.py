@@ -16,7 +16,7 @@ from torch import nn
 
 from fpipe.capture.advice import LOSS
 from fpipe.cutting.balance import Positions, Refusal, balance
-from fpipe.cutting.calls import Calls, Selector, is_pattern, said, selects
+from fpipe.cutting.calls import Calls, Selector, describe_selector, is_pattern, selects
 from fpipe.cutting.clashes import refusals
 from fpipe.errors import CutError
 from fpipe.ir.captured import Call, Captured, Parameter
@@ -24,7 +24,7 @@ from schedules import Schedule
 
 SLACK = 1.1
 Item: TypeAlias = str | int
-Asked: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Module]] | None
+CutsArgument: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Module]] | None
 
 
 class Explicit(NamedTuple):
@@ -51,8 +51,8 @@ class Cuts(NamedTuple):
         calls = Calls.of(captured, model)
         barriers = _barriers(calls, self.unsplittable)
         if isinstance(self.where, Explicit):
-            return explicit(calls, self.where.at, barriers)
-        return even(captured, calls, self.where, barriers, refusals)
+            return cut_explicitly(calls, self.where.at, barriers)
+        return cut_evenly(captured, calls, self.where, barriers, refusals)
 
     def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
         """Return the names of the unsplittable modules, including the loss if it is one."""
@@ -74,7 +74,9 @@ class Barrier(NamedTuple):
         return self.call.start < position < self.call.stop
 
 
-def asked(cuts: Asked, stages: int | None, unsplittable: Selector | Iterable[Selector], schedule: Schedule) -> Cuts:
+def parse_cuts(
+    cuts: CutsArgument, stages: int | None, unsplittable: Selector | Iterable[Selector], schedule: Schedule
+) -> Cuts:
     """Interpret the user's arguments; raise `CutError` if they do not make the schedule's stages."""
     where: Explicit | Evenly
     items, whole = _items(cuts), _items(unsplittable)
@@ -83,10 +85,10 @@ def asked(cuts: Asked, stages: int | None, unsplittable: Selector | Iterable[Sel
     elif any(is_pattern(item) or isinstance(item, bool) or not isinstance(item, str | int) for item in items):
         raise CutError(
             f"cuts: got {list(items)!r}, expected names and indices of modules, or else only classes and patterns. "
-            "Write cuts=['blocks.1', 'head'], cuts=Block or cuts='blocks.*'."
+            "Write cuts=['blocks.1', 'head'], cuts=Block, or cuts='blocks.*'."
         )
     elif stages is not None:
-        raise CutError("cuts, stages: got both, expected one of them. Drop stages; it follows from cuts.")
+        raise CutError("cuts, stages: got both, expected one of them. Drop stages; cuts determine it.")
     else:
         where = Explicit(items)
     if not all(isinstance(item, str | type) for item in whole):
@@ -97,7 +99,7 @@ def asked(cuts: Asked, stages: int | None, unsplittable: Selector | Iterable[Sel
     count = where.stages if isinstance(where, Evenly) else len(where.at) + 1
     if count != schedule.stages:
         raise CutError(
-            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Give {schedule.stages - 1} cuts, "
+            f"cuts: got {count} stages, expected {schedule.stages} for {schedule!r}. Pass {schedule.stages - 1} cuts, "
             "or change the schedule's ranks."
         )
     return Cuts(where, whole)
@@ -111,12 +113,12 @@ def _items(argument: Any) -> tuple[Any, ...]:
     return tuple(argument) if several else (argument,)
 
 
-def explicit(calls: Calls, at: Sequence[Item], barriers: Sequence[Barrier]) -> Positions:
+def cut_explicitly(calls: Calls, at: Sequence[Item], barriers: Sequence[Barrier]) -> Positions:
     """Return the positions of these names and indices.
 
     Raise `CutError` for one that is unknown, repeated, out of order, or at which no stage can begin.
     """
-    positions = [(calls.one(item) if isinstance(item, str) else calls.at(item)).start for item in at]
+    positions = [(calls.call(item) if isinstance(item, str) else calls.at(item)).start for item in at]
     for (a, start), (b, end) in pairwise([("the model's first operation", 0), *zip(at, positions, strict=True)]):
         if a == b:
             raise CutError(f"cuts: got {b!r} twice, expected each name once. Drop one.")
@@ -130,13 +132,13 @@ def explicit(calls: Calls, at: Sequence[Item], barriers: Sequence[Barrier]) -> P
         for barrier in barriers:
             if barrier.holds(end):
                 raise CutError(
-                    f"cuts: got {b!r}, inside {barrier}; expected a module outside of it. Cut where that begins, or "
+                    f"cuts: got {b!r}, inside {barrier}; expected a module outside it. Cut at its beginning, or "
                     "after it."
                 )
     return tuple(positions)
 
 
-def even(
+def cut_evenly(
     captured: Captured,
     calls: Calls,
     where: Evenly,
@@ -165,7 +167,7 @@ def even(
     return chosen
 
 
-def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:
+def translate_cuts(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:
     """Return the positions of one capture in another capture of the same model, whose calls are `calls`.
 
     Raise `CutError`, naming the other capture `what`, if a stage has no operations there, or its beginning is not
@@ -174,11 +176,12 @@ def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Pos
     found: list[int] = []
     for stage, position in enumerate(positions, 1):
         marks = known.marks(position)
-        place = calls.marked(marks)
+        place = calls.position_of(marks)
         if place is None or place <= (found or [0])[-1] or place >= len(calls.units):
             raise CutError(
-                f"stage {stage}, {what}: got no operation of its own, or not at {' or '.join(map(str, marks))}, where "
-                "it begins in training; expected the same modules to run. Cut where all variants run the same."
+                f"stage {stage}, {what}: got no operations, or no beginning at {' or '.join(map(str, marks))}, "
+                "where it begins in training; expected the same modules to run. Cut between modules that run in "
+                "training and in evaluation, for every batch."
             )
         found.append(place)
     return tuple(found)
@@ -186,26 +189,27 @@ def followed(known: Calls, positions: Positions, calls: Calls, what: str) -> Pos
 
 def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:
     sealed = [Barrier(call, call.sealed) for call in calls.sealed]
-    whole = [call for selector in unsplittable for call in calls.selected("unsplittable", selector)]
-    return [*sealed, *[Barrier(call, "it is to stay whole, as unsplittable says") for call in whole]]
+    whole = [call for selector in unsplittable for call in calls.select("unsplittable", selector)]
+    return [*sealed, *[Barrier(call, "it stays whole, because of unsplittable") for call in whole]]
 
 
 def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
     """Return where stages after the first may begin, ascending."""
-    starts = {call.start for selector in among for call in calls.selected("cuts", selector)}
+    starts = {call.start for selector in among for call in calls.select("cuts", selector)}
     edges = starts if among else {edge for call in calls.listed for edge in (call.start, call.stop)}
     return sorted(edge for edge in edges if 0 < edge < len(calls.units))
 
 
 def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: str = "") -> str:
     shown = [*map(str, barriers[:3]), *["..."] * (len(barriers) > 3)]
-    why = f" Excluded were cuts inside {'; '.join(shown)}." if barriers else ""
-    why += f" Refused was: {refused}" if refused else ""
+    why = f" No stage may begin inside {'; '.join(shown)}." if barriers else ""
+    why += f" The last choice was refused. {refused}" if refused else ""
     if where.among:
+        names = " and ".join(map(describe_selector, where.among))
         return (
-            f"cuts: got {count} calls of {' and '.join(map(said, where.among))} at which a stage can begin, expected "
-            f"at least {where.stages - 1} for {where.stages} stages (the first begins at the model's first operation)."
-            f"{why} Select more modules, or use fewer stages."
+            f"cuts: got {count} calls of {names} at which a stage can begin, expected at least {where.stages - 1} for "
+            f"{where.stages} stages (the first begins at the model's first operation).{why} Select more modules, or "
+            "use fewer stages."
         )
     return (
         f"stages: got {where.stages}, expected at most {count + 1}, the number of modules that run one after the "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage graph: which values each stage reads, makes, gets and gives, once the units are cut into stages.
+"""Which values each stage reads, makes, gets, and gives, once the units are cut into stages. Runs at build time.
 
 The rules are those of one device, stage by stage:
 
@@ -27,7 +27,7 @@ Routes = Mapping[int, tuple[Value, ...]]
 
 
 class ClashError(CutError):
-    """A stage modifies memory in place that is used elsewhere. `value` is in that memory; other cuts may allow it."""
+    """A stage modifies memory in place that other stages use, too. `value` is in that memory. Other cuts may work."""
 
     def __init__(self, message: str, stage: int, value: Value) -> None:
         super().__init__(f"stage {stage}: {message}")
@@ -35,7 +35,7 @@ class ClashError(CutError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Section:
     """The units of one stage, and its values. Routes are keyed by the stage at the other end, in stage order.
 
     - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads.
@@ -85,7 +85,7 @@ def route(
     partition: Sequence[int],
     results: tuple[Value, ...],
     summed: frozenset[str] = frozenset(),
-) -> tuple[Piece, ...]:
+) -> tuple[Section, ...]:
     """Cut the units at `partition`, and route every value; `results` leave from the last stage.
 
     `summed` are the parameters whose gradients are summed over stages.
@@ -94,7 +94,7 @@ def route(
     stages = [captured.units[start:end] for start, end in bounds]
     homes = {value: s for s, units in enumerate(stages) for unit in units for value in unit.makes}
     users = _users(stages, results)
-    reassigned = _reassigned(captured, observed, stages, homes, users)
+    reassigned = _reassignments(captured, observed, stages, homes, users)
     written = [frozenset().union(*(observed.written[unit] for unit in units)) for units in stages]
     for s, memory in enumerate(written):
         _refuse_shared_writes(s, memory, captured, observed, homes, users)
@@ -102,18 +102,18 @@ def route(
     for s, units in enumerate(stages):
         _refuse_stale_views(s, units, observed, frozenset(v for values in gives[s].values() for v in values))
     return tuple(
-        Piece(
+        Section(
             units,
-            parameters=_read(captured, users, s, Parameter),
-            buffers=_read(captured, users, s, Buffer),
-            constants=_read(captured, users, s, Constant),
-            batch=_read(captured, users, s, BatchLeaf),
+            parameters=_sources_read(captured, users, s, Parameter),
+            buffers=_sources_read(captured, users, s, Buffer),
+            constants=_sources_read(captured, users, s, Constant),
+            batch=_sources_read(captured, users, s, BatchLeaf),
             gets=_reverse(gives, s),
-            gives=_frozen(gives[s]),
+            gives=_freeze(gives[s]),
             results=results if s == len(stages) - 1 else (),
             earlier=_reverse(later, s),
-            later=_frozen(later[s]),
-            shares=_frozen(shares[s]),
+            later=_freeze(later[s]),
+            shares=_freeze(shares[s]),
             modified=frozenset(
                 v for v in users if s in users[v] and homes.get(v) != s and observed.storage[v] in written[s]
             ),
@@ -135,7 +135,7 @@ def _users(stages: Sequence[Sequence[Unit]], results: tuple[Value, ...]) -> dict
     return {value: sorted(found) for value, found in users.items()}
 
 
-def _reassigned(
+def _reassignments(
     captured: Captured,
     observed: Observed,
     stages: Sequence[Sequence[Unit]],
@@ -152,8 +152,8 @@ def _reassigned(
         others = [s for s in (*users.get(buffer, ()), *later) if s != home]
         if others:
             raise ClashError(
-                f"got the buffer {captured.sources[buffer][0]!r} that is assigned anew there and used in stage "
-                f"{others[0]} too, expected all of it in one stage. Move the cut.",
+                f"got the buffer {captured.sources[buffer][0]!r}, which is assigned there and used in stage "
+                f"{others[0]} too, expected all uses in one stage. Move the cut.",
                 home,
                 new,
             )
@@ -189,11 +189,11 @@ def _reverse(table: _Table, end: int) -> Routes:
     return {start: tuple(table[start][end]) for start in range(end) if start in table and end in table[start]}
 
 
-def _frozen(row: Mapping[int, list[Value]]) -> Routes:
+def _freeze(row: Mapping[int, list[Value]]) -> Routes:
     return {end: tuple(row[end]) for end in sorted(row)}
 
 
-def _read(captured: Captured, users: Mapping[Value, list[int]], stage: int, kind: type) -> tuple[Value, ...]:
+def _sources_read(captured: Captured, users: Mapping[Value, list[int]], stage: int, kind: type) -> tuple[Value, ...]:
     return tuple(v for v, source in captured.sources.items() if isinstance(source, kind) and stage in users.get(v, ()))
 
 
@@ -211,26 +211,26 @@ def _refuse_shared_writes(
         source = captured.sources.get(value)
         if isinstance(source, Parameter):
             raise ClashError(
-                f"got a forward that modifies the parameter {source.name!r} in place, expected parameters to be read "
-                "only. Make it a buffer, or compute a new tensor.",
+                f"got a forward that modifies the parameter {source.name!r} in place, expected parameters to be "
+                "read-only. Make it a buffer, or compute a new tensor.",
                 stage,
                 value,
             )
         if isinstance(source, Constant):
             raise ClashError(
-                "got a forward that modifies a tensor in place that is neither parameter nor buffer, expected "
-                "registered buffers: nobody would carry the change on. Use register_buffer.",
+                "got an in-place change of a tensor that is neither a parameter nor a buffer, expected a buffer: the "
+                "change would be lost after the step. Use register_buffer.",
                 stage,
                 value,
             )
         aliases = [v for v in outside if observed.storage[v] == observed.storage[value] and stage in users[v]]
         seen = [s for s in users[value] if s > stage or (s != stage and isinstance(source, Buffer))]
         if seen or len(aliases) > 1:
-            what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value from outside"
-            where = f"used in stage {seen[0]} too" if seen else "reaches it under two names (a view)"
+            what = f"the buffer {source.name!r}" if isinstance(source, Buffer) else "a value from another stage"
+            where = f"used in stage {seen[0]} too" if seen else "arrives under two names (one is a view of the other)"
             raise ClashError(
-                f"got {what} that is modified in place there and {where}, expected in-place changes to stay within one "
-                "stage. Move the cut so that all of it is in one stage, or compute a new tensor instead.",
+                f"got {what} that is modified in place and {where}, expected in-place changes to stay within one "
+                "stage. Move the cut so that all uses are in one stage, or compute a new tensor.",
                 stage,
                 value,
             )
@@ -247,8 +247,8 @@ def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, l
         stale = [v for v in views if observed.storage[v] in observed.written[unit] and v not in unit.makes]
         if stale:
             raise ClashError(
-                "got a view that leaves it after its memory was modified in place, expected one or the other. Move the "
-                "cut, or take the view after the change.",
+                "got a view for another stage, taken before its memory was modified in place, expected it to be taken "
+                "after the change. Move the cut, or take the view later.",
                 stage,
                 stale[0],
             )

@@ -152,4 +152,4 @@ class CaptureCache:
             return self.cuts.positions(captured, self.model)
         known, positions = self.of(training, first)
         what = f"{'in training' if variant.training else 'in eval mode'} with microbatches of {microbatch}"
-        return partition.followed(Calls.of(known, self.model), positions, Calls.of(captured, self.model), what)
+        return partition.translate_cuts(Calls.of(known, self.model), positions, Calls.of(captured, self.model), what)

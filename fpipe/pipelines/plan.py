@@ -76,7 +76,9 @@ class Plan:
     @cached_property
     def modified_leaves(self) -> frozenset[int]:
         """The leaves of the batch that the model modifies in place."""
-        pairs = [(cut.captured.sources.get(v), v) for cut in self.cuts for piece in cut.pieces for v in piece.modified]
+        pairs = [
+            (cut.captured.sources.get(v), v) for cut in self.cuts for section in cut.sections for v in section.modified
+        ]
         return frozenset(source.leaf for source, _ in pairs if isinstance(source, BatchLeaf))
 
     def context(self) -> AbstractContextManager[Any]:

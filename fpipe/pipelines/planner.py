@@ -122,7 +122,7 @@ class Planner:
 
 def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
     """Raise `CutError` if a stage on several ranks modifies a buffer: each replica sees only some microbatches."""
-    modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.changed]
+    modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
     if modified and len(ranks) > 1:
         raise CutError(
             f"stage {stage.index}: got modified buffers {modified} on ranks {list(ranks)}, expected none: each replica "

@@ -14,7 +14,7 @@ from textwrap import wrap
 
 from torch import nn
 
-from fpipe.cutting.calls import Calls, numbered, outermost
+from fpipe.cutting.calls import Calls, call_name, outermost
 from fpipe.runtime.executor import Crossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
@@ -53,10 +53,10 @@ class _StageText:
 
     def __init__(self, assembly: Assembly, calls: Calls) -> None:
         self.assembly = assembly
-        stops = list(accumulate(len(piece.units) for piece in assembly.pieces))
+        stops = list(accumulate(len(section.units) for section in assembly.sections))
         self.bounds = list(zip([0, *stops], stops, strict=False))
         self.whole = [outermost(c for c in calls.listed if a <= c.start and c.stop <= b) for a, b in self.bounds]
-        self.label = {call: numbered(call.path, ordinal) for call, ordinal in calls.ordinals()}
+        self.label = {call: call_name(call.path, ordinal) for call, ordinal in calls.ordinals()}
         self.makers = {value: k for k, unit in enumerate(assembly.captured.units) for value in unit.makes}
 
     def stage(self, stage: Stage) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _total(held: Mapping[int, int], stays: Collection[int]) -> int:
 
 def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
     """Return the stage's buffers; each microbatch has its own version of those that the stage changes."""
-    changed = stage.wiring.changed
+    changed = stage.wiring.modified_buffers
     buffers = [fakes[Buffer(name)] for name in stage.buffers]
     return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
 

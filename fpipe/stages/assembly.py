@@ -16,14 +16,14 @@ from fpipe.autodiff.graph.joint_graph import Examples
 from fpipe.autodiff.interface import ArgumentIndex, StageFunctions, WeightIndex, Wiring
 from fpipe.autodiff.recorded import Recorded
 from fpipe.autodiff.skipping import skip_absent
-from fpipe.cutting.routing import Piece, route
+from fpipe.cutting.routing import Section, route
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter
 from fpipe.ir.observation import observe
 from fpipe.runtime.executor import Crossing
 from fpipe.stages.crossings import Crossings, cross, names_of
 from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.stage import Stage
-from fpipe.stages.uncut import uncut
+from fpipe.stages.uncut import build_whole
 from fpipe.stages.wiring import wire
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import require_transparent
@@ -34,17 +34,17 @@ from schedules import Graph, Placement, linear
 class Assembly:
     """A model cut into stages.
 
-    `uncut()` makes `whole`. `graph` is what schedules see. `devices` are those on which random numbers are drawn,
-    `undecided` those on which they may be, depending on data. `pieces` are the stages' units and values.
+    `build_whole()` makes `whole`. `graph` is what schedules see. `devices` are those on which random numbers are drawn,
+    `undecided` those on which they may be, depending on data. `sections` are the stages' units and values.
     """
 
     captured: Captured
     stages: tuple[Stage, ...]
-    uncut: Callable[[], Stage]
+    build_whole: Callable[[], Stage]
     graph: Graph
     devices: tuple[torch.device, ...]
     undecided: tuple[torch.device, ...]
-    pieces: tuple[Piece, ...]
+    sections: tuple[Section, ...]
 
     @cached_property
     def whole(self) -> Stage:
@@ -52,7 +52,7 @@ class Assembly:
 
         Made at its first use: it costs as much as the stages, and a pipeline that only runs never needs it.
         """
-        return self.uncut()
+        return self.build_whole()
 
     @cached_property
     def parameters(self) -> Mapping[str, Spec]:
@@ -72,13 +72,13 @@ class Assembly:
 def differentiate(assembly: Assembly, backend: Backend, held: Collection[int]) -> Assembly:
     """Return the assembly with the functions of this process's stages, `held`, converted by `backend`."""
     stages = [
-        replace(stage, functions=_convert(backend, assembly.captured, piece, stage)) if stage.index in held else stage
-        for stage, piece in zip(assembly.stages, assembly.pieces, strict=True)
+        replace(stage, functions=_convert(backend, assembly.captured, section, stage)) if stage.index in held else stage
+        for stage, section in zip(assembly.stages, assembly.sections, strict=True)
     ]
     return replace(assembly, stages=tuple(stages))
 
 
-def _convert(backend: Backend, captured: Captured, piece: Piece, stage: Stage) -> StageFunctions:
+def _convert(backend: Backend, captured: Captured, section: Section, stage: Stage) -> StageFunctions:
     eager, fakes = cast("Autograd", stage.functions), captured.fakes
     pulled = [spec for crossing in stage.pulled_by for spec in crossing.specs]
     optional = any(isinstance(spec, OptionalSpec) for spec in pulled)
@@ -89,7 +89,7 @@ def _convert(backend: Backend, captured: Captured, piece: Piece, stage: Stage) -
         cotangents = tuple([spec.allocate() for spec in pulled])
     params, buffers, constants, batch = (
         tuple([fakes[value] for value in values])
-        for values in (piece.parameters, piece.buffers, piece.constants, piece.batch)
+        for values in (section.parameters, section.buffers, section.constants, section.batch)
     )
     examples = Examples(params, buffers, constants, (*batch, *arriving), cotangents, captured.mode)
     found = backend(eager, examples)
@@ -108,48 +108,50 @@ def assemble(
     loss = () if captured.loss is None else (captured.loss,)
     results = (*loss, *captured.outputs) if outputs else loss
     observed = observe(captured)
-    pieces = route(captured, observed, partition, results, summed)
-    functions = [captured.fuse(piece.units, observed.random, piece.inputs, piece.outputs) for piece in pieces]
-    stages, graph = _stages(captured, pieces, functions, placement)
+    sections = route(captured, observed, partition, results, summed)
+    functions = [captured.fuse(section.units, observed.random, section.inputs, section.outputs) for section in sections]
+    stages, graph = _stages(captured, sections, functions, placement)
     devices = dict.fromkeys(device for keyed in observed.random.values() for device in keyed.devices)
 
     def whole() -> Stage:
-        again, piece, function = uncut(captured, observed, results, pieces, functions, summed)
-        (stage,), _ = _stages(again, [piece], [function], linear(ranks=1))
+        again, section, function = build_whole(captured, observed, results, sections, functions, summed)
+        (stage,), _ = _stages(again, [section], [function], linear(ranks=1))
         return stage
 
-    return Assembly(captured, stages, whole, graph, tuple(devices), observed.undecided, pieces)
+    return Assembly(captured, stages, whole, graph, tuple(devices), observed.undecided, sections)
 
 
 def _stages(
-    captured: Captured, pieces: Sequence[Piece], functions: Sequence[Function], placement: Placement
+    captured: Captured, sections: Sequence[Section], functions: Sequence[Function], placement: Placement
 ) -> tuple[tuple[Stage, ...], Graph]:
     """Return the stages and their graph."""
-    metadata = infer(captured, pieces, functions)
-    crossings = cross(captured, pieces, metadata, placement)
-    builder = _Builder(captured, pieces, metadata, crossings)
-    return tuple(builder.stage(s, function) for s, function in enumerate(functions)), crossings.graph(len(pieces))
+    metadata = infer(captured, sections, functions)
+    crossings = cross(captured, sections, metadata, placement)
+    builder = _Builder(captured, sections, metadata, crossings)
+    return tuple(builder.stage(s, function) for s, function in enumerate(functions)), crossings.graph(len(sections))
 
 
 class _Builder:
-    """Builds stages from pieces, metadata and crossings."""
+    """Builds stages from sections, metadata and crossings."""
 
-    def __init__(self, captured: Captured, pieces: Sequence[Piece], metadata: Metadata, crossings: Crossings) -> None:
-        self.captured, self.pieces, self.metadata, self.crossings = captured, pieces, metadata, crossings
+    def __init__(
+        self, captured: Captured, sections: Sequence[Section], metadata: Metadata, crossings: Crossings
+    ) -> None:
+        self.captured, self.sections, self.metadata, self.crossings = captured, sections, metadata, crossings
 
     def stage(self, s: int, function: Function) -> Stage:
         """Return stage `s`, with its function."""
-        captured, piece, metadata, crossings = self.captured, self.pieces[s], self.metadata, self.crossings
-        sources = [captured.sources[value] for value in piece.batch]
+        captured, section, metadata, crossings = self.captured, self.sections[s], self.metadata, self.crossings
+        sources = [captured.sources[value] for value in section.batch]
         pulls, pulled_by = _from(s, crossings.cotangents), _to(s, crossings.cotangents)
-        wiring = wire(s, piece, metadata, pulls, pulled_by, captured.loss, is_asking(captured))
+        wiring = wire(s, section, metadata, pulls, pulled_by, captured.loss, is_asking(captured))
         return Stage(
             index=s,
-            parameters=names_of(captured, piece.parameters),
-            buffers=names_of(captured, piece.buffers),
-            unused=self._unused() if s == 0 else (),
+            parameters=names_of(captured, section.parameters),
+            buffers=names_of(captured, section.buffers),
+            unused=self._unused_names() if s == 0 else (),
             batch=tuple(source.leaf for source in sources if isinstance(source, BatchLeaf)),
-            results=tuple(metadata.specs[value] for value in piece.results),
+            results=tuple(metadata.specs[value] for value in section.results),
             gets=_to(s, crossings.values),
             gives=_from(s, crossings.values),
             pulls=pulls,
@@ -163,8 +165,8 @@ class _Builder:
         )
 
     def _functions(self, s: int, function: Function, wiring: Wiring) -> StageFunctions:
-        piece, metadata = self.pieces[s], self.metadata
-        sources = [self.captured.sources[value] for value in piece.constants]
+        section, metadata = self.sections[s], self.metadata
+        sources = [self.captured.sources[value] for value in section.constants]
         constants = tuple([source.tensor for source in sources if isinstance(source, Constant)])
         reasons, weights = metadata.undeferred[s], [(WeightIndex(k), v) for k, v in enumerate(metadata.grads[s])]
         undeferred = {k: reasons[value] for k, value in weights if value in reasons}
@@ -175,7 +177,7 @@ class _Builder:
 
     def _hooks(self, s: int) -> Mapping[ArgumentIndex, tuple[Hook, ...]]:
         """Return the hooks on gradients of the parameters that a stage owns."""
-        sources = {k: self.captured.sources[value] for k, value in enumerate(self.pieces[s].parameters)}
+        sources = {k: self.captured.sources[value] for k, value in enumerate(self.sections[s].parameters)}
         grads = names_of(self.captured, self.metadata.grads[s])
         return {
             ArgumentIndex(k): self.captured.hooks[source.name]
@@ -183,9 +185,9 @@ class _Builder:
             if isinstance(source, Parameter) and source.name in grads and source.name in self.captured.hooks
         }
 
-    def _unused(self) -> tuple[str, ...]:
+    def _unused_names(self) -> tuple[str, ...]:
         """Return the names of parameters and buffers that no stage reads; the first stage holds them."""
-        read = {value for piece in self.pieces for value in (*piece.parameters, *piece.buffers)}
+        read = {value for section in self.sections for value in (*section.parameters, *section.buffers)}
         return names_of(self.captured, (value for value in self.captured.sources if value not in read))
 
 

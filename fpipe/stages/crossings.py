@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fpipe.cutting.routing import Piece
+from fpipe.cutting.routing import Section
 from fpipe.ir.captured import Buffer, Captured, Parameter, Value
 from fpipe.runtime.executor import Crossing
 from fpipe.stages.metadata import Metadata
@@ -41,42 +41,42 @@ class Crossings:
         )
 
 
-def cross(captured: Captured, pieces: Sequence[Piece], metadata: Metadata, placement: Placement) -> Crossings:
+def cross(captured: Captured, sections: Sequence[Section], metadata: Metadata, placement: Placement) -> Crossings:
     """Return what the stages send each other."""
     return Crossings(
-        tuple(_crossings(pieces, lambda s, piece: piece.gives, lambda s, value: metadata.specs[value])),
-        tuple(_crossings(pieces, metadata.pulls, lambda s, value: metadata.cotangents[s, value])),
-        tuple(_gradients(captured, pieces, metadata, placement)),
+        tuple(_crossings(sections, lambda s, section: section.gives, lambda s, value: metadata.specs[value])),
+        tuple(_crossings(sections, metadata.pulls, lambda s, value: metadata.cotangents[s, value])),
+        tuple(_gradients(captured, sections, metadata, placement)),
     )
 
 
 def _crossings(
-    pieces: Sequence[Piece],
-    routes: Callable[[int, Piece], Mapping[int, Sequence[Value]]],
+    sections: Sequence[Section],
+    routes: Callable[[int, Section], Mapping[int, Sequence[Value]]],
     spec: Callable[[int, Value], Spec],
 ) -> Iterator[Crossing]:
-    for s, piece in enumerate(pieces):
-        for t, values in routes(s, piece).items():
+    for s, section in enumerate(sections):
+        for t, values in routes(s, section).items():
             yield Crossing(s, t, tuple(values), tuple(spec(s, value) for value in values))
 
 
 def _gradients(
-    captured: Captured, pieces: Sequence[Piece], metadata: Metadata, placement: Placement
+    captured: Captured, sections: Sequence[Section], metadata: Metadata, placement: Placement
 ) -> Iterator[Crossing]:
     """Yield the gradients of shared parameters that a holder on another rank needs, and does not get from elsewhere."""
-    for s, piece in enumerate(pieces):
-        for t, parameters in piece.shares.items():
+    for s, section in enumerate(sections):
+        for t, parameters in section.shares.items():
             sent = [
                 value
                 for value in parameters
-                if value in metadata.grads[s] and needs_gradient(placement, s, t, _holders(pieces, value))
+                if value in metadata.grads[s] and needs_gradient(placement, s, t, _stages_with(sections, value))
             ]
             if sent:
                 yield Crossing(s, t, names_of(captured, sent), tuple(metadata.totals[s, value] for value in sent))
 
 
-def _holders(pieces: Sequence[Piece], parameter: Value) -> list[int]:
-    return [s for s, piece in enumerate(pieces) if parameter in piece.parameters]
+def _stages_with(sections: Sequence[Section], parameter: Value) -> list[int]:
+    return [s for s, section in enumerate(sections) if parameter in section.parameters]
 
 
 def names_of(captured: Captured, values: Iterable[Value]) -> tuple[str, ...]:

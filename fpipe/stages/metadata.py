@@ -19,7 +19,7 @@ from fpipe.autodiff.interface import WeightIndex
 from fpipe.autodiff.split_backward import search
 from fpipe.autodiff.trail import AutogradGraph
 from fpipe.capture.assumed_values import assume_values
-from fpipe.cutting.routing import Piece
+from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Function, Parameter, Value
 from fpipe.runtime.segments.branching import certain_leaves
@@ -58,11 +58,11 @@ class Metadata:
     casting: set[int] = field(default_factory=set)
     unrecordable: dict[int, str] = field(default_factory=dict)
 
-    def pulls(self, s: int, piece: Piece) -> Mapping[int, tuple[Value, ...]]:
+    def pulls(self, s: int, section: Section) -> Mapping[int, tuple[Value, ...]]:
         """Return, per earlier stage, the values for which stage `s` sends it a cotangent."""
         found: dict[int, tuple[Value, ...]] = {}
-        for peer in sorted({*piece.gets, *piece.earlier}):
-            shared = (*piece.gets.get(peer, ()), *piece.earlier.get(peer, ()))
+        for peer in sorted({*section.gets, *section.earlier}):
+            shared = (*section.gets.get(peer, ()), *section.earlier.get(peer, ()))
             found[peer] = tuple(value for value in shared if (s, value) in self.cotangents)
         return {peer: values for peer, values in found.items() if values}
 
@@ -77,7 +77,7 @@ class _FakeForward:
     watch: ForwardWatch
 
 
-def infer(captured: Captured, pieces: Sequence[Piece], functions: Sequence[Function]) -> Metadata:
+def infer(captured: Captured, sections: Sequence[Section], functions: Sequence[Function]) -> Metadata:
     """Run forward and backward of all stages on fake tensors."""
     metadata = Metadata()
     trainable = {v for v, s in captured.sources.items() if isinstance(s, Parameter) and s.name in captured.trainable}
@@ -91,12 +91,12 @@ def infer(captured: Captured, pieces: Sequence[Piece], functions: Sequence[Funct
         values = dict(captured.fakes)
         metadata.specs.update({value: Spec.of(tensor) for value, tensor in values.items()})
         forwards = [
-            _infer_forward(captured, piece, function, values, metadata)
-            for piece, function in zip(pieces, functions, strict=True)
+            _infer_forward(captured, section, function, values, metadata)
+            for section, function in zip(sections, functions, strict=True)
         ]
         arriving: dict[tuple[int, Value], Tensor] = {}
-        for s in reversed(range(len(pieces))):
-            _infer_backward(s, pieces[s], forwards[s], captured, arriving, metadata)
+        for s in reversed(range(len(sections))):
+            _infer_backward(s, sections[s], forwards[s], captured, arriving, metadata)
     return metadata
 
 
@@ -106,21 +106,21 @@ def is_asking(captured: Captured) -> bool:
 
 
 def _infer_forward(
-    captured: Captured, piece: Piece, function: Function, values: dict[Value, Tensor], metadata: Metadata
+    captured: Captured, section: Section, function: Function, values: dict[Value, Tensor], metadata: Metadata
 ) -> _FakeForward:
-    leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in piece.inputs}
-    leaves |= {v: nn.Parameter(leaves[v], leaves[v].requires_grad) for v in piece.parameters}
-    received = {v for values in piece.gets.values() for v in values} & metadata.differentiable
+    leaves = {v: values[v].detach().requires_grad_(v in metadata.differentiable) for v in section.inputs}
+    leaves |= {v: nn.Parameter(leaves[v], leaves[v].requires_grad) for v in section.parameters}
+    received = {v for values in section.gets.values() for v in values} & metadata.differentiable
     inner = received if is_asking(captured) else set[Value]()
     arguments = [
-        leaf.clone() if value in piece.modified else leaf.view_as(leaf) if value in inner else leaf
+        leaf.clone() if value in section.modified else leaf.view_as(leaf) if value in inner else leaf
         for value, leaf in leaves.items()
     ]
     try:
         with assume_values(captured.mode) as answers, ForwardWatch() as watch:
-            made = dict(zip(piece.outputs, function(0, *arguments), strict=True))
+            made = dict(zip(section.outputs, function(0, *arguments), strict=True))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        where = next((unit.path for unit in piece.units if unit.path), "(root)")
+        where = next((unit.path for unit in section.units if unit.path), "(root)")
         raise CaptureError(
             f"the stage that begins in module {where}: got the operator {error}, whose result depends on the values of "
             "its input, expected shapes and control flow that don't. Rewrite that part."
@@ -147,20 +147,20 @@ class _Entry(NamedTuple):
 
 def _infer_backward(
     s: int,
-    piece: Piece,
+    section: Section,
     forward: _FakeForward,
     captured: Captured,
     arriving: dict[tuple[int, Value], Tensor],
     metadata: Metadata,
 ) -> None:
     """Run a stage's backward, and add what it returns to `metadata`, and its cotangents to `arriving`."""
-    entries = _entries(piece, forward, captured.loss, arriving, metadata)
-    previous = {v: None for routes in (piece.gets, piece.earlier) for values in routes.values() for v in values}
-    wanted = [v for v in dict.fromkeys((*previous, *piece.parameters)) if v in metadata.differentiable]
+    entries = _cotangent_entries(section, forward, captured.loss, arriving, metadata)
+    previous = {v: None for routes in (section.gets, section.earlier) for values in routes.values() for v in values}
+    wanted = [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
     weights = [value for value in wanted if value not in previous]
     reasons, fresh = _deferral(forward, [entry.root for entry in entries], weights, captured)
-    flowing = _flowing(s, forward, entries, wanted, captured)
-    sure = _sure(forward, entries, flowing, captured)
+    flowing = _possible_gradients(s, forward, entries, wanted, captured)
+    sure = _certain_values(forward, entries, flowing, captured)
     for value, grad in flowing.items():
         kind = Spec if value in sure else OptionalSpec
         if value in previous:
@@ -177,8 +177,8 @@ def _infer_backward(
     metadata.unrecordable[s] = forward.watch.unrecordable
 
 
-def _entries(
-    piece: Piece,
+def _cotangent_entries(
+    section: Section,
     forward: _FakeForward,
     loss: Value | None,
     arriving: Mapping[tuple[int, Value], Tensor],
@@ -187,9 +187,9 @@ def _entries(
     """Return where cotangents enter."""
     tensors = {**forward.leaves, **forward.made}
     entries: list[_Entry] = []
-    if loss is not None and loss in piece.results and tensors[loss].requires_grad:
+    if loss is not None and loss in section.results and tensors[loss].requires_grad:
         entries.append(_Entry(tensors[loss], None, True))
-    for routes in (piece.gives, piece.later):
+    for routes in (section.gives, section.later):
         for t, values in routes.items():
             for value in values:
                 if (t, value) in arriving:
@@ -198,7 +198,7 @@ def _entries(
     return entries
 
 
-def _flowing(
+def _possible_gradients(
     s: int, forward: _FakeForward, entries: Sequence[_Entry], wanted: Sequence[Value], captured: Captured
 ) -> dict[Value, Tensor]:
     """Return the gradients of the wanted values, where there may be one."""
@@ -208,12 +208,12 @@ def _flowing(
     found = {value: grad for value, grad in zip(wanted, grads, strict=True) if grad is not None}
     if not captured.dynamic:
         return found
-    found = {value: _dense(grad, forward.leaves[value]) for value, grad in found.items()}
+    found = {value: _without_broadcasts(grad, forward.leaves[value]) for value, grad in found.items()}
     others = [value for value in wanted if value not in found and _is_dynamic(captured, value)]
     return found | {value: forward.leaves[value].detach() for value in others}  # another branch may use it
 
 
-def _sure(
+def _certain_values(
     forward: _FakeForward, entries: Sequence[_Entry], flowing: Collection[Value], captured: Captured
 ) -> Collection[Value]:
     """Return the values that get a gradient whatever the data."""
@@ -223,7 +223,7 @@ def _sure(
     return [value for value in flowing if id(forward.leaves[value]) in reached]
 
 
-def _dense(grad: Tensor, leaf: Tensor) -> Tensor:
+def _without_broadcasts(grad: Tensor, leaf: Tensor) -> Tensor:
     """Return a gradient with memory for each element, since another branch may give each a different value."""
     pairs = zip(grad.shape, grad.stride(), strict=True)
     return leaf.detach() if any(size > 1 and not step for size, step in pairs) else grad

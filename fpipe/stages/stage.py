@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage: a piece of the model as pure functions, and its ports to other stages.
+"""A stage: a section of the model as pure functions, and its ports to other stages.
 
 On tuples of tensors:
 
@@ -36,7 +36,7 @@ from fpipe.tensors.spec import Spec
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of the model. Positions count the arguments or outputs of its functions.
+    """A section of the model. Positions count the arguments or outputs of its functions.
 
     - `parameters`, `buffers`: names, in argument order; `unused`: held here, but read by no operation.
     - `batch`: the tensor leaves of (inputs, targets) that it reads.

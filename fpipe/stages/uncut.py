@@ -14,50 +14,51 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeAlias, cast
 
-from fpipe.cutting.routing import Piece, route
+from fpipe.cutting.routing import Section, route
 from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, compose
 
 Copies: TypeAlias = Mapping[tuple[int, Value], Value]
 """The copy of a parameter that a stage uses in place of it, by stage and parameter."""
 
 
-def uncut(
+def build_whole(
     captured: Captured,
     observed: Observed,
     results: tuple[Value, ...],
-    stages: Sequence[Piece],
+    stages: Sequence[Section],
     functions: Sequence[Function],
     summed: frozenset[str],
-) -> tuple[Captured, Piece, Function]:
-    """Return the whole model, with copies among its sources; its piece; and its function."""
-    (piece,) = route(captured, observed, (), results)
+) -> tuple[Captured, Section, Function]:
+    """Return the whole model, with copies among its sources; its section; and its function."""
+    (section,) = route(captured, observed, (), results)
     copies = _copies(captured, stages, summed)
     if not copies:
-        return captured, piece, captured.fuse(piece.units, observed.random, piece.inputs, piece.outputs)
+        return captured, section, captured.fuse(section.units, observed.random, section.inputs, section.outputs)
     sources = {copy: captured.sources[value] for (_, value), copy in copies.items()}
     fakes = {copy: captured.fakes[value] for (_, value), copy in copies.items()}
     captured = replace(captured, sources={**captured.sources, **sources}, fakes={**captured.fakes, **fakes})
-    piece = replace(piece, parameters=(*piece.parameters, *sources))
-    return captured, piece, _composed(piece, stages, functions, copies)
+    section = replace(section, parameters=(*section.parameters, *sources))
+    return captured, section, _compose(section, stages, functions, copies)
 
 
-def _copies(captured: Captured, stages: Sequence[Piece], summed: frozenset[str]) -> Copies:
+def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str]) -> Copies:
     """Return a value for each later stage that reads a summed parameter; parameter by parameter, in stage order."""
     fresh = count(1 + max((*captured.sources, *(value for unit in captured.units for value in unit.makes))))
     shared = [v for v, source in captured.sources.items() if isinstance(source, Parameter) and source.name in summed]
-    readers = {value: [s for s, piece in enumerate(stages) if value in piece.parameters] for value in shared}
+    readers = {value: [s for s, section in enumerate(stages) if value in section.parameters] for value in shared}
     return {(s, value): next(fresh) for value in shared for s in readers[value][1:]}
 
 
-def _composed(whole: Piece, stages: Sequence[Piece], functions: Sequence[Function], copies: Copies) -> Function:
+def _compose(whole: Section, stages: Sequence[Section], functions: Sequence[Function], copies: Copies) -> Function:
     """Return the stages' functions called in sequence, each with its own copies."""
-    reads = [tuple(copies.get((s, value), value) for value in piece.inputs) for s, piece in enumerate(stages)]
+    reads = [tuple(copies.get((s, value), value) for value in section.inputs) for s, section in enumerate(stages)]
     operations = [
-        Operation(read, piece.outputs, function) for read, piece, function in zip(reads, stages, functions, strict=True)
+        Operation(read, section.outputs, function)
+        for read, section, function in zip(reads, stages, functions, strict=True)
     ]
 
     @contextmanager
-    def placed(tensors: Tensors) -> Iterator[None]:
+    def backward_scope(tensors: Tensors) -> Iterator[None]:
         values = dict(zip(whole.inputs, tensors, strict=True))
         with ExitStack() as stack:
             for read, function in zip(reads, functions, strict=True):
@@ -67,4 +68,4 @@ def _composed(whole: Piece, stages: Sequence[Piece], functions: Sequence[Functio
             yield
 
     scoped = any(function.scope is not None for function in functions)
-    return Function(compose(operations, whole.inputs, whole.outputs), placed if scoped else None)
+    return Function(compose(operations, whole.inputs, whole.outputs), backward_scope if scoped else None)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from fpipe.autodiff.interface import ArgumentIndex, BufferIndex, OutputIndex, Wiring
-from fpipe.cutting.routing import Piece
+from fpipe.cutting.routing import Section
 from fpipe.ir.captured import Value
 from fpipe.runtime.executor import Crossing
 from fpipe.stages.metadata import Metadata
@@ -19,7 +19,7 @@ from fpipe.stages.metadata import Metadata
 
 def wire(
     s: int,
-    piece: Piece,
+    section: Section,
     metadata: Metadata,
     pulls: Sequence[Crossing],
     pulled_by: Sequence[Crossing],
@@ -30,29 +30,29 @@ def wire(
 
     `loss` is the model's loss; `asking` says whether the model asks tensors for their autograd node.
     """
-    entering = _values(pulled_by)
-    at = _Positions(piece, entering)
-    received = [value for value in chain.from_iterable(piece.gets.values()) if value in metadata.differentiable]
+    entering = _crossing_values(pulled_by)
+    at = _Positions(section, entering)
+    received = [value for value in chain.from_iterable(section.gets.values()) if value in metadata.differentiable]
     casts = s in metadata.casting or s in metadata.varying  # a branch that was not taken may cast
-    starts = loss is not None and loss in piece.results and loss in metadata.differentiable
+    starts = loss is not None and loss in section.results and loss in metadata.differentiable
     return Wiring(
-        parameters=len(piece.parameters),
-        buffers=len(piece.buffers),
-        trained=frozenset(at.arguments(value for value in piece.parameters if value in metadata.differentiable)),
+        parameters=len(section.parameters),
+        buffers=len(section.buffers),
+        trained=frozenset(at.arguments(value for value in section.parameters if value in metadata.differentiable)),
         differentiated=at.arguments(received),
         inner=at.arguments(received if casts or asking else ()),
-        modified=at.arguments(value for value in piece.inputs if value in piece.modified),
-        reassigned=tuple((at.buffer[buffer], at.output[new]) for buffer, new in piece.reassigned.items()),
+        modified=at.arguments(value for value in section.inputs if value in section.modified),
+        reassigned=tuple((at.buffer[buffer], at.output[new]) for buffer, new in section.reassigned.items()),
         passed=at.arguments(at.passed),
-        outputs=tuple((at.output[value], metadata.specs[value]) for value in piece.leaving),
+        outputs=tuple((at.output[value], metadata.specs[value]) for value in section.leaving),
         loss=at.output[loss] if loss is not None and starts else None,
         roots=tuple(at.output[value] for value in entering),
-        leaves=at.arguments((*_values(pulls), *metadata.grads[s])),
+        leaves=at.arguments((*_crossing_values(pulls), *metadata.grads[s])),
         cotangents=tuple(spec for crossing in pulls for spec in crossing.specs),
     )
 
 
-def _values(crossings: Sequence[Crossing]) -> tuple[Value, ...]:
+def _crossing_values(crossings: Sequence[Crossing]) -> tuple[Value, ...]:
     return tuple(value for crossing in crossings for value in crossing.values)
 
 
@@ -64,11 +64,11 @@ class _Positions:
     - `output`: among the function's outputs, followed by `passed`.
     """
 
-    def __init__(self, piece: Piece, entering: Iterable[Value]) -> None:
-        self.argument = {value: ArgumentIndex(k) for k, value in enumerate(piece.inputs)}
-        self.buffer = {value: BufferIndex(k) for k, value in enumerate(piece.buffers)}
-        self.passed = tuple(dict.fromkeys(value for value in (*piece.leaving, *entering) if value in self.argument))
-        self.output = {value: OutputIndex(k) for k, value in enumerate((*piece.outputs, *self.passed))}
+    def __init__(self, section: Section, entering: Iterable[Value]) -> None:
+        self.argument = {value: ArgumentIndex(k) for k, value in enumerate(section.inputs)}
+        self.buffer = {value: BufferIndex(k) for k, value in enumerate(section.buffers)}
+        self.passed = tuple(dict.fromkeys(value for value in (*section.leaving, *entering) if value in self.argument))
+        self.output = {value: OutputIndex(k) for k, value in enumerate((*section.outputs, *self.passed))}
 
     def arguments(self, values: Iterable[Value]) -> tuple[ArgumentIndex, ...]:
         """Return the positions of these values among the arguments."""

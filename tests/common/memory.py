@@ -142,7 +142,9 @@ def hand_over_buffers(run, stages, memory):
     with memory:
         for s, buffers in run.buffers.items():
             stage = stages[s]
-            run.buffers[s] = tuple(copies((b,))[0] if k in stage.wiring.changed else b for k, b in enumerate(buffers))
+            run.buffers[s] = tuple(
+                copies((b,))[0] if k in stage.wiring.modified_buffers else b for k, b in enumerate(buffers)
+            )
 
 
 def probed(instructions, measure):

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
-from fpipe.autodiff.graph.simplification import is_item, value_of, written_by
+from fpipe.autodiff.graph.simplification import is_item, value_of, written_nodes
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import OpOverload, gelu
 
@@ -88,19 +88,19 @@ def _compile(phase: Phase, alone: PhaseFunction | None) -> PhaseFunction:
     adding = alone is not None
     sums = tuple(f"s{k}" for k in range(len(phase.gives[-1] or ()))) if adding else ()
     writer, last = _Writer(phase), _last_uses(phase, adding)
-    added = _added(phase, sums)
+    added = _additions(phase, sums)
     lines = writer.beginning(sums, alone)
     for node in (None, *phase.nodes):
         lines += [writer.call(node)] if node is not None else []
         lines += [f"{total}.add_({writer.text(grad)})" for total, grad in added.get(node, ())]
-        lines += writer.dropped(last.get(node, []))
+        lines += writer.deletion(last.get(node, []))
     lines.append(writer.end(adding))
     return writer.function(lines)
 
 
-def _added(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
+def _additions(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
     """Return which gradient is added to which sum after which node; `None` is the beginning."""
-    writes = any(written_by(node) for node in phase.nodes)
+    writes = any(written_nodes(node) for node in phase.nodes)
     found: dict[Node | None, list[tuple[str, Node]]] = {}
     for total, grad in zip(sums, phase.gives[-1] or (), strict=False):
         behind = phase.nodes[-1] if writes else grad if grad in phase.nodes else None
@@ -117,11 +117,11 @@ def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
 
     If anything is written in place, gradients that are added to sums are used until the end.
     """
-    last: dict[Node, Node | None] = dict.fromkeys(phase.taken, None)
+    last: dict[Node, Node | None] = dict.fromkeys(phase.inputs, None)
     for node in phase.nodes:
         for used in (node, *(one for one in node.all_input_nodes if one in last)):
             last[used] = node
-    if adding and any(written_by(node) for node in phase.nodes):
+    if adding and any(written_nodes(node) for node in phase.nodes):
         last.update({grad: phase.nodes[-1] for grad in phase.gives[-1] or () if grad in last})
     returned = {node for group in (phase.gives[:-1] if adding else phase.gives) for node in group or ()}
     found: dict[Node | None, list[Node]] = {}
@@ -136,7 +136,7 @@ class _Writer:
 
     def __init__(self, phase: Phase) -> None:
         self.phase = phase
-        self.names = {node: f"v{k}" for k, node in enumerate((*phase.taken, *phase.nodes))}
+        self.names = {node: f"v{k}" for k, node in enumerate((*phase.inputs, *phase.nodes))}
         self.namespace: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
 
@@ -152,7 +152,7 @@ class _Writer:
         groups = [self.names[group] if isinstance(group, Node) else f"g{k}" for k, group in enumerate(takes)]
         lines = [f"def run({', '.join(groups)}{', onto=()' if alone else ''}):"]
         if alone is not None:
-            lines += ["if not onto:", f"    return {self._named(alone)}({', '.join(groups)})", f"{_tuple(sums)} = onto"]
+            lines += ["if not onto:", f"    return {self._bind(alone)}({', '.join(groups)})", f"{_tuple(sums)} = onto"]
         for name, group in zip(groups, takes, strict=True):
             if group and not isinstance(group, Node):
                 lines.append(f"{self.text(tuple(group))} = {name}")
@@ -163,15 +163,15 @@ class _Writer:
         """Return the line that returns the groups."""
         first, *rest = [self.text(group) for group in self.phase.gives]
         if self.phase.layouts:
-            first = _tuple(map(self._laid_out, self.phase.gives[0] or (), self.phase.layouts))
+            first = _tuple(map(self._with_layout, self.phase.gives[0] or (), self.phase.layouts))
         groups = [first, *rest]
         if adding:
             groups[-1] = "onto"
         return f"return {_tuple(groups) if rest else groups[0]}"
 
-    def _laid_out(self, node: Node, spec: Spec) -> str:
+    def _with_layout(self, node: Node, spec: Spec) -> str:
         name = self.text(node)
-        return f"{name} if {name}.stride() == {self._named(spec.stride)} else {self._named(spec.like)}({name})"
+        return f"{name} if {name}.stride() == {self._bind(spec.stride)} else {self._bind(spec.like)}({name})"
 
     def call(self, node: Node) -> str:
         """Return the line of a node."""
@@ -180,30 +180,30 @@ class _Writer:
             return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
         arguments = [self.text(one) for one in _arguments(node)]
         arguments += [f"{keyword}={self.text(one)}" for keyword, one in node.kwargs.items()]
-        return f"{name} = {self._named(_callable(node))}({', '.join(arguments)})"
+        return f"{name} = {self._bind(_target(node))}({', '.join(arguments)})"
 
-    def dropped(self, nodes: list[Node]) -> list[str]:
+    def deletion(self, nodes: list[Node]) -> list[str]:
         """Return the line that deletes these values."""
         return [f"del {', '.join(self.names[node] for node in nodes)}"] if nodes else []
 
     def text(self, argument: Any) -> str:
         """Return the source of an argument or a returned value."""
         if isinstance(argument, Node):
-            return self.names[argument] if argument in self.names else self._named(argument.meta[CONSTANT])
+            return self.names[argument] if argument in self.names else self._bind(argument.meta[CONSTANT])
         if isinstance(argument, list):
             return f"[{', '.join(map(self.text, argument))}]"
         if isinstance(argument, tuple):
             return _tuple(map(self.text, argument))
-        return repr(argument) if argument is None or isinstance(argument, bool | int) else self._named(argument)
+        return repr(argument) if argument is None or isinstance(argument, bool | int) else self._bind(argument)
 
-    def _named(self, value: Any) -> str:
+    def _bind(self, value: Any) -> str:
         if id(value) not in self.known:
             self.known[id(value)] = name = f"c{len(self.known)}"
             self.namespace[name] = value
         return self.known[id(value)]
 
 
-def _callable(node: Node) -> Any:
+def _target(node: Node) -> Any:
     """Return what to call; for methods, that of `Tensor`."""
     target: Any = node.target
     if target in DIRECT and isinstance(node.args[0], Node):
@@ -215,12 +215,12 @@ def _arguments(node: Node) -> tuple[Any, ...]:
     """Return a call's arguments in torch's fastest form: an int for a list of one dimension, a tensor for a number."""
     if node.target is aten.sum.dim_IntList and isinstance(node.args[1], list) and len(node.args[1]) == 1:
         return (node.args[0], *node.args[1], *node.args[2:])
-    if node.target in NUMBERED and (number := _number(node)) is not None:
+    if node.target in NUMBERED and (number := _as_tensor(node)) is not None:
         return (node.args[0], number, *node.args[2:])
     return node.args
 
 
-def _number(node: Node) -> Tensor | None:
+def _as_tensor(node: Node) -> Tensor | None:
     """Return the second argument, if it is a number, as the tensor that the kernel would make of it.
 
     There is none for reduced-precision floats and for accelerators: their kernels read the number unrounded.

@@ -29,7 +29,7 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
     """Return the phase as a function compiled by `compiler`; operator by operator if there is nothing to compile."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
         return generate(phase)
-    takes = [node for node in phase.taken if "val" in node.meta]
+    takes = [node for node in phase.inputs if "val" in node.meta]
     run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), generate(phase)
 
     def call(*groups: Any) -> Any:
@@ -42,7 +42,7 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
             if isinstance(group, list):
                 group.clear()
         with torch.no_grad():
-            found = _grouped(phase, run(*given))
+            found = _group(phase, run(*given))
         return found if len(found) > 1 else found[0]
 
     return call
@@ -61,7 +61,7 @@ def compile_adding(phase: Phase, compiler: Compiler) -> PhaseFunction:
     return call
 
 
-def _grouped(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
+def _group(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
     """Return the groups that a phase gives; the first gets the phase's layouts."""
     left = iter(tensors)
     kinds: list[Any] = [type(group) for group in phase.gives]
@@ -81,7 +81,7 @@ def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
         to[node] = graph.placeholder(f"taken_{k}")
         to[node].meta = node.meta
 
-    def placed(node: Node) -> Node:
+    def copy_operand(node: Node) -> Node:
         """Return a node's copy; a constant is copied at its first use."""
         if node not in to:
             holder.register_buffer(str(node.target), node.meta[CONSTANT])
@@ -89,6 +89,6 @@ def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
         return to[node]
 
     for node in phase.nodes:
-        to[node] = graph.node_copy(node, placed)
-    graph.output(tuple(map(placed, phase.given)))
+        to[node] = graph.node_copy(node, copy_operand)
+    graph.output(tuple(map(copy_operand, phase.outputs)))
     return GraphModule(holder, graph)

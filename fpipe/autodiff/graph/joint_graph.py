@@ -84,7 +84,7 @@ class Joint:
         """The nodes that compute something, in order; not constants or arguments."""
         return (node for node in self.graph.nodes if node.op == "call_function" and node not in self.params)
 
-    def mapped(self, graph: Graph, to: Mapping[Node, Node]) -> Joint:
+    def transfer(self, graph: Graph, to: Mapping[Node, Node]) -> Joint:
         """Return the same roles for the corresponding nodes of another graph, without `forward` nodes that it lacks."""
 
         def all_of(nodes: Sequence[Node]) -> tuple[Node, ...]:
@@ -117,7 +117,7 @@ def record(eager: Autograd, examples: Examples) -> Joint:
     def joint(*tensors: Tensor) -> tuple[Tensors, Tensors, Gradients, Gradients]:
         params, buffers, constants, inputs, cotangents = (tensors[a:b] for a, b in stops)
         functions = replace(eager, constants=constants)
-        with draws, _Assignments(), _casting_once():
+        with draws, _Assignments(), _cast_once():
             outputs, new, residuals = functions.forward(params, buffers, inputs, 0)
             reached["forward"] = frozenset(draws.graph.nodes)
             outgoing, grads = functions.differentiate(residuals, cotangents)
@@ -163,14 +163,14 @@ def _constant(tensor: Tensor) -> Tensor:
     """Return a tensor that doesn't depend on the arguments; raise `CaptureError` if it was computed."""
     if isinstance(tensor, FakeTensor):
         raise CaptureError(
-            f"got a {Spec.of(tensor)} that was computed out of sight, expected operators of torch alone. Leave this "
-            "model to autograd."
+            f"got a {Spec.of(tensor)} that no recorded operator computed, expected operators of torch only. Use "
+            "backward='autograd'."
         )
     return tensor
 
 
 @contextmanager
-def _casting_once() -> Iterator[None]:
+def _cast_once() -> Iterator[None]:
     """Under autocast, cast a weight once for all its uses, as without a tracer; tracers disable that."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
@@ -187,8 +187,7 @@ class _Assignments(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func == SET_DATA:
             raise CaptureError(
-                "got an assignment to .data, expected operators of torch alone. Leave this model to autograd, or write "
-                "copy_() instead."
+                "got an assignment to .data, expected operators of torch only. Use copy_(), or backward='autograd'."
             )
         return func(*args, **(kwargs or {}))
 
@@ -231,13 +230,13 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         for device in random_devices(func, args, kwargs, out):
             with no_dispatch():
-                label = _freshly_seeded(device)
+                label = _fresh_seed(device)
             if label is not None:
                 self.found.append(_Draw(before.next, label, device))
         return out
 
 
-def _freshly_seeded(device: torch.device) -> int | None:
+def _fresh_seed(device: torch.device) -> int | None:
     """Return the generator's seed if nothing has been drawn since it was set, and draw; else `None`."""
     generator = random.generator(device)
     seed = generator.initial_seed()

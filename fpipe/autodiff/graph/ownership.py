@@ -27,21 +27,21 @@ def own_gradients(joint: Joint) -> Joint:
     """Return the graph with a copy in place of each gradient that shares memory."""
     made_by: dict[int, Node] = {}
     for node in joint.graph.nodes:
-        if (number := _memory(node)) is not None:
+        if (number := _memory_of(node)) is not None:
             made_by.setdefault(number, node)
-    returned = Counter(map(_memory, chain(joint.outgoing, joint.grads)))
-    grads = [grad if _is_fresh(grad, joint, made_by, returned) else _copy(grad, joint) for grad in joint.grads]
+    returned = Counter(map(_memory_of, chain(joint.outgoing, joint.grads)))
+    grads = [grad if _is_fresh(grad, joint, made_by, returned) else _insert_copy(grad, joint) for grad in joint.grads]
     return replace(joint, grads=tuple(grads))
 
 
-def _memory(node: Node) -> int | None:
+def _memory_of(node: Node) -> int | None:
     value = value_of(node)
     return None if value is None else memory(value)
 
 
 def _is_fresh(grad: Node, joint: Joint, made_by: Mapping[int, Node], returned: Mapping[int | None, int]) -> bool:
     """Return whether nothing else can refer to a gradient's memory."""
-    value, number = value_of(grad), _memory(grad)
+    value, number = value_of(grad), _memory_of(grad)
     if value is None or number is None or returned[number] > 1 or made_by[number] in joint.forward:
         return False
     spread = any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -56,7 +56,7 @@ def _allocates(node: Node) -> bool:
     return isinstance(target, OpOverload) and not any(one.alias_info for one in target._schema.returns)
 
 
-def _copy(grad: Node, joint: Joint) -> Node:
+def _insert_copy(grad: Node, joint: Joint) -> Node:
     copy = joint.graph.call_function(torch.ops.aten.clone.default, (grad,))
     value = value_of(grad)
     copy.meta = {**grad.meta, "val": None if value is None else value.clone()}

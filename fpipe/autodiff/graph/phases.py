@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from fpipe.autodiff.graph.joint_graph import Joint
 from fpipe.autodiff.graph.ownership import own_gradients
-from fpipe.autodiff.graph.simplification import is_item, simplified, value_of, written_by
+from fpipe.autodiff.graph.simplification import is_item, simplify, value_of, written_nodes
 from fpipe.autodiff.interface import WeightIndex, Wiring
 from fpipe.tensors.effects import memory
 from fpipe.tensors.spec import Spec
@@ -57,7 +57,7 @@ SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.
 LIGHT = VIEWS | SUMS | SCALED | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
 
 
-Group: TypeAlias = Sequence[Node]
+Nodes: TypeAlias = Sequence[Node]
 
 
 class Phase(NamedTuple):
@@ -69,18 +69,18 @@ class Phase(NamedTuple):
     """
 
     nodes: tuple[Node, ...]
-    takes: tuple[Group | Node | None, ...]
-    gives: tuple[Group | None, ...]
+    takes: tuple[Nodes | Node | None, ...]
+    gives: tuple[Nodes | None, ...]
     layouts: tuple[Spec, ...]
 
     @property
-    def taken(self) -> Iterator[Node]:
+    def inputs(self) -> Iterator[Node]:
         """All nodes that it takes."""
         for group in self.takes:
             yield from (group,) if isinstance(group, Node) else group or ()
 
     @property
-    def given(self) -> Iterator[Node]:
+    def outputs(self) -> Iterator[Node]:
         """All nodes that it gives."""
         return (node for group in self.gives for node in group or ())
 
@@ -109,16 +109,16 @@ class Phases:
 
 def divide(joint: Joint, wiring: Wiring) -> Phases:
     """Cut a joint graph into phases."""
-    views, joint = _viewed(own_gradients(simplified(joint)))
-    forward, backward = _whole(joint, wiring)
-    halves = _halved(joint)
-    first, second = _halves(halves, wiring)
+    views, joint = _split_views(own_gradients(simplify(joint)))
+    forward, backward = _cut_whole(joint, wiring)
+    halves = _split_convolutions(joint)
+    first, second = _cut_halves(halves, wiring)
     early = {WeightIndex(k): _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
     evaluation = forward._replace(gives=forward.gives[:2])
     return Phases(views, forward, evaluation, backward, first, second, early)
 
 
-def _viewed(joint: Joint) -> tuple[Phase, Joint]:
+def _split_views(joint: Joint) -> tuple[Phase, Joint]:
     """Return the phase that makes views of parameters, and the graph that takes them."""
     known = dict.fromkeys(joint.params)
     for node in joint.calls:
@@ -128,7 +128,7 @@ def _viewed(joint: Joint) -> tuple[Phase, Joint]:
     return Phase(views, (joint.params,), (tuple(known),), ()), replace(joint, params=tuple(known))
 
 
-def _whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
+def _cut_whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
     early = [node for node in joint.calls if node in joint.forward]
     late = [node for node in joint.calls if node not in joint.forward]
     takes = joint.params, joint.buffers, joint.inputs, joint.key
@@ -154,19 +154,19 @@ def _maker(node: Node) -> str:
     return f"computed by {getattr(node.target, '__name__', node.target)}"
 
 
-def _halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
-    _, backward = _whole(joint, wiring)
-    deferred = _deferred(joint, backward)
+def _cut_halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
+    _, backward = _cut_whole(joint, wiring)
+    deferred = _deferred_nodes(joint, backward)
     first = [node for node in backward.nodes if node not in deferred]
     second = [node for node in backward.nodes if node in deferred]
-    rest = _across({*first, *backward.taken}, second, joint.grads) if wiring.leaves else None
+    rest = _across({*first, *backward.inputs}, second, joint.grads) if wiring.leaves else None
     return (
         Phase(tuple(first), backward.takes, (joint.outgoing, rest), wiring.cotangents),
         Phase(tuple(second), (rest,), (joint.grads,), ()),
     )
 
 
-def _deferred(joint: Joint, backward: Phase) -> frozenset[Node]:
+def _deferred_nodes(joint: Joint, backward: Phase) -> frozenset[Node]:
     """Return the nodes of the weight half."""
     candidates = _candidates(joint, backward)
     worth = _worth(candidates, backward.nodes)
@@ -178,19 +178,19 @@ def _deferred(joint: Joint, backward: Phase) -> frozenset[Node]:
 
 def _candidates(joint: Joint, backward: Phase) -> set[Node]:
     """Return the deferrable nodes whose results are only used by other such nodes, or are gradients."""
-    needed, untouched = set(joint.outgoing), _untouched(backward.nodes)
+    needed, untouched = set(joint.outgoing), _untouched_by(backward.nodes)
     found: set[Node] = set()
     for node in reversed(backward.nodes):
-        if node not in needed and _deferrable(node) and untouched(node) and found.issuperset(_users(node)):
+        if node not in needed and _is_deferrable(node) and untouched(node) and found.issuperset(_consumers(node)):
             found.add(node)
     return found
 
 
-def _deferrable(node: Node) -> bool:
+def _is_deferrable(node: Node) -> bool:
     return node.target in PRODUCTS or node.target in LIGHT or is_item(node)
 
 
-def _users(node: Node) -> Iterator[Node]:
+def _consumers(node: Node) -> Iterator[Node]:
     return (user for user in node.users if user.op != "output")
 
 
@@ -214,9 +214,9 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _untouched(nodes: Iterable[Node]) -> Any:
+def _untouched_by(nodes: Iterable[Node]) -> Any:
     """Return a predicate: whether a node neither is nor reads memory that one of `nodes` writes in place."""
-    values = [value_of(argument) for node in nodes for argument in written_by(node)]
+    values = [value_of(argument) for node in nodes for argument in written_nodes(node)]
     touched = {memory(value) for value in values if value is not None}
 
     def check(node: Node) -> bool:
@@ -226,7 +226,7 @@ def _untouched(nodes: Iterable[Node]) -> Any:
     return check
 
 
-def _item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
+def _copy_item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
     """Copy a getitem, pointing it to the node of the pair that computes its item."""
     first = item.args[1] == 0
     return graph.node_copy(item, lambda _: pair[0] if first else pair[1])
@@ -238,7 +238,7 @@ def _is_both(node: Node) -> bool:
     return bool(mask[0]) and any(mask[1:])
 
 
-def _halved(joint: Joint) -> Joint:
+def _split_convolutions(joint: Joint) -> Joint:
     """Split each convolution backward in two: the gradient that earlier layers wait for, and those of weights."""
     graph = Graph()
     to: dict[Node, Node] = {}
@@ -248,8 +248,8 @@ def _halved(joint: Joint) -> Joint:
             given = [to[one] if isinstance(one, Node) else one for one in args]
             masks = [mask[0], False, False], [False, *mask[1:]]
             pair = [graph.call_function(node.target, (*given, one)) for one in masks]
-            to.update({item: _item(graph, item, pair) for item in node.users})
+            to.update({item: _copy_item(graph, item, pair) for item in node.users})
             to[node] = pair[0]
         elif node not in to:
             to[node] = graph.node_copy(node, lambda used: to[used])
-    return joint.mapped(graph, to)
+    return joint.transfer(graph, to)

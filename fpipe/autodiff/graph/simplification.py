@@ -27,19 +27,19 @@ aten = torch.ops.aten
 SAME = frozenset({aten.detach.default, aten.alias.default})
 LIKE = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default})
 """Operators that depend only on the shape and dtype of their argument."""
-SMALL = 4096
+LARGEST_CONSTANT = 4096
 """The largest number of elements of a tensor that is computed once."""
 
 
-def simplified(joint: Joint) -> Joint:
+def simplify(joint: Joint) -> Joint:
     """Return the same functions with less work to do."""
     graph, to = Graph(), dict[Node, Node]()
-    writes = any(written_by(node) for node in joint.calls)
+    writes = any(written_nodes(node) for node in joint.calls)
     for node in joint.graph.nodes:
         if node.op != "output":
             same = _shortcut(node, to) or (None if writes else _power_of_one(node, to))
-            to[node] = same or _summed(node, to, graph) or graph.node_copy(node, to.__getitem__)
-    return _used(_folded(joint.mapped(graph, to)))
+            to[node] = same or _shrink_sum(node, to, graph) or graph.node_copy(node, to.__getitem__)
+    return _remove_unused(_fold_constants(joint.transfer(graph, to)))
 
 
 def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
@@ -61,7 +61,7 @@ def _power_of_one(node: Node, to: Mapping[Node, Node]) -> Node | None:
     return base if same else None
 
 
-def _summed(node: Node, to: Mapping[Node, Node], graph: Graph) -> Node | None:
+def _shrink_sum(node: Node, to: Mapping[Node, Node], graph: Graph) -> Node | None:
     """Return a sum without the dimension that this view removes, if the node is such a view."""
     if node.target is not aten.view.default:
         return None
@@ -87,7 +87,7 @@ def value_of(node: Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def written_by(node: Node) -> list[Node]:
+def written_nodes(node: Node) -> list[Node]:
     """Return the nodes whose tensors a node writes in place."""
     found: list[Node] = []
     for argument in written_arguments(node.target, node.args, node.kwargs):
@@ -100,29 +100,35 @@ def is_item(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
-def _folded(joint: Joint) -> Joint:
+def _fold_constants(joint: Joint) -> Joint:
     """Turn small tensors that depend on no argument into constants, unless they are returned or written in place."""
     returned = [*joint.outputs, *joint.updated, *joint.outgoing, *joint.grads]
-    changed = [one for node in joint.calls for one in written_by(node)]
+    changed = [one for node in joint.calls for one in written_nodes(node)]
     kept = {memory(value) for node in (*returned, *changed) for value in [value_of(node)] if value is not None}
     for node in list(joint.calls):
         if _is_constant(node, kept):
-            node.meta[CONSTANT] = _computed(node)
+            node.meta[CONSTANT] = _compute(node)
             node.op, node.target, node.args, node.kwargs = "get_attr", node.name, (), {}
     return joint
 
 
 def _is_constant(node: Node, kept: Collection[int]) -> bool:
     value = value_of(node)
-    if value is None or value.numel() > SMALL or memory(value) in kept or is_item(node) or node.op != "call_function":
+    if (
+        value is None
+        or value.numel() > LARGEST_CONSTANT
+        or memory(value) in kept
+        or is_item(node)
+        or node.op != "call_function"
+    ):
         return False
-    if _acts(node) or not isinstance(node.target, OpOverload):
+    if _has_effects(node) or not isinstance(node.target, OpOverload):
         return False
     known = all(one.op == "get_attr" for one in node.all_input_nodes)
     return node.target in LIKE or (known and bool(node.all_input_nodes))
 
 
-def _computed(node: Node) -> Tensor:
+def _compute(node: Node) -> Tensor:
     target: Any = node.target
     value = value_of(node)
     assert value is not None, "it is a tensor"
@@ -135,16 +141,16 @@ def _computed(node: Node) -> Tensor:
     return made
 
 
-def _used(joint: Joint) -> Joint:
+def _remove_unused(joint: Joint) -> Joint:
     returned = {*joint.outputs, *joint.updated, *joint.outgoing, *joint.grads}
     for node in reversed(list(joint.calls)):
-        if not node.users and node not in returned and not _acts(node):
+        if not node.users and node not in returned and not _has_effects(node):
             joint.graph.erase_node(node)
     return joint
 
 
-def _acts(node: Node) -> bool:
+def _has_effects(node: Node) -> bool:
     """Return whether a node has side effects."""
     if isinstance(node.target, OpOverload):
-        return node.is_impure() or bool(written_by(node))
+        return node.is_impure() or bool(written_nodes(node))
     return node.target is random.reseed

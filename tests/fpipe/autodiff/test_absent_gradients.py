@@ -177,7 +177,7 @@ def test_a_backward_that_unexpectedly_returns_no_gradient_is_refused(monkeypatch
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Whimsical()), torch.ones(2, WIDTH)
     pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=one_f_one_b(2, 2), cuts=["1"])
     monkeypatch.setattr(Fickle, "gone", True)
-    with pytest.raises(fpipe.InputError, match=r"got no gradient for .* Return zeros instead of None"):
+    with pytest.raises(fpipe.InputError, match=r"got no gradient for .* return zeros instead"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
 
 
@@ -191,7 +191,7 @@ def test_a_branch_that_changes_its_input_is_refused():
     model, x = nn.Sequential(Writing(), nn.Linear(WIDTH, WIDTH)), torch.ones(2, WIDTH)
     how = one_f_one_b(2, 2)
     pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1"], unsplittable=Writing)
-    with pytest.raises(fpipe.InputError, match=r"an in-place change of float32\[1, 4\] that came from outside"):
+    with pytest.raises(fpipe.InputError, match=r"an in-place change of an argument, float32\[1, 4\]"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), x)
 
 

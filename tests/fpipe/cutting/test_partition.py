@@ -15,7 +15,16 @@ import fpipe
 from fpipe import CutError
 from fpipe.cutting.balance import Forbidden, Refusal
 from fpipe.cutting.calls import Calls
-from fpipe.cutting.partition import Barrier, Cuts, Evenly, Explicit, asked, even, explicit, followed
+from fpipe.cutting.partition import (
+    Barrier,
+    Cuts,
+    Evenly,
+    Explicit,
+    cut_evenly,
+    cut_explicitly,
+    parse_cuts,
+    translate_cuts,
+)
 from fpipe.ir.captured import Call, Parameter, Unit
 from fpipe.ir.variant import Variant
 from schedules import gpipe
@@ -65,7 +74,7 @@ CALLS = Calls.of(SimpleNamespace(units=UNITS, calls=()), KNOWN)
     ],
 )
 def test_a_stage_begins_where_a_module_is_called(cuts, places):
-    assert explicit(CALLS, cuts, ()) == places
+    assert cut_explicitly(CALLS, cuts, ()) == places
 
 
 @pytest.mark.parametrize(
@@ -89,15 +98,15 @@ def test_a_stage_begins_where_a_module_is_called(cuts, places):
 )
 def test_places_that_cannot_be_cut_are_refused(cuts, words):
     with pytest.raises(CutError) as caught:
-        explicit(CALLS, cuts, ())
+        cut_explicitly(CALLS, cuts, ())
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
 def test_no_cut_inside_a_barrier():
     barrier = Barrier(Call("b", nn.Linear, 3, 5), "a reason")
-    assert explicit(CALLS, ["b", "c"], [barrier]) == (3, 5), "at its edges there is"
+    assert cut_explicitly(CALLS, ["b", "c"], [barrier]) == (3, 5), "at its edges there is"
     with pytest.raises(CutError, match=r"'b\.y', inside 'b' \(Linear\): a reason; expected a module outside"):
-        explicit(CALLS, ["b.y"], [barrier])
+        cut_explicitly(CALLS, ["b.y"], [barrier])
 
 
 @pytest.mark.parametrize("capture", ["export", "modules"])
@@ -133,13 +142,13 @@ FOUR = gpipe(ranks=4, microbatches=4)
     ],
 )
 def test_cuts_and_stages_are_read_as_documented(arguments, where):
-    assert asked(arguments.get("cuts"), arguments.get("stages"), (), FOUR) == Cuts(where)
+    assert parse_cuts(arguments.get("cuts"), arguments.get("stages"), (), FOUR) == Cuts(where)
 
 
 def test_one_item_needs_no_list():
     two = gpipe(ranks=2, microbatches=2)
-    assert asked("a", None, "b", two) == Cuts(Explicit(("a",)), ("b",))
-    assert asked(2, None, Block, two) == Cuts(Explicit((2,)), (Block,))
+    assert parse_cuts("a", None, "b", two) == Cuts(Explicit(("a",)), ("b",))
+    assert parse_cuts(2, None, Block, two) == Cuts(Explicit((2,)), (Block,))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +167,7 @@ def test_one_item_needs_no_list():
 )
 def test_invalid_cuts_and_stages_are_refused(arguments, words):
     with pytest.raises(CutError) as caught:
-        asked(arguments.get("cuts"), arguments.get("stages"), arguments.get("unsplittable", ()), FOUR)
+        parse_cuts(arguments.get("cuts"), arguments.get("stages"), arguments.get("unsplittable", ()), FOUR)
     assert words in str(caught.value)
 
 
@@ -181,7 +190,9 @@ def captured(sizes, skips=(), calls=()):
 
 def evenly(model, stages, among=(), barriers=(), refusal=lambda positions: None):
     where = Evenly(stages, among)
-    return even(model, Calls.of(model, named(*[call.path for call in model.calls])), where, barriers, lambda _: refusal)
+    return cut_evenly(
+        model, Calls.of(model, named(*[call.path for call in model.calls])), where, barriers, lambda _: refusal
+    )
 
 
 def largest(sizes, cuts):
@@ -320,9 +331,9 @@ def test_stages_begin_where_the_arguments_say(where, first):
         ),
         (
             {"unsplittable": Net},
-            "the number of modules that run one after the other. Excluded",
+            "the number of modules that run one after the other. No stage may",
         ),
-        ({"unsplittable": Net}, "Excluded were cuts inside the model (Net): it is to stay whole, as unsplittable says"),
+        ({"unsplittable": Net}, "No stage may begin inside the model (Net): it stays whole, because of unsplittable"),
         (
             {"cuts": [1, 2, 5]},
             "got 5, expected an index below 5, counted from zero: the model itself calls first",
@@ -361,9 +372,12 @@ def test_even_cuts_avoid_places_that_cannot_be_cut():
         pipe = pipeline(model, x, how)
         assert len([name for name in begins(pipe) if "layers" in name]) < 3
         assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
-    with pytest.raises(CutError, match=r"stage \d: got a value from outside that is modified in place"):
+    with pytest.raises(CutError, match=r"stage \d: got a value from another stage that is modified in place"):
         pipeline(model, x, cuts=["layers.1", "layers.2", "layers.3"])
-    with pytest.raises(CutError, match=r"Refused was: stage \d: got a value from outside that is modified in place"):
+    with pytest.raises(
+        CutError,
+        match=r"refused. stage \d: got a value from another stage that is modified in place",
+    ):
         pipeline(model, x, cuts="layers.*")
 
 
@@ -407,12 +421,12 @@ def test_positions_are_found_again_by_the_calls_around_them():
 
     known = calls("a", "drop", "", "b", "b@1", "c")
     fewer = calls("a", "", "", "b", "b@1", "b@1", "c", "c")
-    assert followed(known, (1, 2, 4, 5), calls("a", "drop", "b", "b@1", "c"), "in eval mode") == (1, 2, 3, 4)
-    assert followed(known, (1, 4, 5), fewer, "in eval mode") == (1, 4, 6)
+    assert translate_cuts(known, (1, 2, 4, 5), calls("a", "drop", "b", "b@1", "c"), "in eval mode") == (1, 2, 3, 4)
+    assert translate_cuts(known, (1, 4, 5), fewer, "in eval mode") == (1, 4, 6)
     with pytest.raises(CutError, match=r"stage 1, in eval mode: .* at the end of 'drop', where it begins in training"):
-        followed(known, (2,), fewer, "in eval mode")
-    with pytest.raises(CutError, match="stage 2, in eval mode: got no operation of its own"):
-        followed(known, (1, 2), calls("a", "b"), "in eval mode")
+        translate_cuts(known, (2,), fewer, "in eval mode")
+    with pytest.raises(CutError, match="stage 2, in eval mode: got no operations"):
+        translate_cuts(known, (1, 2), calls("a", "b"), "in eval mode")
 
 
 class HalvedInTraining(nn.Module):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe.autodiff.accumulation import add_all, own, sum_of
+from fpipe.autodiff.accumulation import add_all, own_all, sum_of
 from fpipe.ir.variant import TRAINING
 from fpipe.tensors.random import key, preserve_generators
 from fpipe.tensors.spec import Spec
@@ -161,7 +161,7 @@ def test_gradients_are_added_in_order_into_new_memory(values, fresh):
     """The first is copied unless it is fresh; later ones are added to it in place, and are not changed."""
     terms = [(torch.tensor([v + 0.1]), torch.tensor(v * 0.3)) for v in values]
     kept = copy.deepcopy(terms)
-    first = total = own([*terms[0]], {0, 1} if fresh else ())
+    first = total = own_all([*terms[0]], {0, 1} if fresh else ())
     for term in terms[1:]:
         total = add_all(total, term)
     want = kept[0]
@@ -175,7 +175,7 @@ def test_gradients_are_added_in_order_into_new_memory(values, fresh):
 def test_only_fresh_gradients_become_a_sum_themselves():
     whole = torch.ones(3, 2)
     for grad in (whole, whole.t(), whole[0], torch.ones(2).expand(3, 2), torch.ones(8)[:4]):
-        first, second, third = own([grad, whole, None], fresh={1})
+        first, second, third = own_all([grad, whole, None], fresh={1})
         assert first.data_ptr() != grad.data_ptr()
         assert same_bits(first, grad)
         assert first.untyped_storage().nbytes() == first.numel() * first.element_size()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.graph.simplification import SMALL
+from fpipe.autodiff.graph.simplification import LARGEST_CONSTANT
 from fpipe.autodiff.recorded import Recorded
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, recompute, split_backward, zb_v
@@ -372,7 +372,7 @@ def test_statistics_that_the_loss_does_not_read_are_exact():
 
 def test_only_small_constants_are_kept():
     """The one with which a backward begins, for example, not a tensor of the size of a value."""
-    for rows, count in ((2, 1), (2 * SMALL, 0)):
+    for rows, count in ((2, 1), (2 * LARGEST_CONSTANT, 0)):
         x = torch.randn(rows, WIDTH)
         pipe = fpipe.pipeline(
             nn.Sequential(nn.Linear(WIDTH, WIDTH)),
