@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules as plain values: write, check, lower, simulate and draw them. Uses only the standard library."""
+"""Pipeline schedules as plain values: write, check, lower, simulate and draw them. Uses only the standard library.
+
+All of it runs when a pipeline is built, or on request; none of it runs in a training step.
+"""
 
 from schedules import drawing
 from schedules.analysis.critical_path import CriticalPath, critical_path

@@ -7,9 +7,10 @@ that of 1F1B (arXiv 2405.15362, section 3). All members repeat one building bloc
 offsets follow from the memory: the later the backwards after the forwards, the more is in flight, and the less ranks
 wait.
 
-A block reserves slots for passes that have not begun at first and are over in the end. So the first microbatches run
-on every rank as early as they can, and the last backwards as late as they can without delaying another rank. Each rank
-moves the rest to follow on from these; tests show, size by size, that the orders of all ranks still agree.
+The first blocks have slots for microbatches before the first, and the last blocks for microbatches after the last. So
+on every rank the first microbatches run as early as they can, and the last backwards as late as they can without
+delaying another rank. Each rank shifts the rest to follow on from these; tests show, size by size, that the orders of
+all ranks still agree.
 
 Times are in slots: a chunk's forward takes one, its `I` and its `W` one each, its `B` two.
 """

@@ -195,7 +195,7 @@ def read_csv(file: File) -> Schedule | Listing:
     rank 0 |F0 F1 .  .  B0    .  B1    |
     rank 1 |.  F0 B0    F1 B1    .  .  |
     """
-    with _open(file, "r") as lines:
+    with _open_text(file, "r") as lines:
         rows = tuple(line.rstrip("\r\n") for line in lines)
     last = rows[-1] if rows else ""
     named = last == _GRAPH or last.startswith(f"{_GRAPH},")
@@ -239,14 +239,14 @@ def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> Non
     1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0
     """
     schedule, graph = (plan, graph_of(plan, None)) if isinstance(plan, Schedule) else (plan.schedule, plan.graph)
-    with _open(file, "w") as lines:
+    with _open_text(file, "w") as lines:
         for rank in range(schedule.ranks):
             lines.write(words(plan, rank) + "\n")
         if words is own and graph != chain(schedule.stages):
             lines.write(",".join(filter(None, (_GRAPH, format_graph(graph)))) + "\n")
 
 
-def _open(file: File, mode: str) -> AbstractContextManager[TextIO]:
+def _open_text(file: File, mode: str) -> AbstractContextManager[TextIO]:
     if isinstance(file, str | os.PathLike):
         return open(file, mode, encoding="ascii", errors="backslashreplace", newline="")  # type: ignore[return-value]
     return nullcontext(file)

@@ -15,7 +15,7 @@ from schedules.language.schedule import Schedule
 from schedules.proof.formulas import Formula, Formulas, formula, total
 
 Replica: TypeAlias = tuple[int, int]
-Piece: TypeAlias = tuple[int, int | None]  # a microbatch, and its slice if the schedule has slices
+MicrobatchSlice: TypeAlias = tuple[int, int | None]  # a microbatch, and its slice if the schedule has slices
 
 
 class Sums:
@@ -30,12 +30,12 @@ class Sums:
         self.schedule, self.placement, self.stages = schedule, schedule.placement, stages
         places = [(s, rank) for s in range(stages) for rank in self.placement.replicas(s)]
         self.terms: dict[Replica, list[Formula]] = {place: [] for place in places}
-        self.added: dict[Replica, set[Piece]] = {place: set() for place in places}
+        self.added: dict[Replica, set[MicrobatchSlice]] = {place: set() for place in places}
         self.totals: dict[Replica, Formula] = {}
         self.applied, self.updates = dict.fromkeys(places, -1), dict.fromkeys(places, 0)
         self.versions: dict[tuple[Replica, int], int] = {}  # the number of updates before a microbatch began
 
-    def add(self, s: int, rank: int, part: Piece, term: Formula) -> None:
+    def add(self, s: int, rank: int, part: MicrobatchSlice, term: Formula) -> None:
         """Add the gradient term of a part."""
         self.terms[s, rank].append(term)
         self.added[s, rank].add(part)
@@ -130,7 +130,7 @@ class Sums:
             if {*found} != {total([self.terms[s, rank] for rank in self.placement.replicas(s)])}:
                 raise ProgramError(f"stage {s}: its gradients were summed too early. Put each G after all backwards.")
 
-    def _expected(self, s: int, rank: int) -> set[Piece]:
+    def _expected(self, s: int, rank: int) -> set[MicrobatchSlice]:
         """Return the parts whose gradients stage `s` adds on `rank`."""
         parts = [None] if self.schedule.slices == 1 else [*range(self.schedule.slices)]
         microbatches = range(self.schedule.microbatches)

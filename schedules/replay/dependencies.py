@@ -25,7 +25,7 @@ from schedules.language.schedule import Schedule
 
 
 class Crossing:
-    """The values that stage `source` makes for stage `target` on one route.
+    """What stage `source` makes for stage `target` on one route: values, cotangents, or a gradient.
 
     `arrived` maps each unit (a microbatch, or a slice of one) to its arrival time, until rank `consumer` has used it.
     `wanted` is the unit that `consumer` waits for.
@@ -40,10 +40,11 @@ class Crossing:
         self.wanted: int | None = None
 
 
-class Partial(dict[int, float]):
-    """The `arrived` of a crossing for a gradient, which is one for all units.
+class GradientArrival(dict[int, float]):
+    """The `arrived` of a gradient's crossing. A gradient crosses once per step, whichever unit it is asked for.
 
-    It arrives once `count` units have added their part, which unblocks the rank that waits for it.
+    It arrives when the last of the `count` units that add to it has: then `wanted` becomes that unit, so that the loop
+    of the replay wakes the consumer as it does for a value.
     """
 
     def __init__(self, crossing: Crossing, count: int) -> None:
@@ -55,11 +56,11 @@ class Partial(dict[int, float]):
             self.crossing.wanted = unit
 
     def get(self, unit: int, default: float | None = None) -> float | None:  # type: ignore[override]
-        """Return when the gradient arrived, or `default` if it has not; `unit` does not matter."""
+        """Return when the gradient arrived, or `default` if it has not."""
         return self.latest if self.seen == self.count else default
 
     def __delitem__(self, unit: int) -> None:
-        """Do nothing: the gradient is one for all units."""
+        """Do nothing: the `U`s of several routes may use the gradient."""
 
 
 class Wire(NamedTuple):
@@ -114,7 +115,7 @@ def _gradient_crossing(schedule: Schedule, edge: Edge, route: int, consumer: int
     routes = [number for number, homes in enumerate(placement.routes) if homes[s] == producer]
     units = sum(len(range(number, schedule.microbatches, len(placement.routes))) for number in routes) * schedule.slices
     summed = s != t and len(placement.replicas(s)) > 1
-    crossing.arrived = Partial(crossing, 1 if summed else units)
+    crossing.arrived = GradientArrival(crossing, 1 if summed else units)
     return crossing
 
 

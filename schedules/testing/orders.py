@@ -60,14 +60,14 @@ def _any_order(draw: st.DrawFn, graph: Graph, microbatches: int, slices: int) ->
     ]
     made = set[tuple[object, ...]]()
     while waiting:
-        ready = [action for action in waiting if made.issuperset(_inputs(action, graph, slices, recomputed))]
+        ready = [action for action in waiting if made.issuperset(_list_inputs(action, graph, slices, recomputed))]
         action = ready[draw(st.integers(0, len(ready) - 1))]
         waiting.remove(action)
         made.add((*output_of(action), action.slice))
         yield action
 
 
-def _inputs(
+def _list_inputs(
     action: Action, graph: Graph, slices: int, recomputed: set[tuple[int, int, int | None]]
 ) -> Iterator[tuple[object, ...]]:
     """Yield what an action needs, by slice: going forward, also the previous slice; going backward, the next one."""
