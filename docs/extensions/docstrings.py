@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 PUBLIC = re.compile(r"(fpipe|schedules)\.[\w.]+")
 CODE = re.compile(r"`([^`]+)`")
-SPECIAL = re.compile(r"([*|]|_\b)")  # would begin emphasis, a substitution or a link
+SPECIAL = re.compile(r"(?<!\w)(\*\w+\*)(?!\w)|([*|]|_\b)")  # emphasis, and what would begin a substitution or a link
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the hooks."""
     app.connect("autodoc-process-docstring", lambda app, kind, name, value, options, lines: convert(lines))
+    app.connect("autodoc-process-signature", lambda app, kind, name, value, options, *texts: tidy(*texts))
     app.connect("autodoc-skip-member", skip)
     return {"parallel_read_safe": True}
 
@@ -31,6 +32,14 @@ def setup(app: Sphinx) -> dict[str, bool]:
 def skip(app: Sphinx, kind: str, name: str, value: object, skipped: bool, options: object) -> bool | None:
     """Leave out the fields of named tuples that have no docstring but Python's own."""
     return True if (getattr(value, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def tidy(arguments: str | None, returned: str | None) -> tuple[str, str | None] | None:
+    """Return a signature that Sphinx can parse: names for defaults without a literal, nothing for a protocol."""
+    if not arguments:
+        return None  # it stays as it is
+    arguments = "" if arguments == "(*args, **kwargs)" else arguments
+    return re.sub(r"<function (\w+)>", r"\1", arguments).replace("<factory>", "..."), returned
 
 
 def convert(lines: list[str]) -> None:
@@ -55,7 +64,12 @@ def paragraph(lines: list[str]) -> Iterator[str]:
 def escape(line: str) -> str:
     """Return a line of text with its code marked and everything else taken literally."""
     parts = CODE.split(line)  # text and code in turn
-    return "".join(mark(part) if k % 2 else SPECIAL.sub(r"\\\1", part) for k, part in enumerate(parts))
+    return "".join(mark(part) if k % 2 else literal(part) for k, part in enumerate(parts))
+
+
+def literal(text: str) -> str:
+    """Return text without code; only emphasis keeps its meaning."""
+    return SPECIAL.sub(lambda found: found[1] or f"\\{found[2]}", text)
 
 
 def mark(code: str) -> str:

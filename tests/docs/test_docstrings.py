@@ -23,6 +23,7 @@ def docstrings():
         ("Return `x`.", "Return ``x``."),
         ("See `fpipe.verify`.", "See :py:obj:`fpipe.verify`."),
         ("`a * b` is 2 * 3", r"``a * b`` is 2 \* 3"),
+        ("*units* and *args", r"*units* and \*args"),
         ("|x| and x_ and x_y", r"\|x\| and x\_ and x_y"),
     ],
 )
@@ -38,3 +39,8 @@ def test_paragraphs_keep_their_kind(docstrings):
         *("::", "", "    an example *", ""),
         *(">>> f(`x`)", "'*'", ""),
     ]
+
+
+def test_signatures_have_no_angle_brackets(docstrings):
+    assert docstrings.tidy("(a=<function f>, b=<factory>)", "int") == ("(a=f, b=...)", "int")
+    assert docstrings.tidy("(*args, **kwargs)", None) == ("", None)
