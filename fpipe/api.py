@@ -131,7 +131,7 @@ def pipeline(
     batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
     ranks = join_ranks(schedule.ranks, group, batchings[True].home)
     builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, Caches())
-    return builder.first(module, batch)
+    return builder.build(module, batch)
 
 
 def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None = None) -> ValueAndGrad:

@@ -62,19 +62,19 @@ class Builder:
     ranks: Ranks
     caches: Caches
 
-    def first(self, module: nn.Module, example: SplitBatch) -> Pipeline:
+    def build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         """Return the pipeline of a module for batches like the example; every rank must call this."""
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
             agree_to_build(self.ranks, self.schedule, self.batchings[True])
-            return self._build(module, example)
+            return self._bind(module, example)
 
     def _rebuild(self, model: Model, example: SplitBatch) -> Pipeline:
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipe.rebuilt"):
             module = as_module(model)
             require_buildable(module, (), self.loss, self.schedule)
-            return self._build(module, example)
+            return self._bind(module, example)
 
-    def _build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
+    def _bind(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         captures = self._captures(module)
         answers = Resolver(captures, TRAINING, example, self.ranks.exchange_text, example=True)
         captures = captures.with_example(answers.resolve())

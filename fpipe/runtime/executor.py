@@ -201,14 +201,14 @@ class Execution:
                 posted[number] = channels[channel].receive(message, specs)
             for number in waits:
                 handle = posted.pop(number)
-                if not handle.done:
+                if not handle.is_done:
                     yield handle
             # Collect the handler's arguments: from other ranks, or kept here.
             arrived: Payload = ()
             for number in awaited:
                 if number in posted:
                     handle = posted.pop(number)
-                    if not handle.done:
+                    if not handle.is_done:
                         yield handle
                     arrived += handle.take()
                 else:

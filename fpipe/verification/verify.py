@@ -16,9 +16,9 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import make_training_step
 from fpipe.tensors import random
 from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
+from fpipe.verification.model_state import descend, gather_state, lend_state, read_state
 from fpipe.verification.one_device import find_orders
 from fpipe.verification.reference import make_reference_step
-from fpipe.verification.trial import descend, gather_state, lend_state, read_state
 
 
 class Trial(NamedTuple):

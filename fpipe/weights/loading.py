@@ -43,7 +43,9 @@ def load(
         made = initialize(model, [name for name in missing if name in _not_persistent(model)], fill, seed=0)
     _require_none([name for name in missing if name not in made], _not_persistent(model))
     fakes = list_leaves(model)
-    return {name: made[name] if name in made else _copy(values, found[name], Spec.of(fakes[name])) for name in held}
+    return {
+        name: made[name] if name in made else _copy_value(values, found[name], Spec.of(fakes[name])) for name in held
+    }
 
 
 def _by_name(source: ValueSource) -> Mapping[str, Any]:
@@ -68,7 +70,7 @@ def _not_persistent(model: nn.Module) -> set[str]:
     }
 
 
-def _copy(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
+def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
     """Return a copy of the one value that `source` has under these names."""
     value, *others = [_read_value(source, alias, spec) for alias in places]
     for alias, other in zip(places[1:], others, strict=True):

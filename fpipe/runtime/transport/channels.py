@@ -32,7 +32,7 @@ Unread: TypeAlias = list[tuple[Envelope, Tensor]]
 class DistributedHandle:
     """A posted send or receive: its works, and the bytes that must stay alive until they are done."""
 
-    done = False
+    is_done = False
 
     def __init__(
         self, end: str, envelope: Envelope, works: Sequence[dist.Work], data: tuple[Tensor, ...], unread: Unread

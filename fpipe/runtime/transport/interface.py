@@ -29,7 +29,7 @@ class Handle(Protocol):
     message: MessageKey
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True if it is known that no waiting is needed."""
 
     def take(self) -> Payload:

@@ -28,15 +28,15 @@ from fpipe.tensors.spec import Spec
 class LocalHandle:
     """A message within this process; both of its ends hold the same object.
 
-    `end` was posted first; once the other end is posted, it is `done`, and rank `waiter` is stepped again.
+    `end` was posted first; once the other end is posted, it `is_done`, and rank `waiter` is stepped again.
     """
 
-    __slots__ = ("done", "end", "message", "payload", "waiter")
+    __slots__ = ("end", "is_done", "message", "payload", "waiter")
 
     def __init__(self, end: str, message: MessageKey) -> None:
         self.end, self.message = end, message
         self.payload: Payload = ()
-        self.done = False
+        self.is_done = False
         self.waiter: int | None = None
 
     def take(self) -> Payload:
@@ -82,7 +82,7 @@ class LocalChannel:
         posted = self.waiting.popleft()
         if posted.message != message:
             raise _disorder_error(posted, message)
-        posted.done = True
+        posted.is_done = True
         if posted.waiter is not None:
             self.woken.append(posted.waiter)
         return posted

@@ -113,7 +113,7 @@ def test_a_channel_is_first_in_first_out_whichever_end_posts_first(payloads, end
             handles.append(channel.receive(messages[i], ()))
             channel.send(messages[i], (payloads[i],), ())
     assert [handle.payload for handle in handles] == [(payload,) for payload in payloads]
-    assert all(handle.done for handle in handles)
+    assert all(handle.is_done for handle in handles)
 
 
 def test_the_two_directions_are_two_channels():
