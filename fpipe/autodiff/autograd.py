@@ -123,7 +123,7 @@ class Autograd:
         Some operators choose their kernel by whether an argument requires a gradient, so autograd records here too; but
         whatever it would save is dropped at once.
         """
-        with saved_tensors_hooks(_drop, _never):
+        with saved_tensors_hooks(_pack_nothing, _unpack_nothing):
             outputs, new, _ = self.forward(params, buffers, inputs, key)
         return outputs, new
 
@@ -269,11 +269,11 @@ def _new_buffer(new: Tensor, old: Tensor) -> Tensor:
     return new.detach().clone()
 
 
-def _drop(saved: object) -> None:
+def _pack_nothing(saved: object) -> None:
     """Pack a saved tensor as nothing."""
 
 
-def _never(saved: object) -> Tensor:
+def _unpack_nothing(saved: object) -> Tensor:
     raise AssertionError("no backward follows")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a phase of a stage to a function: a line of Python for each node.
+"""From a phase of a stage to a function: a line of Python for each node. Generated at build time, run in every step.
 
 The function empties the lists of tensors that were kept for it, and deletes every value after its last use; so nothing
 lives longer than needed. Operators are called as directly as Python allows: by torch's own binding if one maps to
@@ -21,13 +21,13 @@ from torch.fx import Node
 from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.autodiff.graph.simplification import is_item, value_of, written_nodes
+from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import OpOverload, gelu
 
 PhaseFunction: TypeAlias = Callable[..., Any]
 """Takes the groups of `Phase.takes` and returns those of `Phase.gives`; a single group is returned by itself."""
 
-aten = torch.ops.aten
 DIRECT: Mapping[Any, Any] = MappingProxyType(
     {
         aten.mm.default: Tensor.mm,

@@ -42,7 +42,7 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
             if isinstance(group, list):
                 group.clear()
         with torch.no_grad():
-            found = _group(phase, run(*given))
+            found = _regroup(phase, run(*given))
         return found if len(found) > 1 else found[0]
 
     return call
@@ -61,7 +61,7 @@ def compile_adding(phase: Phase, compiler: Compiler) -> PhaseFunction:
     return call
 
 
-def _group(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
+def _regroup(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
     """Return the groups that a phase gives; the first gets the phase's layouts."""
     left = iter(tensors)
     kinds: list[Any] = [type(group) for group in phase.gives]

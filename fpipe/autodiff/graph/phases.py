@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A joint graph cut into phases: the forward, the backward, and the two halves of the backward.
+"""A joint graph cut into phases: the forward, the backward, and the two halves of the backward. Runs at build time.
 
 The forward is what was recorded before the backward began. The weight half is found backwards from each gradient: a
 node belongs to it as long as all its results go to the weight half and it is a product, a view before one, or something
@@ -16,46 +16,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch.fx import Graph, Node
 
 from fpipe.autodiff.graph.joint_graph import Joint
+from fpipe.autodiff.graph.operators import LIGHT, PRODUCTS, SUMS, VIEWS
 from fpipe.autodiff.graph.ownership import own_gradients
 from fpipe.autodiff.graph.simplification import is_item, simplify, value_of, written_nodes
 from fpipe.autodiff.interface import WeightIndex, Wiring
 from fpipe.tensors.effects import memory
+from fpipe.tensors.layouts import aten
 from fpipe.tensors.spec import Spec
-
-aten = torch.ops.aten
-PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.convolution_backward.default,
-        aten.embedding_dense_backward.default,
-    }
-)
-VIEWS = frozenset(
-    {
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.slice.Tensor,
-        aten.select.int,
-    }
-)
-SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
-SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
-LIGHT = VIEWS | SUMS | SCALED | {aten.add.Tensor, aten._to_copy.default, aten.clone.default}
-
 
 Nodes: TypeAlias = Sequence[Node]
 
@@ -110,10 +80,10 @@ class Phases:
 def divide(joint: Joint, wiring: Wiring) -> Phases:
     """Cut a joint graph into phases."""
     views, joint = _split_views(own_gradients(simplify(joint)))
-    forward, backward = _cut_whole(joint, wiring)
+    forward, backward = _cut_before_backward(joint, wiring)
     halves = _split_convolutions(joint)
     first, second = _cut_halves(halves, wiring)
-    early = {WeightIndex(k): _maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
+    early = {WeightIndex(k): _describe_maker(node) for k, node in enumerate(halves.grads) if node not in second.nodes}
     evaluation = forward._replace(gives=forward.gives[:2])
     return Phases(views, forward, evaluation, backward, first, second, early)
 
@@ -128,7 +98,8 @@ def _split_views(joint: Joint) -> tuple[Phase, Joint]:
     return Phase(views, (joint.params,), (tuple(known),), ()), replace(joint, params=tuple(known))
 
 
-def _cut_whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
+def _cut_before_backward(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
+    """Return the forward and the backward."""
     early = [node for node in joint.calls if node in joint.forward]
     late = [node for node in joint.calls if node not in joint.forward]
     takes = joint.params, joint.buffers, joint.inputs, joint.key
@@ -141,13 +112,13 @@ def _cut_whole(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
     )
 
 
-def _across(made: Collection[Node], behind: Iterable[Node], returned: Iterable[Node]) -> list[Node]:
-    """Return the nodes made before a cut that are used after it (`behind`) or returned, each once."""
-    used = [*(operand for node in behind for operand in node.all_input_nodes), *returned]
-    return list(dict.fromkeys(node for node in used if node in made))
+def _across(before: Collection[Node], after: Iterable[Node], returned: Iterable[Node]) -> list[Node]:
+    """Return the nodes made before a cut that are used after it or returned, each once."""
+    used = [*(operand for node in after for operand in node.all_input_nodes), *returned]
+    return list(dict.fromkeys(node for node in used if node in before))
 
 
-def _maker(node: Node) -> str:
+def _describe_maker(node: Node) -> str:
     """Return what computes a gradient."""
     while node.target in VIEWS or node.target is aten.clone.default or is_item(node):
         node = node.all_input_nodes[0]
@@ -155,7 +126,8 @@ def _maker(node: Node) -> str:
 
 
 def _cut_halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
-    _, backward = _cut_whole(joint, wiring)
+    """Return the two halves of the backward."""
+    _, backward = _cut_before_backward(joint, wiring)
     deferred = _deferred_nodes(joint, backward)
     first = [node for node in backward.nodes if node not in deferred]
     second = [node for node in backward.nodes if node in deferred]
@@ -168,41 +140,39 @@ def _cut_halves(joint: Joint, wiring: Wiring) -> tuple[Phase, Phase]:
 
 def _deferred_nodes(joint: Joint, backward: Phase) -> frozenset[Node]:
     """Return the nodes of the weight half."""
-    candidates = _candidates(joint, backward)
-    worth = _worth(candidates, backward.nodes)
-    for node in reversed(backward.nodes):  # views before nodes that are worth deferring
-        if node.target in VIEWS and node in candidates and node.users and worth.issuperset(node.users):
-            worth.add(node)
-    return frozenset(worth)
+    possible = _deferrable_nodes(joint, backward)
+    deferred = _nodes_after_products(possible, backward.nodes)
+    for node in reversed(backward.nodes):  # with views before these nodes, which cost nothing
+        if node.target in VIEWS and node in possible and node.users and deferred.issuperset(node.users):
+            deferred.add(node)
+    return frozenset(deferred)
 
 
-def _candidates(joint: Joint, backward: Phase) -> set[Node]:
-    """Return the deferrable nodes whose results are only used by other such nodes, or are gradients."""
-    needed, untouched = set(joint.outgoing), _untouched_by(backward.nodes)
+def _deferrable_nodes(joint: Joint, backward: Phase) -> set[Node]:
+    """Return the nodes that could wait: cheap ones and products, used only by such nodes or returned as gradients."""
+    needed, memories = set(joint.outgoing), _written_memories(backward.nodes)
     found: set[Node] = set()
     for node in reversed(backward.nodes):
-        if node not in needed and _is_deferrable(node) and untouched(node) and found.issuperset(_consumers(node)):
+        light = node.target in PRODUCTS or node.target in LIGHT or is_item(node)
+        users = (user for user in node.users if user.op != "output")
+        if light and node not in needed and not _touches(node, memories) and found.issuperset(users):
             found.add(node)
     return found
 
 
-def _is_deferrable(node: Node) -> bool:
-    return node.target in PRODUCTS or node.target in LIGHT or is_item(node)
+def _nodes_after_products(possible: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
+    """Return the possible nodes that are worth deferring.
 
-
-def _consumers(node: Node) -> Iterator[Node]:
-    return (user for user in node.users if user.op != "output")
-
-
-def _worth(candidates: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
-    """Return the candidate products, the nodes after them, and sums of their operands, which are kept anyway."""
-    taken = {_origin(operand) for node in candidates if node.target in PRODUCTS for operand in node.all_input_nodes}
+    These are products, whatever follows them, and sums of their operands, which are kept anyway.
+    """
+    products = [node for node in possible if node.target in PRODUCTS]
+    operands = {_origin(operand) for node in products for operand in node.all_input_nodes}
     found: set[Node] = set()
     for node in nodes:
-        if node in candidates:
-            behind = not found.isdisjoint(node.all_input_nodes)
-            summed = node.target in SUMS and taken.issuperset(map(_origin, node.all_input_nodes))
-            if node.target in PRODUCTS or behind or summed:
+        if node in possible:
+            follows = not found.isdisjoint(node.all_input_nodes)
+            sums = node.target in SUMS and operands.issuperset(map(_origin, node.all_input_nodes))
+            if node.target in PRODUCTS or follows or sums:
                 found.add(node)
     return found
 
@@ -214,36 +184,24 @@ def _origin(node: Node) -> Node:
     return node
 
 
-def _untouched_by(nodes: Iterable[Node]) -> Any:
-    """Return a predicate: whether a node neither is nor reads memory that one of `nodes` writes in place."""
+def _written_memories(nodes: Iterable[Node]) -> frozenset[int]:
+    """Return the memories that these nodes write in place."""
     values = [value_of(argument) for node in nodes for argument in written_nodes(node)]
-    touched = {memory(value) for value in values if value is not None}
-
-    def check(node: Node) -> bool:
-        values = [value_of(one) for one in (node, *node.all_input_nodes)]
-        return not touched or all(value is None or memory(value) not in touched for value in values)
-
-    return check
+    return frozenset(memory(value) for value in values if value is not None)
 
 
-def _copy_item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
-    """Copy a getitem, pointing it to the node of the pair that computes its item."""
-    first = item.args[1] == 0
-    return graph.node_copy(item, lambda _: pair[0] if first else pair[1])
-
-
-def _is_both(node: Node) -> bool:
-    """Return whether a node computes a convolution's gradients of both the input and weights."""
-    mask: Any = node.args[-1] if node.target is aten.convolution_backward.default else (False,)
-    return bool(mask[0]) and any(mask[1:])
+def _touches(node: Node, memories: Collection[int]) -> bool:
+    """Return whether a node is in one of these memories, or reads one."""
+    values = [value_of(one) for one in (node, *node.all_input_nodes)] if memories else []
+    return any(value is not None and memory(value) in memories for value in values)
 
 
 def _split_convolutions(joint: Joint) -> Joint:
-    """Split each convolution backward in two: the gradient that earlier layers wait for, and those of weights."""
+    """Split each convolution's backward in two: the gradient of its input, and those of its weights."""
     graph = Graph()
     to: dict[Node, Node] = {}
     for node in joint.graph.nodes:
-        if node not in joint.forward and _is_both(node):
+        if node not in joint.forward and _computes_both(node):
             *args, mask = node.args
             given = [to[one] if isinstance(one, Node) else one for one in args]
             masks = [mask[0], False, False], [False, *mask[1:]]
@@ -253,3 +211,15 @@ def _split_convolutions(joint: Joint) -> Joint:
         elif node not in to:
             to[node] = graph.node_copy(node, lambda used: to[used])
     return joint.transfer(graph, to)
+
+
+def _computes_both(node: Node) -> bool:
+    """Return whether a node computes a convolution's gradients of both the input and weights."""
+    mask: Any = node.args[-1] if node.target is aten.convolution_backward.default else (False,)
+    return bool(mask[0]) and any(mask[1:])
+
+
+def _copy_item(graph: Graph, item: Node, pair: Sequence[Node]) -> Node:
+    """Copy a getitem, pointing it to the node of the pair that computes its item."""
+    first = item.args[1] == 0
+    return graph.node_copy(item, lambda _: pair[0] if first else pair[1])

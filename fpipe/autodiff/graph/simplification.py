@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A joint graph without work that is redundant, or that need not be redone every time. The bits stay the same.
+"""A joint graph without work that is redundant or need not be repeated. The bits stay the same. Runs at build time.
 
 - Removed: copies that are the same tensor (detached ones), transposes of transposes, and, if nothing is written in
   place, powers of one (the backward of a square has one).
@@ -19,14 +19,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fpipe.autodiff.graph.joint_graph import CONSTANT, Joint
+from fpipe.autodiff.graph.operators import LIKE, SAME
 from fpipe.tensors import random
 from fpipe.tensors.effects import memory, written_arguments
+from fpipe.tensors.layouts import aten
 from fpipe.torch_private import OpOverload
 
-aten = torch.ops.aten
-SAME = frozenset({aten.detach.default, aten.alias.default})
-LIKE = frozenset({aten.ones_like.default, aten.zeros_like.default, aten.full_like.default})
-"""Operators that depend only on the shape and dtype of their argument."""
 LARGEST_CONSTANT = 4096
 """The largest number of elements of a tensor that is computed once."""
 
