@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage differentiated by autograd, microbatch by microbatch.
+"""A stage differentiated by autograd, microbatch by microbatch. Runs in every step.
 
 Invariant: a tensor that a later stage also uses is both a root and a leaf of the backward, so autograd adds the stage's
 own contribution to the incoming cotangent in the same order as on one device.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a way to differentiate a stage: its pure functions, on tuples of tensors.
+"""The functions of a stage, whatever differentiates it, and which of their tensors is which.
 
-`Wiring` defines once, for all ways, which tensor is which.
+A tensor is known here by its position. Each kind of position has its own type, so that one cannot be taken for another.
+`Wiring` is made when a pipeline is built, and read in every step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage differentiated as a graph, recorded once: the functions of `autograd`, without autograd.
+"""A stage recorded once as a graph: the functions of `autograd`, without autograd. Runs in every step.
 
-State kept between functions is a list of tensors; the function that consumes it empties it.
+What one function keeps for another is a list of tensors; the function that uses it empties it.
 """
 
 from __future__ import annotations

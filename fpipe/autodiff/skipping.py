@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded stage whose only cotangent may be absent, depending on data; if it is, nothing is computed.
+"""A recorded stage whose only cotangent may be absent, depending on data. Without it, nothing is computed.
 
-A graph is recorded with all cotangents of a stage. If there are several, some may arrive and others not; such a stage
-is left to autograd.
+A graph is recorded with all cotangents of a stage. If a stage has several, some may arrive and others not, so autograd
+differentiates it. Wrapped at build time, runs in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fpipe.autodiff.recorded import Recorded
 
 
 def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
-    """Return the same stage, with a backward that returns no gradients for an absent cotangent."""
+    """Return the same stage with a backward that computes nothing for an absent cotangent."""
     outgoing = (None,) * len(wiring.cotangents)
     grads = (None,) * (len(wiring.leaves) - len(outgoing))
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contiguous stages of nearly equal size, where only some cuts and some stages are allowed.
+"""Contiguous stages of nearly equal size, where only some cuts and some stages are allowed. Runs at build time.
 
 This is the chain partition problem with forbidden stages. With `n` places it is solved exactly in O(stages n^2) by
-dynamic programming. First, minimize the bottleneck; many choices may attain the minimum, next to one huge embedding
-say. So then, among those that exceed it by no more than a given slack, minimize the number of values that cross cuts,
-and last the sum of squares.
+dynamic programming. First, minimize the largest stage. Many choices may attain that minimum, for example next to one
+huge embedding. So then, among those that exceed it by no more than a given slack, minimize the number of values that
+cross cuts, and last the sum of squares.
 
 Forbidden stages are discovered by asking (`Refusal`): choose, ask, exclude what was refused, choose again.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of modules in a captured model, and how users refer to them: by name, class, pattern or index.
+"""The calls of modules in a captured model, and how users refer to them: by name, class, pattern, or index.
 
 The front end supplies the calls; if it does not, the paths of units do. A position is that of a unit before which a
 stage may begin. The calls that begin or end there (`Mark`) identify it too, and so find it again in another capture of

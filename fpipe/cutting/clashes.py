@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages forbidden because one modifies in place what another uses.
+"""Stages forbidden because one modifies in place what another uses. Runs at build time.
 
 `route` refuses such cuts one at a time. The reason is where a value is made, modified, and used. So one refusal forbids
 many stages, by where they begin and where they stop.
@@ -17,7 +17,7 @@ from fpipe.ir.observation import observe
 
 
 def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
-    """Return the function that says why positions are refused; `None` if they are not."""
+    """Return a function that returns why positions are refused, or `None` if they are not."""
     observed = observe(captured)
     results = (*(() if captured.loss is None else (captured.loss,)), *captured.outputs)
 
@@ -35,7 +35,7 @@ def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
 def _forbidden_stages(
     captured: Captured, observed: Observed, results: tuple[Value, ...], value: Value, start: int, stop: int
 ) -> Iterator[Forbidden]:
-    """Yield the stages refused on account of `value`, as the one from `start` to `stop` is, itself first."""
+    """Yield the stages refused because of `value`: the one from `start` to `stop`, then all like it."""
     units, source = captured.units, captured.sources.get(value)
     if value in captured.reassigned.values():
         yield from _apart(captured, observed, value, start, stop)
@@ -57,7 +57,7 @@ def _forbidden_stages(
 
 
 def _apart(captured: Captured, observed: Observed, new: Value, start: int, stop: int) -> Iterator[Forbidden]:
-    """Yield the stages that assign a buffer anew, as value `new`, without holding all uses of the buffer."""
+    """Yield the stages that assign the value `new` to a buffer, but don't hold all uses of that buffer."""
     units, memory = captured.units, observed.storage[new]
     buffers = {buffer for buffer, value in captured.reassigned.items() if value == new}
     at = next(k for k, unit in enumerate(units) if new in unit.makes)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to cut: from what the user asks for to positions in the sequence of units.
+"""Where to cut: from the user's arguments to positions in the sequence of units. Runs at build time.
 
 A partition is a tuple of ascending positions: stage `s + 1` begins at unit `partition[s]`. The user says where each
-stage begins (`Explicit`), or leaves the choice (`Evenly`): then stages get as nearly equal numbers of parameters as the
-allowed places permit. No stage may begin inside a call that is sealed or unsplittable.
+stage begins (`Explicit`), or leaves the choice to fpipe (`Evenly`): then stages get numbers of parameters as equal as
+the allowed places permit. No stage may begin inside a call that is sealed or unsplittable.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: pure functions, with the ports through which values reach them."""
+"""Stages: pure functions, and what crosses between them."""

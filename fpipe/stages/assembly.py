@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a captured model and a partition to stages and the graph that schedules see."""
+"""From a captured model and a partition to stages and the graph that schedules see. Runs when a pipeline is built.
+
+The steps: route values between the stages (`cutting.routing`), fuse each stage's units into a function, run all of them
+once on fake tensors (`metadata`), settle what crosses (`crossings`), and find where each function has what (`wiring`).
+"""
 
 from __future__ import annotations
 
@@ -132,7 +136,7 @@ def _stages(
 
 
 class _Builder:
-    """Builds stages from sections, metadata and crossings."""
+    """Builds each stage from its section, its metadata, and what crosses."""
 
     def __init__(
         self, captured: Captured, sections: Sequence[Section], metadata: Metadata, crossings: Crossings

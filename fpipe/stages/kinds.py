@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches of different kinds: captured and cut separately, and driven by one program.
+"""Microbatches of different kinds: captured and cut separately, and driven by one program. Runs at build time.
 
-They may differ in what their stages compute and in what crosses; what a rank holds, sums and exchanges must be the
-same. Where a value crosses for some microbatches only (a mask that an unpadded one doesn't need), the others send
+They may differ in what their stages compute and in what crosses. What a rank holds, sums, and exchanges at the end must
+be the same. If a value crosses for some microbatches only (a mask that an unpadded one doesn't need), the others send
 nothing along that edge.
 """
 
@@ -77,7 +77,6 @@ def _holds(stage: Stage) -> tuple[object, ...]:
 
 def _unlike(i: int, what: str, got: object, expected: object) -> InputError:
     return InputError(
-        f"microbatch {i}, which is not like microbatch 0: got other {what}, {got}, expected {expected}: the "
-        "model takes another path for it. Make all microbatches alike, in size and in what the model asks about them, "
-        "or cut elsewhere."
+        f"microbatch {i}: got other {what} than for microbatch 0, {got}, expected {expected}. The model takes another "
+        "path for it. Make all microbatches alike, in size and in what the model asks about them, or cut elsewhere."
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values, gradients and cotangents that will flow, from one forward and one backward of all stages on fake tensors.
+"""Metadata of all that will flow, from one forward and one backward of all stages on fake tensors, at build time.
 
 Shapes and dtypes of values could be read from the captured graph. Whether a value requires a gradient, whether a
 cotangent comes back for it, and with which strides, can't. So the stages' own functions are run in order, each on its

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage: a section of the model as pure functions, and its ports to other stages.
+"""A stage: a piece of the model as pure functions, and what it exchanges with other stages. Runs in every step.
 
 On tuples of tensors:
 
@@ -12,8 +12,8 @@ On tuples of tensors:
 `params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch,
 then what it gets from earlier stages. `outputs` are its results, then what it gives to later stages, including values
 that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their single
-use. `onto` is optional: a sum of gradients owned by this stage, to which this microbatch's gradients are added instead
-of being returned separately. A stage in which nothing needs a gradient keeps nothing: its residuals are `None`.
+use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. This microbatch's are added to
+it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its residuals are `None`.
 
 `fpipe.autodiff` implements the functions.
 """
@@ -36,7 +36,7 @@ from fpipe.tensors.spec import Spec
 
 @dataclass(frozen=True)
 class Stage:
-    """A section of the model. Positions count the arguments or outputs of its functions.
+    """A piece of the model.
 
     - `parameters`, `buffers`: names, in argument order; `unused`: held here, but read by no operation.
     - `batch`: the tensor leaves of (inputs, targets) that it reads.
@@ -45,7 +45,7 @@ class Stage:
       stages.
     - `shares`, `shared_by`: gradients of shared parameters, to and from other holders.
     - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
-      `OptionalSpec`, here and in ports, if it depends on data whether there is a gradient.
+      `OptionalSpec`, here and in what crosses, if it depends on data whether there is a gradient.
     - `functions`: the computation.
     """
 
@@ -79,7 +79,7 @@ class Stage:
         return f"stage {self.index}: {'; '.join(parts)}"
 
     def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
-        """Return this stage's parameters in the form that its functions take, and no other's."""
+        """Return this stage's parameters, out of all, in the form that its functions take."""
         return self.functions.leaves(tuple([params[name] for name in self.parameters]))
 
     @cached_property

@@ -50,18 +50,18 @@ def parameters_to_sum(tied: Tied, model: nn.Module) -> frozenset[str]:
         _require_mode(where, mode)
         if name not in first:
             close = difflib.get_close_matches(str(name), list(first), n=3) or list(first)[:8]
-            raise InputError(f"{where}: got no parameter's name, expected one. Did you mean one of {close}?")
+            raise InputError(f"{where}: got an unknown name, expected a parameter's. Did you mean one of {close}?")
         if found.setdefault(first[name], mode) != mode:
             raise InputError(
-                f"{where}: got {mode!r}, expected {found[first[name]]!r} as under another name of the same parameter. "
-                "Give one of its names only."
+                f"{where}: got {mode!r}, expected {found[first[name]]!r}, as for another name of the same parameter. "
+                "Use one of its names only."
             )
     return frozenset(name for name, mode in found.items() if mode == "sum")
 
 
 def _require_mode(where: str, mode: object) -> None:
     if mode not in MODES:
-        raise InputError(f"{where}: got {mode!r}, expected one of {list(MODES)}. Name one of them.")
+        raise InputError(f"{where}: got {mode!r}, expected one of {list(MODES)}. Choose one.")
 
 
 def needs_gradient(placement: Placement, source: int, target: int, holders: Sequence[int]) -> bool:

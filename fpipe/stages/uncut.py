@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The uncut model as a single stage, to compare the stages with.
 
-A parameter whose gradients are summed over stages has one copy for each of its stages, under the same name: so its
-gradient comes in parts, as in the pipeline, to be added in stage order. To do this, the stages' own functions are
-called in sequence, in one autograd graph. If there is no such parameter, the cut has no effect here.
+If a parameter's gradients are summed over stages, each of its stages gets a copy under the same name. So its gradient
+comes in parts, as in the pipeline, which are added in stage order. To this end the stages' own functions are called in
+sequence, in one autograd graph. Without such a parameter, the cut has no effect here.
 """
 
 from __future__ import annotations

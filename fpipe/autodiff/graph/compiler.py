@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a phase of a stage to a function, through a compiler: a backend of `torch.compile`.
+"""From a phase of a stage to a function, through a backend of `torch.compile`. Compiled at build time.
 
-A compiler fuses operators and so adds in a different order: the results are close, but not the same bits. It knows
-nothing of seeds, so a phase that draws random numbers is not compiled.
+A compiler fuses operators and so adds in a different order: the results are close, but not the same bits. It can't
+reseed generators, so a phase that draws random numbers is not compiled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage's forward and backward, recorded once as a single graph of torch's operators.
+"""A stage's forward and backward, recorded once as a single graph of torch's operators, at build time.
 
 Problem. Autograd builds and walks the same graph for every microbatch of every step.
 
@@ -7,9 +7,9 @@ Idea. The functions of `autograd` are run once on fake tensors, forward and full
 recorded below autograd. The recording holds autograd's formulas in autograd's order, so replaying it gives the same
 bits; whatever modules do to their backward (custom functions, checkpoints, hooks) is recorded as it happened.
 
-Other effects of Python code are not recorded: a stage always repeats what it did then. Random operators are preceded by
-their seed, as in the stage: recording uses key 0, and `random.reseed` xors key and label, so the generator's seed is
-the label.
+Other effects of Python code are not recorded: a stage always repeats what it did then. In the graph, as in the stage,
+the generator is seeded before each random operator. Recording uses key 0, and `random.reseed` xors key and label, so
+the seed found there is the label.
 """
 
 from __future__ import annotations

@@ -355,9 +355,9 @@ def test_every_parameter_is_owned_once():
         ("mean", r"tied: got 'mean', expected one of \['exact', 'sum'\]"),
         (None, "tied: got None, expected one of .* or a dict of them"),
         ({"a.weight": "mean"}, r"tied\['a.weight'\]: got 'mean', expected one of"),
-        ({"a.wait": "sum"}, r"tied\['a.wait'\]: got no parameter's name.*'a.weight'"),
-        ({3: "sum"}, r"tied\[3\]: got no parameter's name"),
-        ({"a.weight": "sum", "d.weight": "exact"}, r"tied\['d.weight'\]: got 'exact', expected 'sum' as under another"),
+        ({"a.wait": "sum"}, r"tied\['a.wait'\]: got an unknown name.*'a.weight'"),
+        ({3: "sum"}, r"tied\[3\]: got an unknown name"),
+        ({"a.weight": "sum", "d.weight": "exact"}, r"tied\['d.weight'\]: got 'exact', expected 'sum', as for another"),
     ],
 )
 def test_invalid_ties_are_refused(tied, why):
