@@ -85,7 +85,7 @@ class Placement:
         return self._stages_by_rank[rank]
 
 
-class Place(Protocol):
+class Placer(Protocol):
     """The type of `placement` in `@schedule`: a function of `ranks`, and of other sizes of the schedule by name."""
 
     def __call__(self, ranks: int) -> Placement:

@@ -22,7 +22,7 @@ from schedules.errors import SizeError
 from schedules.language.actions import Action
 from schedules.language.graph import Graph
 from schedules.language.picture import picture
-from schedules.language.placement import Place, Placement, linear
+from schedules.language.placement import Placement, Placer, linear
 
 Arguments = ParamSpec("Arguments")
 Actions = Iterator[Action]
@@ -155,7 +155,7 @@ class Factory(Generic[Arguments]):
 
 
 def schedule(
-    placement: Place = linear,
+    placement: Placer = linear,
     limits: Limits = UNLIMITED,
     requires: Callable[..., None] | None = None,
     backward: bool = True,

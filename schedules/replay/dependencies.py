@@ -4,10 +4,10 @@
 Problem. The possible orders of actions, their times and their transfers all follow from the same facts: what an action
 takes from other stages and what it gives to them.
 
-Idea. What crosses one edge on one route is a `Crossing`: made by one action, used by one other, and identified at both
-ends by the microbatch. `crossings` lists them; `wires` groups them by the ranks and kinds of action that make and use
-them, together with each kind's time and memory. Dependencies between actions of one stage on one rank are left out: a
-rank runs its actions in order, and `rules` checks that order.
+Idea. What crosses one edge on one route is a `Dependency`: made by one action, used by one other, and identified at
+both ends by the microbatch. `list_dependencies` lists them; `wires` groups them by the ranks and kinds of action that
+make and use them, together with each kind's time and memory. Dependencies between actions of one stage on one rank are
+left out: a rank runs its actions in order, and `schedules.checking.rules` checks that order.
 
 Invariant: what is made is kept until its one use, and no longer.
 """
@@ -24,7 +24,7 @@ from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Schedule
 
 
-class Crossing:
+class Dependency:
     """What stage `source` makes for stage `target` on one route: values, cotangents, or a gradient.
 
     `arrived` maps each unit (a microbatch, or a slice of one) to its arrival time, until rank `consumer` has used it.
@@ -41,19 +41,19 @@ class Crossing:
 
 
 class GradientArrival(dict[int, float]):
-    """The `arrived` of a gradient's crossing. A gradient crosses once per step, whichever unit it is asked for.
+    """The `arrived` of a gradient's dependency. A gradient is made once per step, whichever unit it is asked for.
 
     It arrives when the last of the `count` units that add to it has: then `wanted` becomes that unit, so that the loop
     of the replay wakes the consumer as it does for a value.
     """
 
-    def __init__(self, crossing: Crossing, count: int) -> None:
-        self.crossing, self.count, self.seen, self.latest = crossing, count, 0, 0.0
+    def __init__(self, dependency: Dependency, count: int) -> None:
+        self.dependency, self.count, self.seen, self.latest = dependency, count, 0, 0.0
 
     def __setitem__(self, unit: int, time: float) -> None:
         self.seen, self.latest = self.seen + 1, max(self.latest, time)
-        if self.seen == self.count and self.crossing.wanted is not None:
-            self.crossing.wanted = unit
+        if self.seen == self.count and self.dependency.wanted is not None:
+            self.dependency.wanted = unit
 
     def get(self, unit: int, default: float | None = None) -> float | None:  # type: ignore[override]
         """Return when the gradient arrived, or `default` if it has not."""
@@ -69,8 +69,8 @@ class Wire(NamedTuple):
     `grows` is the change in the rank's memory; `fused` is true if the next action is its partner in a fused pair.
     """
 
-    takes: tuple[Crossing, ...]
-    gives: tuple[tuple[Crossing, float], ...]
+    takes: tuple[Dependency, ...]
+    gives: tuple[tuple[Dependency, float], ...]
     time: float
     grows: float
     fused: bool
@@ -92,31 +92,31 @@ def graph_of(schedule: Schedule, graph: Graph | None) -> Graph:
     return graph
 
 
-def crossings(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Crossing]]:
+def list_dependencies(schedule: Schedule, graph: Graph) -> Iterator[tuple[int, Dependency]]:
     """Yield every value, cotangent and gradient that one action makes for another, each with its route."""
     for route, homes in enumerate(schedule.placement.routes):
         for s, t in sorted(graph.values):
-            yield route, Crossing("F", (s, t), homes[s], homes[t])
+            yield route, Dependency("F", (s, t), homes[s], homes[t])
         for s, t in sorted(graph.cotangents):
-            yield route, Crossing("B", (t, s), homes[t], homes[s])
+            yield route, Dependency("B", (t, s), homes[t], homes[s])
         for s in range(schedule.stages):
             for rank in schedule.placement.replicas(s):
                 if rank != homes[s]:
-                    yield route, _gradient_crossing(schedule, (s, s), route, rank)
+                    yield route, _gradient_dependency(schedule, (s, s), route, rank)
         for s, t in sorted(graph.gradients):
-            yield route, _gradient_crossing(schedule, (s, t), route, homes[t])
+            yield route, _gradient_dependency(schedule, (s, t), route, homes[t])
 
 
-def _gradient_crossing(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Crossing:
-    """Return the crossing of one replica's gradient to another, or of a stage's summed gradient to another stage."""
+def _gradient_dependency(schedule: Schedule, edge: Edge, route: int, consumer: int) -> Dependency:
+    """Return the dependency of one replica on another's gradient, or of a stage on another's summed gradient."""
     (s, t), placement = edge, schedule.placement
     producer = placement.routes[route][s]
-    crossing = Crossing("G", edge, producer, consumer)
+    dependency = Dependency("G", edge, producer, consumer)
     routes = [number for number, homes in enumerate(placement.routes) if homes[s] == producer]
     units = sum(len(range(number, schedule.microbatches, len(placement.routes))) for number in routes) * schedule.slices
     summed = s != t and len(placement.replicas(s)) > 1
-    crossing.arrived = GradientArrival(crossing, 1 if summed else units)
-    return crossing
+    dependency.arrived = GradientArrival(dependency, 1 if summed else units)
+    return dependency
 
 
 def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:
@@ -127,14 +127,14 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
     for values in (costs, sizes):
         require_stages(values, schedule.stages)
     R = len(schedule.placement.routes)
-    taken: dict[_Key, list[Crossing]] = {}
-    given: dict[_Key, list[tuple[Crossing, float]]] = {}
-    for route, crossing in crossings(schedule, graph):
-        delay = costs.transfer(crossing.what, crossing.source, crossing.producer, crossing.consumer)
-        for key in _takers(schedule, crossing, route):
-            taken.setdefault(key, []).append(crossing)
-        for key in _givers(schedule, crossing, route):
-            given.setdefault(key, []).append((crossing, delay))
+    taken: dict[_Key, list[Dependency]] = {}
+    given: dict[_Key, list[tuple[Dependency, float]]] = {}
+    for route, dependency in list_dependencies(schedule, graph):
+        delay = costs.transfer(dependency.what, dependency.source, dependency.producer, dependency.consumer)
+        for key in _takers(schedule, dependency, route):
+            taken.setdefault(key, []).append(dependency)
+        for key in _givers(schedule, dependency, route):
+            given.setdefault(key, []).append((dependency, delay))
     table: Wires = [{kind: {} for kind, word in KINDS.items() if not word.mark} for _ in range(schedule.ranks)]
     for route, homes in enumerate(schedule.placement.routes):
         for s, rank in enumerate(homes):
@@ -149,24 +149,26 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
     return table
 
 
-def _takers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[_Key]:
-    """Yield the actions that take a crossing: on its route; for gradients, the `G` of the replica or the `U`s."""
-    t, placement = crossing.target, schedule.placement
-    if crossing.what != "G":
-        yield crossing.what, t, route
-    elif t == crossing.source:
-        yield "G", t, placement.route(t, crossing.consumer)
+def _takers(schedule: Schedule, dependency: Dependency, route: int) -> Iterator[_Key]:
+    """Yield the actions that use a dependency: on its route; for gradients, the `G` of the replica or the `U`s."""
+    t, placement = dependency.target, schedule.placement
+    if dependency.what != "G":
+        yield dependency.what, t, route
+    elif t == dependency.source:
+        yield "G", t, placement.route(t, dependency.consumer)
     else:
-        yield from (("U", t, number) for number, homes in enumerate(placement.routes) if homes[t] == crossing.consumer)
+        yield from (
+            ("U", t, number) for number, homes in enumerate(placement.routes) if homes[t] == dependency.consumer
+        )
 
 
-def _givers(schedule: Schedule, crossing: Crossing, route: int) -> Iterator[_Key]:
-    """Yield the actions that give a crossing: on its route; for gradients, those that complete them, on any route."""
-    s, placement = crossing.source, schedule.placement
-    if crossing.what != "G":
-        yield crossing.what, s, route
+def _givers(schedule: Schedule, dependency: Dependency, route: int) -> Iterator[_Key]:
+    """Yield the actions that make a dependency: on its route; for gradients, those that complete them, on any."""
+    s, placement = dependency.source, schedule.placement
+    if dependency.what != "G":
+        yield dependency.what, s, route
         return
-    summed = s != crossing.target and len(placement.replicas(s)) > 1
+    summed = s != dependency.target and len(placement.replicas(s)) > 1
     for number, homes in enumerate(placement.routes):
-        if homes[s] == crossing.producer:
+        if homes[s] == dependency.producer:
             yield "G" if summed else "done", s, number

@@ -5,8 +5,8 @@ Problem. Checking, simulating and drawing ask the same question: if each rank ru
 its inputs, how far does each rank get, and when does each action end?
 
 Idea. `replay` answers it in one loop over all actions, holding only what is in flight. A rank is played until it blocks
-on a crossing; the rank that produces that crossing pushes it back onto the stack of runnable ranks. The stack is last
-in, first out, so a rank resumes soon after its input arrives.
+on a dependency; the rank that produces it pushes the blocked rank back onto the stack of runnable ranks. The stack is
+last in, first out, so a rank resumes soon after its input arrives.
 
 A fused pair runs as one action: it starts once the inputs of both actions are there, and both outputs leave at its end.
 
@@ -24,10 +24,10 @@ from schedules.language.actions import KINDS, Action
 from schedules.language.costs import Costs
 from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule
-from schedules.replay.dependencies import Crossing, Wire, Wires
+from schedules.replay.dependencies import Dependency, Wire, Wires
 from schedules.replay.outputs import unit_of
 
-Gives: TypeAlias = tuple[tuple[Crossing, float], ...]
+Gives: TypeAlias = tuple[tuple[Dependency, float], ...]
 Pending: TypeAlias = tuple[Gives, int] | tuple[()]
 SPANS_AT_ONCE = 1024
 _BAD = (KeyError, TypeError, ValueError)  # raised when a generator yields something other than an action
@@ -60,7 +60,7 @@ class ReplayState:
 
     - `heads`: the next action, `None` at the end; `partners`: the one after it, if it has been read; `streams`: the
       rest.
-    - `waits`: the crossing the rank is blocked on.
+    - `waits`: the dependency the rank is blocked on.
     - `draws`: the rank's random numbers, if there is jitter.
     - `begin`, `clock`: when the first action began and the last one ended; `busy`: the time spent in actions.
     - `held`, `peak`: current and peak memory.
@@ -72,7 +72,7 @@ class ReplayState:
         self.streams = streams
         self.heads = [next(stream, None) for stream in streams]
         self.partners: list[Action | None] = [None] * P
-        self.waits: list[Crossing | None] = [None] * P
+        self.waits: list[Dependency | None] = [None] * P
         self.begin, self.clock, self.busy = [inf] * P, [0.0] * P, [0.0] * P
         self.held, self.peak = [0.0] * P, [0.0] * P
 
@@ -133,9 +133,9 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
             if fused and (start := max(now, _find_pair_start(schedule, state, rank, rows))) == inf:
                 break
             blocked = False
-            for crossing in takes:
-                if (arrived := crossing.arrived.get(unit)) is None:
-                    crossing.wanted, state.waits[rank] = unit, crossing
+            for dependency in takes:
+                if (arrived := dependency.arrived.get(unit)) is None:
+                    dependency.wanted, state.waits[rank] = unit, dependency
                     blocked = True
                     break
                 if arrived > start:
@@ -144,8 +144,8 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
                 break
 
             # Run it: use the inputs up, and move the clock on.
-            for crossing in takes:
-                del crossing.arrived[unit]
+            for dependency in takes:
+                del dependency.arrived[unit]
             if jitter:
                 time *= state.draws[rank](1 - jitter, 1 + jitter)
             if not now:
@@ -168,11 +168,11 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
                 continue
 
             # Send the outputs, and wake the ranks that wait for them.
-            for crossing, delay in gives:
-                crossing.arrived[unit] = now + delay
-                if crossing.wanted == unit:
-                    crossing.wanted = None
-                    ready.append(crossing.consumer)
+            for dependency, delay in gives:
+                dependency.arrived[unit] = now + delay
+                if dependency.wanted == unit:
+                    dependency.wanted = None
+                    ready.append(dependency.consumer)
             if pending:
                 _deliver(*pending, now, ready)
                 pending = ()
@@ -187,11 +187,11 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
 
 def _deliver(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
     """Send the outputs of the first action of a pair, now that the pair has ended."""
-    for crossing, delay in gives:
-        crossing.arrived[unit] = now + delay
-        if crossing.wanted == unit:
-            crossing.wanted = None
-            ready.append(crossing.consumer)
+    for dependency, delay in gives:
+        dependency.arrived[unit] = now + delay
+        if dependency.wanted == unit:
+            dependency.wanted = None
+            ready.append(dependency.consumer)
 
 
 def _find_pair_start(schedule: Schedule, state: ReplayState, rank: int, rows: dict[str, dict[int, Wire]]) -> float:
@@ -203,9 +203,9 @@ def _find_pair_start(schedule: Schedule, state: ReplayState, rank: int, rows: di
         return latest
     R = len(schedule.placement.routes)
     unit = unit_of(action, schedule.slices)
-    for crossing in rows[action.kind][action.stage * R + action.microbatch % R].takes:
-        if (arrived := crossing.arrived.get(unit)) is None:
-            crossing.wanted, state.waits[rank] = unit, crossing
+    for dependency in rows[action.kind][action.stage * R + action.microbatch % R].takes:
+        if (arrived := dependency.arrived.get(unit)) is None:
+            dependency.wanted, state.waits[rank] = unit, dependency
             return inf
         latest = max(latest, arrived)
     return latest
@@ -223,16 +223,16 @@ def _explain_deadlock(schedule: Schedule, state: ReplayState) -> ScheduleError:
     rank, seen = next(rank for rank, actions in enumerate(rest) if actions), list[int]()
     while True:
         seen.append(rank)
-        crossing = state.waits[rank]
-        assert crossing is not None, "a rank with actions to come waits"
-        maker, name = crossing.producer, _name_crossing(crossing, schedule.slices)
-        is_made = any(_is_made_by(action, crossing, schedule) for action in rest[maker])
+        dependency = state.waits[rank]
+        assert dependency is not None, "a rank with actions to come waits"
+        maker, name = dependency.producer, _name_dependency(dependency, schedule.slices)
+        is_made = any(_is_made_by(action, dependency, schedule) for action in rest[maker])
         if maker == rank or not is_made:
             why, repair = _explain_missing(rank, maker, name, is_made)
             break
         if maker in seen:
             cycle = seen[seen.index(maker) :]
-            names = [_name_crossing(wait, schedule.slices) for r in cycle if (wait := state.waits[r])]
+            names = [_name_dependency(wait, schedule.slices) for r in cycle if (wait := state.waits[r])]
             waits = [f"rank {r} at {rest[r][0]} needs {need}" for r, need in zip(cycle, names, strict=True)]
             rank, name, why = cycle[0], names[0], f"and the ranks wait for each other: {', '.join(waits)}"
             repair = "Reorder the actions of one of these ranks."
@@ -250,21 +250,21 @@ def _explain_missing(rank: int, maker: int, name: str, is_made: bool) -> tuple[s
     return f"which {runner} runs", f"Add {name} to rank {maker}."
 
 
-def _is_made_by(action: Action, crossing: Crossing, schedule: Schedule) -> bool:
-    """Return whether `action` produces what `crossing` waits for."""
+def _is_made_by(action: Action, dependency: Dependency, schedule: Schedule) -> bool:
+    """Return whether `action` produces what `dependency` waits for."""
     word = KINDS[action.kind]
-    if action.stage != crossing.source:
+    if action.stage != dependency.source:
         return False
-    if crossing.what == "G":
+    if dependency.what == "G":
         return word.after == "done"
-    return word.crosses == crossing.what and unit_of(action, schedule.slices) == crossing.wanted
+    return word.crosses == dependency.what and unit_of(action, schedule.slices) == dependency.wanted
 
 
-def _name_crossing(crossing: Crossing, slices: int) -> str:
-    assert crossing.wanted is not None, "a rank waits for it"
-    if crossing.what == "G":
-        return f"all backwards of stage {crossing.source} on rank {crossing.producer}"
-    i, part = divmod(crossing.wanted, slices)
+def _name_dependency(dependency: Dependency, slices: int) -> str:
+    assert dependency.wanted is not None, "a rank waits for it"
+    if dependency.what == "G":
+        return f"all backwards of stage {dependency.source} on rank {dependency.producer}"
+    i, part = divmod(dependency.wanted, slices)
     unit = f"{i}" if slices == 1 else f"{i}.{part}"
-    s = crossing.source
-    return f"{s}F{unit}" if crossing.what == "F" else f"{s}B{unit} or {s}I{unit}"
+    s = dependency.source
+    return f"{s}F{unit}" if dependency.what == "F" else f"{s}B{unit} or {s}I{unit}"

@@ -40,11 +40,11 @@ def test_values_are_kept_until_they_are_used(case):
     wired = wires(schedule, graph, FREE, Sizes())
     played(schedule, graph, wired)
     assert not any(
-        crossing.arrived
+        dependency.arrived
         for kinds in wired
         for rows in kinds.values()
         for row in rows.values()
-        for crossing in row.takes
+        for dependency in row.takes
     )
 
 
