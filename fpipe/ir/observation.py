@@ -42,8 +42,8 @@ def observe(captured: Captured) -> Observed:
                 )
             if watch.effects.foreign:
                 raise CaptureError(
-                    f"module {unit.path or '(root)'}: got a random operation with a generator of its own, expected the "
-                    "default generator, which is seeded from the step's seed. Drop the generator argument."
+                    f"module {unit.path or '(root)'}: got a random operation with a generator argument, expected the "
+                    "default generator, which is seeded from the step's seed. Drop the argument."
                 )
             values.update(zip(unit.makes, made, strict=True))
             written[unit] = frozenset(watch.effects.written)

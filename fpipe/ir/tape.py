@@ -92,7 +92,7 @@ def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> Non
     if expected and (got := constants_at(tree)) != expected:
         raise InputError(
             f"{where}: got {list(got.values())} among what it returned, expected {list(expected.values())} as at "
-            "capture: values that are no tensors are part of the program. Return the same ones every time."
+            "capture. What is not a tensor is part of the program. Return the same every time."
         )
 
 
@@ -103,8 +103,8 @@ def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
     leaves = tensors_at(tree)
     if not all(k in leaves for k in picks):
         raise InputError(
-            f"{where}: got tensors at the leaves {list(leaves)} of what it returned, expected some at {list(picks)} as "
-            "at capture. Return the same structure every time."
+            f"{where}: got tensors at the leaves {list(leaves)} of what it returned, expected tensors at {list(picks)} "
+            "as at capture. Return the same structure every time."
         )
     return tuple([leaves[k] for k in picks])
 
@@ -213,7 +213,7 @@ class Tape:
         Leave out draws from a stream; do not count calls made there.
         """
         found = [draw for draw in self.draws if first <= draw.tick < last]
-        return {(draw.function, _number(self.outside[draw.function], draw.tick, first)): draw for draw in found}
+        return {(draw.function, _count_between(self.outside[draw.function], draw.tick, first)): draw for draw in found}
 
     def stream_at(self, tick: int) -> Labels | None:
         """Return the stream that a call at `tick` draws from, if any."""
@@ -222,15 +222,18 @@ class Tape:
     def draw_counts(self, first: int, last: int) -> dict[Any, int]:
         """Return how often each function that draws is called from tick `first` to `last`, outside of streams."""
         functions = dict.fromkeys(draw.function for draw in self.draws if first <= draw.tick < last)
-        return {function: _number(self.outside[function], last, first) for function in functions}
+        return {function: _count_between(self.outside[function], last, first) for function in functions}
 
     def answers_between(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
         """Return the answers given from tick `first` to `last`, by function and its call number in that range."""
-        found = [told for told in self.replies if first <= told.tick < last]
-        return {(told.function, _number(self.calls[told.function], told.tick, first)): told.answer for told in found}
+        found = [reply for reply in self.replies if first <= reply.tick < last]
+        return {
+            (reply.function, _count_between(self.calls[reply.function], reply.tick, first)): reply.answer
+            for reply in found
+        }
 
 
-def _number(ticks: Sequence[int], tick: int, first: int) -> int:
+def _count_between(ticks: Sequence[int], tick: int, first: int) -> int:
     """Return how many of `ticks` are from `first` to `tick`, excluding the latter."""
     return bisect_left(ticks, tick) - bisect_left(ticks, first)
 

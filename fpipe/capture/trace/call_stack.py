@@ -80,7 +80,7 @@ class CallStack:
         return next((module for module in called if isinstance(module, nn.Module)), None)
 
     @property
-    def opaque(self) -> bool:
+    def is_opaque(self) -> bool:
         """True if a module is running that always runs as is, whatever happens inside."""
         return any(map(self._is_within, self.frames))
 

@@ -67,7 +67,7 @@ class RepeatRecorder(Recorder):
         if answer is not None:
             self.questions.note_reply(tick, function, answer)
             return result_on_fakes(function, args, answer)
-        if not self.stack.opaque:
+        if not self.stack.is_opaque:
             raise error
         return self._assume(function, args, kwargs, error)
 
@@ -155,10 +155,10 @@ def _paired_frames(old: Frame, again: Frame) -> Iterator[tuple[Frame, Frame]]:
 
 
 def _describe_difference(new: Unit | None, old: Unit | None) -> str:
-    return f"got {_describe(new)}, expected {_describe(old)}"
+    return f"got {_describe_unit(new)}, expected {_describe_unit(old)}"
 
 
-def _describe(unit: Unit | None) -> str:
+def _describe_unit(unit: Unit | None) -> str:
     return "no torch call" if unit is None else f"{unit.does} in module {unit.path or '(root)'}"
 
 

@@ -35,9 +35,9 @@ class Decisions:
         self.stack, self.exits = stack, exits
         self.made: dict[tuple[int, str], Decision] = {}
 
-    def assigned(self, module: nn.Module, name: str, value: object) -> None:
+    def note_assignment(self, module: nn.Module, name: str, value: object) -> None:
         """Note an assignment to an attribute of a module."""
-        branching = self.stack.opaque and self.stack.outermost_branching.branching
+        branching = self.stack.is_opaque and self.stack.outermost_branching.branching
         if not branching or not isinstance(value, PLAIN):
             self.made.pop((id(module), name), None)
             return
@@ -48,13 +48,13 @@ class Decisions:
     def _notice_reads(self) -> None:
         get: Any = current(nn.Module, "__getattribute__")
 
-        def getting(module: nn.Module, name: str) -> Any:
+        def get_and_notice(module: nn.Module, name: str) -> Any:
             decision = self.made.get((id(module), name))
             if decision is not None:
                 self._read(name, decision)
             return get(module, name)
 
-        self.exits.enter_context(replace(nn.Module, "__getattribute__", getting))
+        self.exits.enter_context(replace(nn.Module, "__getattribute__", get_and_notice))
 
     def _read(self, name: str, decision: Decision) -> None:
         """Seal the innermost call that contains both the assignment and this read."""

@@ -82,6 +82,6 @@ class Draws:
         return [tick for tick in ticks if self.stream_at(tick) is None]
 
     @property
-    def undecided(self) -> tuple[torch.device, ...]:
+    def stream_devices(self) -> tuple[torch.device, ...]:
         """The devices on which streams may draw."""
         return tuple(dict.fromkeys(device for one in self.streams if one.stream for device in one.stream.devices))

@@ -19,7 +19,7 @@ from fpipe.capture.generators import Generators
 from fpipe.capture.guards import blame, traceback_line
 from fpipe.capture.trace.patches import watch_torch
 from fpipe.capture.trace.recorder import Recorder
-from fpipe.capture.trace.seats import require_seated
+from fpipe.capture.trace.seat_checks import require_in_place
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Value
 from fpipe.ir.objective import Loss, Objective
@@ -127,10 +127,10 @@ class FakeModel:
 
     def _require_kept_state(self, recorder: Recorder) -> None:
         """Raise `CaptureError` unless what the run assigned to parameters and buffers can be kept."""
-        recorder.reassigned.require_carried(recorder.history)
-        recorder.reassigned.require_not_repeated(recorder.stack.roots, recorder.history.units)
+        recorder.reassignments.require_carried(recorder.history)
+        recorder.reassignments.require_not_repeated(recorder.stack.roots, recorder.history.units)
         for value, seats in self.seats_by_value().items():
-            require_seated(recorder, value, seats)
+            require_in_place(recorder, value, seats)
 
     def _explain(self, error: Exception) -> CaptureError:
         """Return the error for an exception that the model or the loss has raised."""

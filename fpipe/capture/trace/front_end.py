@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fpipe.capture.trace.comparison import RepeatRecorder
 from fpipe.capture.trace.fake_model import FakeModel, Via
 from fpipe.capture.trace.recorder import Recorder
-from fpipe.capture.trace.recording import build_tape, observe
+from fpipe.capture.trace.recording import build_observed, build_tape
 from fpipe.capture.trace.reentrant_checks import require_own_parameters
 from fpipe.capture.trace.rehearsal import Rehearsal
 from fpipe.capture.trace.replay import Replay
@@ -59,7 +59,7 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
     values, tape = recorder.values, build_tape(recorder)
     _require_own_parameters(recorder, tape)
     outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
-    results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassigned.next.values())
+    results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())
     rehearsal = _rehearsal(model, settling, run, tape)
     with rehearsal.prepare() as rehearse:
         require_same_again(tape, rehearse)
@@ -75,11 +75,11 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
         fakes={value: fake(model.mode, values.tensors[value], model.device) for value in sources},
         mode=model.mode,
         trainable=model.trainable,
-        calls=tuple([_call(frame, builder) for frame in frames]),
-        observed=observe(recorder),
+        calls=tuple([_summarize(frame, builder) for frame in frames]),
+        observed=build_observed(recorder),
         dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
         fuse=builder.fuse,
-        reassigned=recorder.reassigned.next,
+        reassigned=recorder.reassignments.next_values,
         moved=run.changed_attributes,
         differing=lambda positions: _numbers(frames, builder.differing_frames(positions)),
     )
@@ -106,7 +106,7 @@ def _all_frames(frames: Sequence[Frame]) -> Iterator[Frame]:
         yield from _all_frames(frame.inner)
 
 
-def _call(frame: Frame, builder: SegmentBuilder) -> Call:
+def _summarize(frame: Frame, builder: SegmentBuilder) -> Call:
     never_whole = builder.obstacles.find(frame) is not None
     return Call(frame.path, frame.kind, frame.start, frame.stop, frame.sealed, never_whole)
 

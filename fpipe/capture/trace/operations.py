@@ -51,7 +51,7 @@ class Operations:
         if frame.branching:
             operation = attach_outputs(frame, operation, self._parameters(frame))
         operation = drop_unread(operation, self.usage.read_in(frame), self.tape.fakes)
-        return self._keyed(frame, operation)
+        return self._key(frame, operation)
 
     def rerun(self, frame: Frame) -> Operation:
         """Return the operation that reruns a checkpointed function as its backward does, to change buffers."""
@@ -60,7 +60,7 @@ class Operations:
         )
         return seed_once(operation, self._checkpoint_labels(frame))
 
-    def _keyed(self, frame: Frame, operation: Operation) -> Operation:
+    def _key(self, frame: Frame, operation: Operation) -> Operation:
         """Return a whole call with its random numbers keyed."""
         if frame.stream:
             return key_stream(operation, frame)

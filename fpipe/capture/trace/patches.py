@@ -150,12 +150,12 @@ class Replacements:
         if id(module) in self.ours and self.active:
             if name in module._parameters and value is not module._parameters[name]:
                 raise CaptureError(
-                    f"{self.stack.here()}: got an assignment to the parameter {name!r}, expected parameters to be read "
-                    "only; the new value would be lost. Compute a new tensor from it (torch.nn.utils.parametrize)."
+                    f"{self.stack.here()}: got an assignment to the parameter {name!r}, expected parameters that are "
+                    "only read. The new value would be lost. Compute a new tensor from it (torch.nn.utils.parametrize)."
                 )
             if name not in module._buffers:  # assigning a buffer goes through register_buffer
                 self.stack.note_assignment(module, name, value, self.recorder.values)
-                self.decisions.assigned(module, name, value)
+                self.decisions.note_assignment(module, name, value)
         self.torch.set_attribute(module, name, value)
 
     def _register_buffer(self, module: nn.Module, name: str, tensor: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +165,7 @@ class Replacements:
                     f"{self.stack.here()}: got an assignment to the buffer {name!r} inside a torch call, such as a "
                     "custom autograd function, expected one in a forward. Return the tensor, and assign it outside."
                 )
-            tensor = self.recorder.reassigned.assign(module, name, tensor, self.recorder.call)
+            tensor = self.recorder.reassignments.assign(module, name, tensor, self.recorder.call)
             self.stack.note_assignment(module, name, tensor, self.recorder.values)
         self.torch.register_buffer(module, name, tensor, *args, **kwargs)
 
@@ -193,7 +193,7 @@ class Replacements:
         if self.recorder.draws.has_from(first):
             raise CaptureError(
                 f"{self.stack.here()}: got the torch.jit.script function {function.name!r} that draws random numbers, "
-                "expected ones that follow from the step's seed. Call the function without torch.jit.script."
+                "expected draws that follow from the step's seed. Call the function without torch.jit.script."
             )
         return out
 

@@ -48,29 +48,29 @@ class Reassigned(NamedTuple):
 class Reassignments:
     """The buffers that a run assigns anew; `values` are the run's tensors, and `here` returns where it is.
 
-    - `found`: by place; `assigned`: all values that were ever assigned.
+    - `by_place`: by the table that contains it, and its name there; `assigned`: all values that were ever assigned.
     """
 
     def __init__(self, values: Values, here: Callable[[], str]) -> None:
         self.values, self.here = values, here
-        self.found: dict[tuple[int, str], Reassigned] = {}
+        self.by_place: dict[tuple[int, str], Reassigned] = {}
         self.assigned: set[Value] = set()
 
     def assign(self, module: nn.Module, name: str, value: object, call: Callable[..., Any]) -> Any:
         """Return what to put in a buffer's place for `value`; `call` runs and records a torch call."""
         table, key = module._buffers, (id(module._buffers), name)
-        known = self.found.get(key)
+        known = self.by_place.get(key)
         first = table[name] if known is None else known.first
         if value is table[name]:
             return value
         if value is first:  # the original is back
-            del self.found[key]
+            del self.by_place[key]
             return value
         self._require_plain(name, value)
         new = call(Tensor.detach, (value,), {})
         number, old = self.values.known[id(new)], self.values.known.get(id(first), -1)
         buffer = old if isinstance(self.values.sources.get(old), Buffer) else None
-        self.found[key] = Reassigned(table, name, first, buffer, number, self.here())
+        self.by_place[key] = Reassigned(table, name, first, buffer, number, self.here())
         self.assigned.add(number)
         return new
 
@@ -81,30 +81,30 @@ class Reassignments:
                 return
         got = "a tensor that requires a gradient" if is_tensor else f"a {type(value).__name__}"
         raise CaptureError(
-            f"{self.here()}: got an assignment of {got} to the buffer {name!r}, expected a tensor that requires none: "
-            f"buffers are carried from microbatch to microbatch without a graph. Write self.{name} = (...).detach(), "
-            "or compute it under torch.no_grad()."
+            f"{self.here()}: got an assignment of {got} to the buffer {name!r}, expected a tensor that does not. "
+            "Buffers are carried from microbatch to microbatch without a graph. Write "
+            f"self.{name} = (...).detach(), or compute it under torch.no_grad()."
         )
 
     def restore(self) -> None:
         """Restore what was in these places before the run."""
-        for one in self.found.values():
+        for one in self.by_place.values():
             one.table[one.name] = one.first
 
     @property
-    def now(self) -> dict[Value, Value]:
+    def current_values(self) -> dict[Value, Value]:
         """The value in each assigned buffer's place, by buffer."""
-        return {one.buffer: one.new for one in self.found.values() if one.buffer is not None}
+        return {one.buffer: one.new for one in self.by_place.values() if one.buffer is not None}
 
     @property
-    def next(self) -> dict[Value, Value]:
+    def next_values(self) -> dict[Value, Value]:
         """The value that each carried buffer has after the run, by buffer."""
-        return {one.buffer: one.new for one in self.found.values() if one.buffer is not None and self._is_alike(one)}
+        return {one.buffer: one.new for one in self.by_place.values() if one.buffer is not None and self._is_alike(one)}
 
     @property
     def caches(self) -> list[Reassigned]:
         """The reassigned buffers that are rebuilt rather than carried."""
-        return [one for one in self.found.values() if one.buffer is None or not self._is_alike(one)]
+        return [one for one in self.by_place.values() if one.buffer is None or not self._is_alike(one)]
 
     def _is_alike(self, one: Reassigned) -> bool:
         new = self.values.tensors[one.new]
@@ -117,13 +117,13 @@ class Reassignments:
         written = history.written
         for one in self.caches:
             self._require_constant(one, written, history.provenance((one.new,)))
-        for one in self.found.values():
-            if one.buffer in self.next:
+        for one in self.by_place.values():
+            if one.buffer in self.next_values:
                 self._require_apart(one, written)
 
     def _require_constant(self, one: Reassigned, written: Collection[int], provenance: Provenance) -> None:
         """Refuse a cache that another run might build differently."""
-        changing = {other.buffer for other in self.found.values()}
+        changing = {other.buffer for other in self.by_place.values()}
 
         def is_fixed(value: Value, source: Source) -> bool:
             if isinstance(source, Buffer):
@@ -133,18 +133,18 @@ class Reassignments:
         others = [source for value, source in provenance.sources.items() if not is_fixed(value, source)]
         if not others and not provenance.is_random:
             return
-        got, expected = _said(self.values.tensors[one.new]), "None" if one.first is None else _said(one.first)
+        got, expected = _describe(self.values.tensors[one.new]), "None" if one.first is None else _describe(one.first)
         raise CaptureError(
             f"{one.where}: got an assignment of {got} to the buffer {one.name!r}, which is {expected}, expected the "
-            "same shape, strides and dtype, or a cache that follows from shapes and constants alone; this one depends "
-            f"on {_named(others[0]) if others else 'random numbers'}. Register it as {got}, or write "
+            "same shape, strides and dtype, or a cache that depends on shapes and constants only. This one depends on "
+            f"{_describe_source(others[0]) if others else 'random numbers'}. Register it as {got}, or write "
             f"self.{one.name}.copy_(...)."
         )
 
     def _require_apart(self, one: Reassigned, written: Collection[int]) -> None:
         """Refuse a buffer that would share memory with something that changes independently."""
         storage, sources, mine = self.values.storage, self.values.sources, {one.buffer, one.new}
-        others = {**sources, **{new: sources[buffer] for buffer, new in self.next.items()}}
+        others = {**sources, **{new: sources[buffer] for buffer, new in self.next_values.items()}}
         in_place = one.buffer is not None and storage[one.buffer] in written
         for value, source in others.items():
             if storage[value] != storage[one.new] or value in mine:
@@ -152,24 +152,24 @@ class Reassignments:
             changes = isinstance(source, Parameter) or (isinstance(source, Buffer) and storage[value] in written)
             if in_place or changes:
                 raise CaptureError(
-                    f"{one.where}: got an assignment to the buffer {one.name!r} of memory that {_named(source)} has "
-                    "too, expected memory of its own: when one changes in place, so would the other. Write "
-                    f"self.{one.name} = (...).clone()."
+                    f"{one.where}: got an assignment to the buffer {one.name!r} of memory that it would share with "
+                    f"{_describe_source(source)}, expected new memory. An in-place change of one would change the "
+                    f"other. Write self.{one.name} = (...).clone()."
                 )
 
     def require_not_repeated(self, frames: Sequence[Frame], units: Sequence[Unit]) -> None:
         """Raise `CaptureError` if a checkpointed function uses such a buffer: its backward would use the new value."""
         tensors = self.values.tensors
-        changing = self.assigned | {one.buffer for one in self.found.values()}
+        changing = self.assigned | {one.buffer for one in self.by_place.values()}
         for frame in outermost_checkpoints(frames):
             inside = units[frame.start : frame.stop]
             used = {value for unit in inside for value in (*unit.reads, *unit.makes)} - {*frame.invocation.reads}
             if changing & used and any(tensors[value].requires_grad for value in frame.returned.values()):
-                names = sorted({one.name for one in self.found.values()})
+                names = sorted({one.name for one in self.by_place.values()})
                 raise CaptureError(
                     f"module {frame.path or '(root)'}: got a checkpointed function that uses or assigns a buffer that "
-                    f"the forward assigns anew ({', '.join(names)}), expected none: the backward runs the function "
-                    "again, on the new value. Assign it outside of the checkpoint, and pass what the function uses of "
+                    f"the forward reassigns ({', '.join(names)}), expected none. The backward would rerun the function "
+                    "on the new value. Assign the buffer outside of the checkpoint, and pass what the function uses of "
                     "it as an argument."
                 )
 
@@ -180,12 +180,12 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), [step for size, step in pairs if size > 1], tensor.dtype, tensor.device
 
 
-def _said(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     spec = Spec.of(tensor)
     return str(spec) if tensor.is_contiguous() else f"{spec} of strides {list(spec.stride)}"
 
 
-def _named(source: Source) -> str:
+def _describe_source(source: Source) -> str:
     if isinstance(source, Parameter | Buffer):
         return f"the {type(source).__name__.lower()} {source.name!r}"
     return "a constant" if isinstance(source, Constant) else "the batch"

@@ -58,7 +58,7 @@ SEALING: Mapping[Any, str] = MappingProxyType(
 class Recorder(TorchFunctionMode):
     """Records while entered, inside a fake mode.
 
-    - `values`: the tensors of the run. `reassigned`: buffers that it assigns anew.
+    - `values`: the tensors of the run. `reassignments`: buffers that it assigns anew.
     - `stack`: its module calls. `autocast`: the autocast contexts that it is in.
     - `torch_calls`: its torch calls. `history`: those that left a unit. `hooked`: positions of the units before which
       saved-tensor hooks were installed.
@@ -78,7 +78,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.stack = CallStack(model, opaque, generators)
         self.values = Values(sources, self.stack.here)
-        self.reassigned = Reassignments(self.values, self.stack.here)
+        self.reassignments = Reassignments(self.values, self.stack.here)
         self.history = History(self.values)
         self.hooked: list[int] = []
         self.torch_calls, self.autocast = TorchCalls(), AutocastRegions()
@@ -154,7 +154,7 @@ class Recorder(TorchFunctionMode):
         function, masks = invocation.function, deciding_masks(invocation.function, args)
         asking = Invocation(count_selected, (masks,), {}, self.values.read) if masks else invocation
         provenance = self.history.provenance(asking.reads)
-        if self.stack.opaque and (provenance.obstacle or provenance.leaves):
+        if self.stack.is_opaque and (provenance.obstacle or provenance.leaves):
             return self._assume(function, args, kwargs, error)
         question = provenance.question(asking, f"{self.stack.here()}{current_line()}")
         with for_real():

@@ -39,7 +39,7 @@ def build_tape(recorder: Recorder) -> Tape:
     )
 
 
-def observe(recorder: Recorder) -> Observed:
+def build_observed(recorder: Recorder) -> Observed:
     """Return what the units were seen to do."""
     facts, values, labels = recorder.history.facts, recorder.values, recorder.draws.labels()
     return Observed(
@@ -48,5 +48,5 @@ def observe(recorder: Recorder) -> Observed:
         random={unit: labels[known.draw] for unit, known in facts.items() if known.draw is not None},
         views=values.views(),
         asking=any(recorder.torch_calls.by_function[function] for function in ASKING),
-        undecided=recorder.draws.undecided,
+        undecided=recorder.draws.stream_devices,
     )

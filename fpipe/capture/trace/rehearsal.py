@@ -84,11 +84,13 @@ class Rehearsal:
         """
         try:
             with replay.prepare():
-                found = copy_context().run(_run_twice, before, lambda: self._replay_all(replay, frames))
+                found = copy_context().run(_run_up_to_twice, before, lambda: self._replay_all(replay, frames))
             if found.differing:
                 comparison = Comparison(self.tape, self.recorder())
                 with self.watch(comparison.recorder):
-                    found = copy_context().run(_run_twice, before, lambda: self._find_differing(comparison, frames))
+                    found = copy_context().run(
+                        _run_up_to_twice, before, lambda: self._find_differing(comparison, frames)
+                    )
         finally:
             self.empty()
         return found
@@ -97,7 +99,7 @@ class Rehearsal:
         """Replay the calls; return the first that is not known to do the same, if there is one."""
         self.empty()
         with self.seat(self.tape.fakes):
-            frame = replay.first_open(frames)
+            frame = replay.find_unproven(frames)
         return {} if frame is None else {frame: "is not known to do the same"}
 
     def _find_differing(self, comparison: Comparison, frames: Sequence[Frame]) -> dict[Frame, str]:
@@ -116,7 +118,7 @@ class Rehearsal:
         return differing
 
 
-def _run_twice(before: Sequence[ContainerState], differing: Callable[[], dict[Frame, str]]) -> Rehearsed:
+def _run_up_to_twice(before: Sequence[ContainerState], differing: Callable[[], dict[Frame, str]]) -> Rehearsed:
     """Run `differing`, which finds the calls that differ, up to twice, and restore all state as it was `before`."""
     changed: dict[int, ContainerState] = {}
     found: dict[Frame, str] = {}

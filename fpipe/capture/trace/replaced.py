@@ -43,27 +43,27 @@ def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any],
     """
     if function is Tensor.data_ptr and not _is_called_by_torch():
         raise CaptureError(
-            f"{here()}: got a forward that asks for the address of a tensor, expected one that works wherever tensors "
-            "are: in a step they are elsewhere, and others. Compare tensors by `is`, or drop it."
+            f"{here()}: got a forward that asks for the address of a tensor, expected one that does not depend on "
+            "it. In every step, other tensors are at other addresses. Compare tensors with `is`, or drop the call."
         )
-    if function in GATHERING and any(isinstance(arg, list | tuple) and _holds_fakes(arg) for arg in args):
+    if function in GATHERING and any(isinstance(arg, list | tuple) and _contains_fakes(arg) for arg in args):
         raise CaptureError(
-            f"{here()}: got {function.__name__}() of a list with tensors in it{current_line()}, expected numbers, "
-            "since it copies values out of sight. Write torch.stack() or torch.cat(); or do it before the step, and "
-            "pass the result."
+            f"{here()}: got {function.__name__}() of a list with tensors in it{current_line()}, expected a list "
+            "of numbers, because it copies values where fpipe cannot see it. Write torch.stack() or torch.cat(), or do "
+            "it before the step and pass the result."
         )
     if function not in UNANSWERABLE or not name(args[0]) or _is_called_by_torch():
         return
     raise CaptureError(
         f"{here()}: got a forward in which the .grad of parameter {name(args[0])} {UNANSWERABLE[function]}, expected "
-        "one that leaves gradients alone: a step returns them, and keeps none. Use those that the step returns."
+        "one that does not use gradients. A step returns them, and does not keep them. Use those that it returns."
     )
 
 
-def _holds_fakes(items: Sequence[Any]) -> bool:
+def _contains_fakes(items: Sequence[Any]) -> bool:
     """Return whether nested lists hold nonempty fake tensors."""
     return any(
-        _holds_fakes(one) if isinstance(one, list | tuple) else isinstance(one, FakeTensor) and one.numel() > 0
+        _contains_fakes(one) if isinstance(one, list | tuple) else isinstance(one, FakeTensor) and one.numel() > 0
         for one in items
     )
 

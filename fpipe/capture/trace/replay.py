@@ -121,14 +121,14 @@ class Replay(TorchFunctionMode):
             finally:
                 self._unmark()
 
-    def _marked(self) -> list[Tensor]:
+    def _tensors_with_marks(self) -> list[Tensor]:
         """Return the tensors of the tape on which someone has set attributes."""
         fakes = [tensor for tensor in self.tape.fakes.values() if type(tensor) is FakeTensor]
         return [tensor for tensor in fakes if not vars(tensor).keys() <= self.attributes]
 
     def _unmark(self) -> None:
         """Remove attributes that the recording or a replay has set: the next would find them too early."""
-        for tensor in self._marked():
+        for tensor in self._tensors_with_marks():
             for name in vars(tensor).keys() - self.attributes:
                 del vars(tensor)[name]
 
@@ -141,12 +141,12 @@ class Replay(TorchFunctionMode):
             yield owner, name, self._end_at_call(current(owner, name))
 
     def _end_at_call(self, function: Callable[..., Any]) -> Any:
-        def ending(*args: Any, **kwargs: Any) -> Any:
+        def end_or_call(*args: Any, **kwargs: Any) -> Any:
             return self.end() if self.active else function(*args, **kwargs)
 
-        return ending
+        return end_or_call
 
-    def first_open(self, frames: Sequence[Frame]) -> Frame | None:
+    def find_unproven(self, frames: Sequence[Frame]) -> Frame | None:
         """Make calls again; return the first that is not known to do the same, or `None` if all do."""
         return next((frame for frame in frames if not self._is_again(frame)), None)
 
@@ -200,22 +200,22 @@ class Replay(TorchFunctionMode):
     def _recorded_result(self, function: Any, args: Any, kwargs: Any) -> Any:
         one = self.tape.returned.get(self.tick)
         foreign = count_dispatch_modes() != self.depth  # another mode, which would see operators
-        if self.ended or foreign or one is None or not self._is_same(one, function, args, kwargs):
+        if self.ended or foreign or one is None or not self._is_same_call(one, function, args, kwargs):
             self.end()
         self.tick = one.last
         return one.out
 
-    def _is_same(self, old: CallResult, function: Any, args: Any, kwargs: Any) -> bool:
+    def _is_same_call(self, old: CallResult, function: Any, args: Any, kwargs: Any) -> bool:
         """Compare a torch call with a recorded one."""
         invocation = old.invocation
         if function is not invocation.function and function != invocation.function:
             return False
-        expected = self._expected(old)
+        expected = self._expected_arguments(old)
         leaves, spec = flatten_all((args, kwargs))
         same = old.modes == current_modes() and len(leaves) == len(expected) and spec == invocation.spec
-        return bool(same and all(map(_is_same, leaves, expected)))
+        return bool(same and all(map(_is_same_argument, leaves, expected)))
 
-    def _expected(self, old: CallResult) -> list[Any]:
+    def _expected_arguments(self, old: CallResult) -> list[Any]:
         """Return the arguments of a recorded call; end the replay if it must be recorded to be compared."""
         if self.tick not in self.expected:
             arguments = self._arguments(old)
@@ -267,7 +267,7 @@ class Replay(TorchFunctionMode):
         self.register(module, name, tensor, *args, **kwargs)
 
 
-def _is_same(new: Any, old: Any) -> bool:
+def _is_same_argument(new: Any, old: Any) -> bool:
     return new is old or (type(new) is type(old) and type(old) not in TENSORS and bool(new == old))
 
 

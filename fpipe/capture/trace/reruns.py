@@ -25,8 +25,9 @@ def require_same_again(tape: Tape, rehearse: Rehearse) -> None:
         for frame, found in rehearse(calls).differing.items():
             raise CaptureError(
                 f"module {frame.path or '(root)'}: got a checkpointed function that does something else when the "
-                f"backward runs it again ({found}), expected the same: the forward has changed what it finds in "
-                "Python. Pass that as an argument, or let the schedule recompute the stage (schedules.recompute)."
+                f"backward runs it again ({found}), expected the same. The forward has changed Python "
+                "state that the function reads. Pass it as an argument, or let the schedule recompute the stage "
+                "(schedules.recompute)."
             )
 
 

@@ -38,9 +38,9 @@ def require_same_run(first: Recorder, second: Recorder) -> None:
     It may do less because constants may have been cached.
     """
     created = _creations(second) - _creations(first)
-    assigned = first.reassigned.next.keys() != second.reassigned.next.keys()
+    assigned = first.reassignments.next_values.keys() != second.reassignments.next_values.keys()
     calls = zip_longest(_varying_calls(first), _varying_calls(second), fillvalue=NO_CALL)
-    if created or assigned or not all(_is_same(*pair) for pair in calls):
+    if created or assigned or not all(_is_same_call(*pair) for pair in calls):
         where = next((f"module {path or '(root)'}" for path, _ in created), "model")
         raise CaptureError(
             f"{where}: got a forward that does something else when it is called again, expected one that keeps "
@@ -65,7 +65,7 @@ def _varying_calls(recorder: Recorder) -> list[VaryingCall]:
     return [VaryingCall(unit.path, unit.does, tuple(v for v in unit.reads if v in state)) for unit in varying]
 
 
-def _is_same(first: VaryingCall, second: VaryingCall) -> bool:
+def _is_same_call(first: VaryingCall, second: VaryingCall) -> bool:
     """Compare two torch calls; a module created during the first run has no path there yet."""
     is_inside = f"{second.path}.".startswith(f"{first.path}." if first.path else "")
     return (first.does, first.state) == (second.does, second.state) and is_inside

@@ -30,7 +30,7 @@ from fpipe.model.snapshot import ContainerState, restore_containers
 from fpipe.runtime.segments.keying import stream_ends
 from fpipe.runtime.segments.seats import Seating, Seats
 
-Piece: TypeAlias = Frame | Unit | tuple[Modes, Operation]
+SegmentItem: TypeAlias = Frame | Unit | tuple[Modes, Operation]
 """What runs in a segment: a whole call, a torch call, or an operation before or after others."""
 
 
@@ -110,7 +110,7 @@ class SegmentBuilder:
 
     def _pieces(
         self, frames: Sequence[Frame], start: int, stop: int, differing: Mapping[Frame, str]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[SegmentItem]:
         """Yield the frames that are called as a whole, the contents of the others, and the units between them."""
         at = start
         for frame in frames:
@@ -127,7 +127,7 @@ class SegmentBuilder:
             at = last
         yield from self.tape.units[at:stop]
 
-    def _contents(self, frame: Frame, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[Piece]:
+    def _contents(self, frame: Frame, start: int, stop: int, differing: Mapping[Frame, str]) -> Iterator[SegmentItem]:
         """Yield a frame's contents from unit `start` to `stop`, between the ends of its stream if it draws from one."""
         inside = self._pieces(frame.inner, start, stop, differing)
         if frame.stream is None:

@@ -23,7 +23,7 @@ from fpipe.capture.originals import changed_attributes
 from fpipe.capture.trace.fake_model import FakeModel
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.second_run import remember_answers, repeat_answers, require_same_run
-from fpipe.capture.trace.settling import compute_constant, fill_caches, settle
+from fpipe.capture.trace.settling import fill_caches, settle, try_constant
 from fpipe.capture.trace.values import KeptError
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.questions import Answer
@@ -93,7 +93,9 @@ class Settling:
         except BaseException:
             before.restore()
             raise
-        tables = [ContainerState(one.table, contents(one.table), False) for one in second.reassigned.found.values()]
+        tables = [
+            ContainerState(one.table, contents(one.table), False) for one in second.reassignments.by_place.values()
+        ]
         written = (*settle(before, settled, mode), *tables, *self.filled.values())
         return SettledRun(second, loss, outputs, written, tuple(settled.containers.values()), changed)
 
@@ -103,8 +105,8 @@ class Settling:
         They are the same for every run.
         """
         constants = recorder.history.constants().values
-        for one in recorder.reassigned.caches:
-            tensor = compute_constant(recorder, one.new) if one.new in constants else None
+        for one in recorder.reassignments.caches:
+            tensor = try_constant(recorder, one.new) if one.new in constants else None
             if tensor is not None:
                 one.table[one.name] = tensor
                 self.model.remove_seat((one.table, one.name))
@@ -122,7 +124,7 @@ class Settling:
             drawing = generators.look("model")
             if drawing is not None:
                 raise drawing_error(self._find_drawing() or drawing)
-        recorder.reassigned.restore()
+        recorder.reassignments.restore()
         return result
 
     def empty_caches(self) -> None:

@@ -29,15 +29,15 @@ def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeT
     for key, one in now.containers.items():
         wanted = {id(tensor) for part in one.contents for tensor in _fakes(part, mode)} & values.keys()
         if wanted:
-            found = {k: tensor for k in wanted if (tensor := compute_constant(recorder, values[k])) is not None}
-            filled = one._replace(contents=tuple([_replaced(part, found) for part in one.contents]))
+            found = {k: tensor for k in wanted if (tensor := try_constant(recorder, values[k])) is not None}
+            filled = one._replace(contents=tuple([_replace_fakes(part, found) for part in one.contents]))
             missing = len(found) < len(wanted)
             fill(
                 one.container, _without_fakes(filled, before.containers.get(key), mode) if missing else filled.contents
             )
 
 
-def compute_constant(recorder: Recorder, value: Value) -> Tensor | None:
+def try_constant(recorder: Recorder, value: Value) -> Tensor | None:
     """Return the real tensor of a constant value; `None` if it cannot be computed, say on a missing device."""
     try:
         return recorder.history.compute_constant(value)
@@ -84,10 +84,10 @@ def _fakes(part: Any, mode: FakeTensorMode) -> Iterator[Tensor]:
         yield part
 
 
-def _replaced(part: Any, real: Mapping[int, Tensor]) -> Any:
+def _replace_fakes(part: Any, real: Mapping[int, Tensor]) -> Any:
     """Return `part` with the tensors of these ids replaced by real ones, in tuples too."""
     if isinstance(part, tuple):
-        made = [_replaced(one, real) for one in part]
+        made = [_replace_fakes(one, real) for one in part]
         return type(part)(*made) if hasattr(part, "_fields") else tuple(made)
     return real.get(id(part), part)
 

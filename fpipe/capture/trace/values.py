@@ -73,20 +73,20 @@ class Values:
     def _require_constant(self, tensor: Tensor) -> None:
         if tensor.layout not in (torch.strided, torch.sparse_coo):
             raise CaptureError(
-                f"{self.here()}: got a constant of layout {tensor.layout}, expected a dense one or one of layout "
-                f"{torch.sparse_coo}: others have no fake tensors. Keep it as what to_sparse_coo() returns."
+                f"{self.here()}: got a constant of layout {tensor.layout}, expected layout torch.strided or "
+                f"{torch.sparse_coo}. Other layouts have no fake tensors. Store what to_sparse_coo() returns."
             )
         if tensor.requires_grad or tensor.device.type == "meta":
             raise CaptureError(
-                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that requires a gradient and is no "
-                "parameter of the model (reached through a closure, a global or an attribute), expected none: it would "
-                "get no gradient. Register it as a parameter of the model, or detach it."
+                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that requires a gradient and is not "
+                "a parameter of the model, but reached through a closure, a global or an attribute; expected none. It "
+                "would get no gradient. Register it as a parameter of the model, or detach it."
             )
         if isinstance(tensor, FakeTensor):
             raise KeptError(
-                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that an earlier call made and kept (in an "
-                "attribute or a cache), expected a forward without state of its own but buffers. Make it a buffer, or "
-                "fill the cache before the pipeline is built, by calling the model once."
+                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that an earlier call created and kept "
+                "in an attribute or a cache, expected a forward that keeps tensors in buffers only. Make it a buffer, "
+                "or fill the cache by calling the model once before the pipeline is built."
             )
 
     def parameter(self, tensor: Any) -> str:

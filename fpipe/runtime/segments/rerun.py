@@ -24,7 +24,7 @@ def rerun_for_buffers(frame: Frame) -> Operation:
     invocation.function = _call
 
     def run(key: int, *tensors: Tensor) -> Tensors:
-        with saved_tensors_hooks(_drop, _drop):
+        with saved_tensors_hooks(_discard, _discard):
             invocation(tensors)
         return ()
 
@@ -35,5 +35,5 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _drop(saved: object) -> Any:
+def _discard(saved: object) -> Any:
     """Pack or unpack a tensor that autograd saves as `None`."""

@@ -55,7 +55,11 @@ def result_on_fakes(function: Any, args: Sequence[Any], answer: Answer) -> Any:
     if not deciding_masks(function, args):
         return result
     tensor, index = args
-    return _get_items(tensor, index, result) if function is Tensor.__getitem__ else _select(tensor, index, result[0])
+    return (
+        _get_items(tensor, index, result)
+        if function is Tensor.__getitem__
+        else _select_by_mask(tensor, index, result[0])
+    )
 
 
 def _get_items(tensor: Tensor, index: Any, counts: Counts) -> Tensor:
@@ -64,7 +68,7 @@ def _get_items(tensor: Tensor, index: Any, counts: Counts) -> Tensor:
     return tensor[tuple(part for one in parts for part in _without_mask(tensor, one, remaining))]
 
 
-def _select(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
+def _select_by_mask(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
     """Select by a mask after broadcasting it and the tensor to one shape."""
     whole = tensor * torch.ones_like(mask, dtype=tensor.dtype)
     times = whole.numel() // max(1, mask.numel())

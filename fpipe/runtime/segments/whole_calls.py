@@ -70,7 +70,7 @@ def drop_unread(operation: Operation, used: Collection[Value], fakes: Mapping[Va
     reads = tuple(value for value in operation.reads if value in used)
     if reads == operation.reads:
         return operation
-    zeros = {value: _zeros(fakes[value]) for value in operation.reads if value not in used}
+    zeros = {value: _zeros_like(fakes[value]) for value in operation.reads if value not in used}
 
     def run(key: int, *tensors: Tensor) -> Tensors:
         values = zeros | dict(zip(reads, tensors, strict=True))
@@ -79,7 +79,7 @@ def drop_unread(operation: Operation, used: Collection[Value], fakes: Mapping[Va
     return Operation(reads, operation.makes, run)
 
 
-def _zeros(fake: Tensor) -> Tensor:
+def _zeros_like(fake: Tensor) -> Tensor:
     """Return a real tensor of the same shape: code that checks for fake tensors must find none in a step."""
     return torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 

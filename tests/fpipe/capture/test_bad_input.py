@@ -139,7 +139,7 @@ MODELS = {  # what is exact if it is not said to be refused, and by whom
 }
 WHOLE = "expected a call that can run as a whole"
 ATTRIBUTE = "(got an assignment to the attribute 'does'|attribute 'does': got a forward that changes it)"
-OWN = "(a generator of its own|got 'model.lifted_custom_0' .Generator. among|aten.rand.generator|could not read it: )"
+OWN = "(a generator argument|got 'model.lifted_custom_0' .Generator. among|aten.rand.generator|could not read it: )"
 IN_PLACE = "stage 0: got a value from another stage that is modified in place and used in stage 1 too"
 REFUSED = {
     ("a generator between parts", "modules"): rf"module 1: .* tensors may hide \(generator\), {WHOLE}",

@@ -16,10 +16,10 @@ from fpipe.ir.captured import Buffer, Value
 from fpipe.tensors.effects import memory
 
 
-def require_seated(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[str, Any], str]]) -> None:
+def require_in_place(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[str, Any], str]]) -> None:
     """Raise `CaptureError` unless all seats of a parameter or buffer hold it, or what the run assigned there."""
     values = recorder.values
-    source, tensor = values.sources[value], values.tensors[recorder.reassigned.now.get(value, value)]
+    source, tensor = values.sources[value], values.tensors[recorder.reassignments.current_values.get(value, value)]
     if (
         all(table.get(name) is tensor for table, name in seats)
         and memory(values.tensors[value]) == values.storage[value]
@@ -35,5 +35,5 @@ def require_seated(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[
         )
     raise CaptureError(
         f"{kind} {source[0]}: got a forward that replaces it, or assigns to its .data, expected one that leaves it in "
-        f"place: the new value would be lost. {repair}."
+        f"place. The new value would be lost. {repair}."
     )
