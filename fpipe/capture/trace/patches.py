@@ -142,7 +142,7 @@ class Replacements:
         path = self.stack.paths.get(id(module))
         if path is None or self.is_idle:
             return self.torch.call(module, *args, **kwargs)
-        sealed = "parts, which are never cut," if path in self.whole else _backward_hook(module)
+        sealed = "a part, which is never cut" if path in self.whole else _backward_hook(module)
         frame = self.recorder.open_frame(path, type(module), module, args, kwargs, sealed)
         return self.recorder.call_in_frame(frame, lambda: self.torch.call(module, *args, **kwargs))
 

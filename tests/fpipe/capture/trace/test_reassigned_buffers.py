@@ -346,7 +346,7 @@ def count_silently(block, h):
 def test_verify_finds_a_lost_assignment(monkeypatch):
     model = nn.Sequential(Block(after=count_silently), Block())
     pipe, x, y = built(model, HOWS["1F1B"], ["1"])
-    monkeypatch.setattr("fpipe.autodiff.autograd._carried", lambda new, old: old)
+    monkeypatch.setattr("fpipe.autodiff.autograd._new_buffer", lambda new, old: old)
     with pytest.raises(fpipe.MismatchError, match=r"buffer 0\.steps"):
         fpipe.verify(pipe, model, (x,), y)
 
