@@ -32,7 +32,7 @@ from benchmarks.common.turns import Function, device, medians
 from fpipe.autodiff.backends import Backward
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
-from fpipe.runtime.executor import Crossing, Execution, Inputs, StageLike
+from fpipe.runtime.executor import Execution, Inputs, StageCrossing, StageLike
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.transport.local import LocalRanks
@@ -114,8 +114,8 @@ def bare(stages: Sequence[StageLike], inputs: Inputs, order: list[Action]) -> No
             totals[s] = stage.backward_weight(kept.pop((s, i)), totals[s])
 
 
-def _crossing(source: int, target: int) -> Crossing:
-    return Crossing(source, target, (None,), ((),))
+def _crossing(source: int, target: int) -> StageCrossing:
+    return StageCrossing(source, target, (None,), ((),))
 
 
 class Empty:
@@ -125,8 +125,8 @@ class Empty:
         first, last = s == 0, s == STAGES - 1
         self.gets, self.pulls = [_crossing(s - 1, s)] * (not first), [_crossing(s, s - 1)] * (not first)
         self.gives, self.pulled_by = [_crossing(s, s + 1)] * (not last), [_crossing(s + 1, s)] * (not last)
-        self.shares: list[Crossing] = []
-        self.shared_by: list[Crossing] = []
+        self.shares: list[StageCrossing] = []
+        self.shared_by: list[StageCrossing] = []
         self.totals: tuple[()] = ()
         self.results = ((),) * last
 

@@ -29,7 +29,7 @@ from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.recording import Record, run_recorded
 from fpipe.runtime.transport.interface import Transport
-from fpipe.runtime.turns import turn
+from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
@@ -101,7 +101,7 @@ class Pipeline:
         >>> simulate(pipe.schedule, Costs(F=1, B=2), pipe.program.graph, pipe.sizes).peak_memory
         (288.0, 104.0)
         """
-        with turn(), hide_fakes():
+        with wait_for_turn(), hide_fakes():
             return measure_sizes(self.training.assembly, self.schedule.placement)
 
     @property
@@ -160,7 +160,7 @@ class Pipeline:
         >>> fpipe.value_and_grad(pipe)(params, buffers, (torch.ones(2, 4),))[0].loss
         tensor(32.)
         """
-        with turn():
+        with wait_for_turn():
             return self._split_state(load(self.model, self.training.share, source, fill, strict))
 
     def initialise(
@@ -184,7 +184,7 @@ class Pipeline:
         >>> [f"{name} {list(value.shape)}" for name, value in params.items()]
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
-        with turn():
+        with wait_for_turn():
             return self._split_state(initialize(self.model, self.training.share, function, seed))
 
     def _split_state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

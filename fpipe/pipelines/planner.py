@@ -24,7 +24,7 @@ from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
-from fpipe.runtime.turns import turn
+from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.assembly import Assembly, assemble, differentiate
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
@@ -84,7 +84,7 @@ class Planner:
         with (
             torch.inference_mode(False),
             suspend_autocast(variant),
-            turn(),
+            wait_for_turn(),
             hide_fakes(),
             random.preserve_generators([torch.device("cpu")]),
         ):

@@ -21,7 +21,7 @@ from fpipe.errors import InputError
 from fpipe.ir.questions import Answer, Question
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.runtime.turns import turn
+from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors import random
 
 ExchangeText: TypeAlias = Callable[[str], Sequence[str]]
@@ -75,7 +75,7 @@ class Resolver:
             question = self.captures.question(self.variant, microbatch)
             if question is None:
                 with (
-                    turn(),
+                    wait_for_turn(),
                     hide_fakes(),
                     random.preserve_generators([torch.device("cpu")]),
                 ):  # the model may seed the generator

@@ -15,7 +15,7 @@ from textwrap import wrap
 from torch import nn
 
 from fpipe.cutting.calls import Calls, call_name, outermost
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
@@ -96,7 +96,7 @@ class _StageText:
         others = stop - start - sum(call.stop - call.start for call in self.whole[s])
         return [_count(others, "other operation")] if others else []
 
-    def _values(self, given: Crossing) -> Iterator[str]:
+    def _values(self, given: StageCrossing) -> Iterator[str]:
         wide = max(len(str(spec)) for spec in given.specs)
         for spec, value in zip(given.specs, given.values, strict=True):
             yield f"              {spec!s:{wide}}  from {self._origin(self.makers[value])}"

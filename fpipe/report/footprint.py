@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.capture.assumed_values import assume_values
 from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Tensors
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors.random import preserve_generators
@@ -108,7 +108,7 @@ def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
     return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
 
 
-def _make_arrivals(crossings: Sequence[Crossing]) -> Tensors:
+def _make_arrivals(crossings: Sequence[StageCrossing]) -> Tensors:
     """Return tensors like those that arrive from other stages, in the layout that a transport gives them."""
     specs = [spec.whole if isinstance(spec, OptionalSpec) else spec for one in crossings for spec in one.specs]
     return tuple([spec.unpack(spec.buffer()) for spec in specs])

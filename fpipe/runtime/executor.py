@@ -23,7 +23,7 @@ from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, Route
 from schedules import Action
 
 
-class Crossing(NamedTuple):
+class StageCrossing(NamedTuple):
     """What one stage sends another, in order: values, their cotangents, or gradients. Both stages have the same record.
 
     - `values`: which values these are, or whose cotangents; for gradients, the names of the parameters.
@@ -44,19 +44,19 @@ class StageLike(Protocol):
         """The values that leave the pipeline here."""
 
     @property
-    def gets(self) -> Sequence[Crossing]:
+    def gets(self) -> Sequence[StageCrossing]:
         """Values from earlier stages."""
 
     @property
-    def gives(self) -> Sequence[Crossing]:
+    def gives(self) -> Sequence[StageCrossing]:
         """Values for later stages."""
 
     @property
-    def pulls(self) -> Sequence[Crossing]:
+    def pulls(self) -> Sequence[StageCrossing]:
         """Cotangents for earlier stages."""
 
     @property
-    def pulled_by(self) -> Sequence[Crossing]:
+    def pulled_by(self) -> Sequence[StageCrossing]:
         """Cotangents from later stages."""
 
     @property
@@ -64,11 +64,11 @@ class StageLike(Protocol):
         """Specs of this stage's gradients."""
 
     @property
-    def shares(self) -> Sequence[Crossing]:
+    def shares(self) -> Sequence[StageCrossing]:
         """Gradients for other stages that hold the same parameters."""
 
     @property
-    def shared_by(self) -> Sequence[Crossing]:
+    def shared_by(self) -> Sequence[StageCrossing]:
         """Gradients from other stages that hold the same parameters."""
 
     def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:

@@ -20,14 +20,14 @@ TURN: Final = RLock()  # per process, like what it guards
 
 
 @contextmanager
-def turn() -> Iterator[None]:
+def wait_for_turn() -> Iterator[None]:
     """Wait until no other thread is inside."""
     with TURN:
         yield
 
 
 @contextmanager
-def only_turn(what: str) -> Iterator[None]:
+def claim_turn(what: str) -> Iterator[None]:
     """Raise `TransportError` if another thread is inside; `what` names this thread's call in the error."""
     if not TURN.acquire(blocking=False):
         raise TransportError(

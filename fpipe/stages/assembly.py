@@ -23,7 +23,7 @@ from fpipe.autodiff.skipping import skip_absent
 from fpipe.cutting.routing import Section, route
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter
 from fpipe.ir.observation import observe
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.crossings import Crossings, cross, names_of
 from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.stage import Stage
@@ -195,9 +195,9 @@ class _Builder:
         return names_of(self.captured, (value for value in self.captured.sources if value not in read))
 
 
-def _from(s: int, crossings: Iterable[Crossing]) -> tuple[Crossing, ...]:
+def _from(s: int, crossings: Iterable[StageCrossing]) -> tuple[StageCrossing, ...]:
     return tuple(crossing for crossing in crossings if crossing.source == s)
 
 
-def _to(s: int, crossings: Iterable[Crossing]) -> tuple[Crossing, ...]:
+def _to(s: int, crossings: Iterable[StageCrossing]) -> tuple[StageCrossing, ...]:
     return tuple(crossing for crossing in crossings if crossing.target == s)

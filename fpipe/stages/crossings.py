@@ -5,7 +5,7 @@ Problem. Cutting knows which values a stage needs from another, the run on fake 
 placement decides which gradients must be sent at all. The executor, the stages' functions and the schedules all depend
 on the result, and both ends of an edge must agree on it.
 
-Idea. All three are joined once, by value, into one `Crossing` per edge. Both stages hold the same record, and
+Idea. All three are joined once, by value, into one `StageCrossing` per edge. Both stages hold the same record, and
 everything else is derived from it: messages, the positions in `Wiring`, the stage graph.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from fpipe.cutting.routing import Section
 from fpipe.ir.captured import Buffer, Captured, Parameter, Value
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.metadata import Metadata
 from fpipe.stages.ties import needs_gradient
 from fpipe.tensors.spec import Spec
@@ -27,9 +27,9 @@ from schedules import Graph, Placement
 class Crossings:
     """All edges between stages, each in the direction in which it is sent, ascending by source and then by target."""
 
-    values: tuple[Crossing, ...]
-    cotangents: tuple[Crossing, ...]
-    gradients: tuple[Crossing, ...]
+    values: tuple[StageCrossing, ...]
+    cotangents: tuple[StageCrossing, ...]
+    gradients: tuple[StageCrossing, ...]
 
     def graph(self, stages: int) -> Graph:
         """Return the stage graph; its edges all point from the stage that has a value, or a sum, to its user."""
@@ -54,15 +54,15 @@ def _crossings(
     sections: Sequence[Section],
     routes: Callable[[int, Section], Mapping[int, Sequence[Value]]],
     spec: Callable[[int, Value], Spec],
-) -> Iterator[Crossing]:
+) -> Iterator[StageCrossing]:
     for s, section in enumerate(sections):
         for t, values in routes(s, section).items():
-            yield Crossing(s, t, tuple(values), tuple(spec(s, value) for value in values))
+            yield StageCrossing(s, t, tuple(values), tuple(spec(s, value) for value in values))
 
 
 def _gradients(
     captured: Captured, sections: Sequence[Section], metadata: Metadata, placement: Placement
-) -> Iterator[Crossing]:
+) -> Iterator[StageCrossing]:
     """Yield the gradients of shared parameters that a holder on another rank needs, and does not get from elsewhere."""
     for s, section in enumerate(sections):
         for t, parameters in section.shares.items():
@@ -72,7 +72,7 @@ def _gradients(
                 if value in metadata.grads[s] and needs_gradient(placement, s, t, _stages_with(sections, value))
             ]
             if sent:
-                yield Crossing(s, t, names_of(captured, sent), tuple(metadata.totals[s, value] for value in sent))
+                yield StageCrossing(s, t, names_of(captured, sent), tuple(metadata.totals[s, value] for value in sent))
 
 
 def _stages_with(sections: Sequence[Section], parameter: Value) -> list[int]:

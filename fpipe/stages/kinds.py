@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import reduce
 
 from fpipe.errors import InputError
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from schedules import Graph
@@ -44,10 +44,10 @@ def _widen(assembly: Assembly, graph: Graph) -> Assembly:
     return replace(assembly, stages=tuple(stages), graph=graph)
 
 
-def _widen_crossings(crossings: Iterable[Crossing], edges: Iterable[tuple[int, int]]) -> tuple[Crossing, ...]:
+def _widen_crossings(crossings: Iterable[StageCrossing], edges: Iterable[tuple[int, int]]) -> tuple[StageCrossing, ...]:
     """Return a crossing for each edge; nothing crosses where there was none."""
     there = {(one.source, one.target): one for one in crossings}
-    return tuple(there.get(edge, Crossing(*edge, (), ())) for edge in edges)
+    return tuple(there.get(edge, StageCrossing(*edge, (), ())) for edge in edges)
 
 
 def require_alike(assemblies: Sequence[Assembly]) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from fpipe.autodiff.accumulation import Gradients, sum_of
 from fpipe.autodiff.interface import StageFunctions, Wiring
 from fpipe.ir.captured import Tensors
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from fpipe.tensors.spec import Spec
 
 
@@ -55,12 +55,12 @@ class Stage:
     unused: tuple[str, ...]
     batch: tuple[int, ...]
     results: tuple[Spec, ...]
-    gets: tuple[Crossing, ...]
-    gives: tuple[Crossing, ...]
-    pulls: tuple[Crossing, ...]
-    pulled_by: tuple[Crossing, ...]
-    shares: tuple[Crossing, ...]
-    shared_by: tuple[Crossing, ...]
+    gets: tuple[StageCrossing, ...]
+    gives: tuple[StageCrossing, ...]
+    pulls: tuple[StageCrossing, ...]
+    pulled_by: tuple[StageCrossing, ...]
+    shares: tuple[StageCrossing, ...]
+    shared_by: tuple[StageCrossing, ...]
     grads: tuple[str, ...]
     totals: tuple[Spec, ...]
     wiring: Wiring

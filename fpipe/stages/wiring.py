@@ -13,7 +13,7 @@ from itertools import chain
 from fpipe.autodiff.interface import ArgumentIndex, BufferIndex, OutputIndex, Wiring
 from fpipe.cutting.routing import Section
 from fpipe.ir.captured import Value
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.metadata import Metadata
 
 
@@ -21,8 +21,8 @@ def wire(
     s: int,
     section: Section,
     metadata: Metadata,
-    pulls: Sequence[Crossing],
-    pulled_by: Sequence[Crossing],
+    pulls: Sequence[StageCrossing],
+    pulled_by: Sequence[StageCrossing],
     loss: Value | None,
     asking: bool,
 ) -> Wiring:
@@ -52,7 +52,7 @@ def wire(
     )
 
 
-def _crossing_values(crossings: Sequence[Crossing]) -> tuple[Value, ...]:
+def _crossing_values(crossings: Sequence[StageCrossing]) -> tuple[Value, ...]:
     return tuple(value for crossing in crossings for value in crossing.values)
 
 

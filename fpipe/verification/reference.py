@@ -12,7 +12,7 @@ from fpipe.pipelines.inputs import State, make_keys
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
 from fpipe.pipelines.step import ValueAndGrad
-from fpipe.runtime.turns import turn
+from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors import random
 from fpipe.verification.one_device import run_on_one_device
 from fpipe.weights.state import require_state
@@ -34,7 +34,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.modified_leaves)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
-            with turn(), random.preserve_generators(plan.generators):
+            with wait_for_turn(), random.preserve_generators(plan.generators):
                 results, state, grads = run_on_one_device(plan, params, buffers, parts, make_keys(plan, seed))
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         return Step(*merge_results(plan, results), new), {name: grads[name] for name in params if name in grads}

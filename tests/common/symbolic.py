@@ -3,7 +3,7 @@
 
 from hypothesis import strategies as st
 
-from fpipe.runtime.executor import Crossing
+from fpipe.runtime.executor import StageCrossing
 from schedules import Graph
 from schedules.proof.formulas import formula
 from schedules.testing import orders
@@ -25,7 +25,8 @@ def width(s, t):
 def crossings(what, edges):
     """One record per edge; cotangents go from the later stage to the earlier one."""
     return [
-        Crossing(s, t, (what,) * width(s, t), tuple(f"{what}{s}>{t}/{k}" for k in range(width(s, t)))) for s, t in edges
+        StageCrossing(s, t, (what,) * width(s, t), tuple(f"{what}{s}>{t}/{k}" for k in range(width(s, t))))
+        for s, t in edges
     ]
 
 

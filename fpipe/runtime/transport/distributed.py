@@ -23,7 +23,7 @@ from fpipe.runtime.transport.agreement import agree, announce_refusal, exchange_
 from fpipe.runtime.transport.channels import DistributedTransport
 from fpipe.runtime.transport.control import Control
 from fpipe.runtime.transport.interface import Route, Transport
-from fpipe.runtime.turns import only_turn
+from fpipe.runtime.turns import claim_turn
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import timeout_of
 
@@ -57,7 +57,7 @@ class DistributedRanks:
 
         Raises `TransportError` if an earlier call failed midway, or if another thread is inside.
         """
-        with only_turn(f"rank {self.ranks[0]}, {call}"):
+        with claim_turn(f"rank {self.ranks[0]}, {call}"):
             self._require_whole(call)
             self.calls += 1
             self.call, self.deciding = f"{call} (call {self.calls})", True

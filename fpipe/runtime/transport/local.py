@@ -21,7 +21,7 @@ from fpipe.errors import DeadlockError, TransportError
 from fpipe.runtime.executor import Execution, Outcome
 from fpipe.runtime.ranks import Fields
 from fpipe.runtime.transport.interface import MessageKey, Payload, Route, Transport, transfer_text
-from fpipe.runtime.turns import turn
+from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors.spec import Spec
 
 
@@ -117,7 +117,7 @@ class LocalRanks:
 
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Wait until no other thread is inside."""
-        return turn()
+        return wait_for_turn()
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Return the note: every rank is here."""

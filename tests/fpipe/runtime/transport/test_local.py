@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import DeadlockError, PipelineError, TransportError
-from fpipe.runtime.executor import Crossing, Execution, Inputs
+from fpipe.runtime.executor import Execution, Inputs, StageCrossing
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.interface import message_of, transfer_text
 from fpipe.runtime.transport.local import LocalRanks, LocalTransport, drive
@@ -20,10 +20,10 @@ class Echo:
 
     def __init__(self, s, stages):
         before, after = [s - 1] * (s > 0), [s + 1] * (s < stages - 1)
-        self.gets = [Crossing(peer, s, ("x",), (None,)) for peer in before]
-        self.gives = [Crossing(s, peer, ("x",), (None,)) for peer in after]
-        self.pulls = [Crossing(s, peer, ("x",), (None,)) for peer in before]
-        self.pulled_by = [Crossing(peer, s, ("x",), (None,)) for peer in after]
+        self.gets = [StageCrossing(peer, s, ("x",), (None,)) for peer in before]
+        self.gives = [StageCrossing(s, peer, ("x",), (None,)) for peer in after]
+        self.pulls = [StageCrossing(s, peer, ("x",), (None,)) for peer in before]
+        self.pulled_by = [StageCrossing(peer, s, ("x",), (None,)) for peer in after]
 
     def forward(self, params, buffers, inputs, key):
         return inputs, buffers, "kept"
