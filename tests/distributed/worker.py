@@ -75,7 +75,7 @@ def case(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
     return function
 
 
-def gathered(value):
+def gather(value):
     """What every rank passes, on every rank."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -114,7 +114,7 @@ def require_whole(got: Result, want: Result, rank: int, size: int) -> None:
         buffers={name: buffer for name, buffer in want.buffers.items() if name in got.buffers},
     )
     assert_same(got, mine)
-    names = gathered((list(got.grads), list(got.buffers)))
+    names = gather((list(got.grads), list(got.buffers)))
     assert {name for grads, _ in names for name in grads} == set(want.grads)
     assert {name for _, buffers in names for name in buffers} == set(want.buffers)
 
@@ -209,7 +209,7 @@ def stages_on_two_ranks(rank, size):
         ("dropping", mirror(recompute(one_f_one_b(ranks=size, microbatches=3)))),
     ):
         got = require_exact_across_ranks(name, how, rank, size)
-        grads = gathered(got.grads)
+        grads = gather(got.grads)
         for stage in range(how.stages):
             first, second = (grads[rank] for rank in how.placement.replicas(stage))
             assert any(name in second for name in first)
@@ -263,7 +263,7 @@ def a_model_on_meta(rank, size):
     whole = initialize(pipe.model, list_leaves(pipe.model), reset_parameters, seed=3)
     assert set(params) < set(whole)
     assert all(same_bits(params[name], whole[name]) for name in params)
-    assert set().union(*gathered(set(params))) == set(whole)
+    assert set().union(*gather(set(params))) == set(whole)
 
     real.load_state_dict(whole, strict=False)
     step, _ = fpipe.value_and_grad(pipe)(params, buffers, inputs, targets)
@@ -277,7 +277,7 @@ def a_model_on_meta(rank, size):
     from_store, _ = other.initialise(seed=4)
     dcp.load(from_store, checkpoint_id=store)
     for read in (from_files, from_store):
-        assert any(gathered(read.keys() != params.keys()))
+        assert any(gather(read.keys() != params.keys()))
         assert all(same_bits(read[name], whole[name]) for name in read)
 
 
@@ -362,7 +362,7 @@ def evaluation_everywhere(rank, size):
 def every_rank_holds_its_own_leaves(rank, size):
     pipe, model, *_ = build(ZOO["tied_sequence"], one_f_one_b(ranks=size, microbatches=2), 4)
     params, _ = pipe.init(model)
-    names = gathered(sorted(params))
+    names = gather(sorted(params))
     assert set().union(*names) == {name for name, _ in model.named_parameters()}
     held = [rank for rank, mine in enumerate(names) if "0.weight" in mine]
     assert held == [0, size - 1], "the tied weight is on two ranks"
@@ -384,7 +384,7 @@ def _require_same_copies(tied, size):
         out, grads = step(params, buffers, inputs, targets)
         params = {name: p - 0.1 * grads[name] if name in grads else p for name, p in params.items()}
         buffers = out.buffers
-    copies = [copy for copy in gathered(params.get("0.weight")) if copy is not None]
+    copies = [copy for copy in gather(params.get("0.weight")) if copy is not None]
     assert len(copies) == 2
     assert same_bits(*copies)
 
@@ -394,7 +394,7 @@ def norms_count_every_parameter_once(rank, size):
     for how in (one_f_one_b(ranks=size, microbatches=4), dualpipe(ranks=size, microbatches=4)):
         pipe, model, inputs, targets = build(ZOO["chained"], how, 8)
         got = run(pipe, model, inputs, targets)
-        owned = [name for names in gathered(pipe.owned) for name in names]
+        owned = [name for names in gather(pipe.owned) for name in names]
         assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
         squares = sum((got.grads[name].square().sum() for name in pipe.owned if name in got.grads), torch.zeros(()))
         dist.all_reduce(squares)
@@ -453,7 +453,7 @@ def timelines_of_all_ranks(rank, size):
         spans = []
         fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), inputs, targets)
         found = fpipe.timeline(pipe, spans)
-        assert found == gathered(found)[0]
+        assert found == gather(found)[0]
         assert min(span.start for span in found) == 0 <= max(span.end for span in found) < 500
         require_causal(pipe, found, tolerance)
         own = [span for span in found if span.rank == rank]
@@ -629,7 +629,7 @@ def data_parallel_pipelines(rank, size):
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ours[0],), ours[1])
     want = loop(model, one.loss, (ours[0],), ours[1], 2)
     assert same_bits(step.loss, want.loss)
-    found = gathered((replica, mine, grads))
+    found = gather((replica, mine, grads))
     assert {name for r, _, part in found if r == replica for name in part} == set(want.grads)
     for name, grad in grads.items():
         assert same_bits(grad, want.grads[name])
@@ -976,7 +976,7 @@ def a_head_that_is_read_late(rank, size):
 def functions_are_described_alike(rank, size):
     """In every process, each of which hashes strings in its own way."""
     for one, two in LOOKALIKES.values():
-        found = gathered((describe_value(one), describe_value(two)))
+        found = gather((describe_value(one), describe_value(two)))
         assert found == [found[0]] * size
 
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 
 
-def numbered(shape):
+def count_up(shape):
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
@@ -34,7 +34,7 @@ def leaves(draw):
     count = draw(st.sampled_from([m for m in range(1, 8) if len(chunk_sizes(shape[dim], m)) == m]))
     order = draw(st.permutations(range(len(shape))))
     inverse = [order.index(k) for k in range(len(shape))]
-    return numbered([shape[k] for k in order]).permute(inverse), dim, count
+    return count_up([shape[k] for k in order]).permute(inverse), dim, count
 
 
 @given(leaves())
@@ -98,14 +98,14 @@ TREES = {
 }
 
 
-def made(shapes):
-    return optree.tree_map(numbered, shapes, is_leaf=lambda x: isinstance(x, tuple))
+def make_tree(shapes):
+    return optree.tree_map(count_up, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 @pytest.mark.parametrize("what", TREES)
 def test_trees_are_split_leaf_by_leaf(what):
     dims, inputs, targets = TREES[what]
-    inputs, targets = {**made(inputs), "flag": True, "none": None}, numbered(targets)
+    inputs, targets = {**make_tree(inputs), "flag": True, "none": None}, count_up(targets)
     if isinstance(dims, tuple):
         dims = ({**dims[0], "flag": 0, "none": 0}, dims[1])
     batch = Batching.of(inputs, targets, dims, 4).split_batch(inputs, targets)

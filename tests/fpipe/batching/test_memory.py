@@ -41,7 +41,7 @@ def reading(x, *others):
     return sum(others, start=x * 2)
 
 
-def built(function, inputs, targets, dims=0, backward="autograd"):
+def build(function, inputs, targets, dims=0, backward="autograd"):
     model = Net(function)
     return model, fpipe.pipeline(
         model,
@@ -95,7 +95,7 @@ def test_changing_memory_that_another_leaf_shares_is_refused(what, function, bac
     """The stage would change a copy of its own, and the others see nothing of it."""
     torch.manual_seed(0)
     inputs, targets, dims, why = SHARED[what](torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    model, pipe = built(function, inputs, targets, dims, backward)
+    model, pipe = build(function, inputs, targets, dims, backward)
     state = pipe.init(model)
     for step in (fpipe.value_and_grad(pipe), fpipe.reference(pipe), fpipe.evaluate(pipe)):
         with pytest.raises(fpipe.InputError, match=why):
@@ -107,7 +107,7 @@ def test_changing_memory_that_another_leaf_shares_is_refused(what, function, bac
 @pytest.mark.parametrize("what", SHARED)
 def test_leaves_may_share_memory_that_nobody_changes(what):
     inputs, targets, dims, _ = SHARED[what](torch.randn(4, WIDTH), torch.randn(4, WIDTH))
-    model, pipe = built(reading, inputs, targets, dims)
+    model, pipe = build(reading, inputs, targets, dims)
     fpipe.verify(pipe, model, inputs, targets)
 
 
@@ -127,7 +127,7 @@ def test_adjacent_leaves_do_not_share_memory(inputs, dims):
     x = torch.randn(8, 2 * WIDTH)
     given = inputs(x)
     targets = torch.randn(4 if len(given[1]) == 4 else 8, WIDTH)
-    model, pipe = built(doubling, given, targets, dims)
+    model, pipe = build(doubling, given, targets, dims)
     before = x.clone()
     out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), given, targets)
     want = loop(model, mse, given, targets, 2, dims=dims if isinstance(dims, tuple) else (0, 0))

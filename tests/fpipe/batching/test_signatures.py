@@ -44,7 +44,7 @@ FOUR = {
 }
 
 
-def built(case: Case, how: Schedule, rows: int, **options):
+def build(case: Case, how: Schedule, rows: int, **options):
     model, inputs, targets = case.make(rows)
     cuts = case.at(how.stages) if case.cuts else None
     pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=case.loss, schedule=how, cuts=cuts, **options)
@@ -72,7 +72,7 @@ NAMES = ("gpt", "skips", "several", "chained", "in_place", "strides", "own_loss"
 )
 def test_the_last_microbatch_may_be_smaller(name, kind):
     how = FOUR[kind]
-    require_exact_batch(*built(ZOO[name], how, 4 * how.microbatches - 2), ZOO[name].loss)
+    require_exact_batch(*build(ZOO[name], how, 4 * how.microbatches - 2), ZOO[name].loss)
 
 
 @settings(max_examples=few(5))
@@ -82,7 +82,7 @@ def test_steps_may_have_any_number_of_rows(data, capture, kind):
     how, case = FOUR[kind], ZOO["mlp"]
     numbers = [n for n in range(1, 20) if -(-n // -(-n // how.microbatches)) == how.microbatches]
     example, *later = data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=3))
-    pipe, model, *_ = built(case, how, example, capture=capture)
+    pipe, model, *_ = build(case, how, example, capture=capture)
     for rows in (example, *later):
         _, inputs, targets = case.make(rows)
         require_exact_batch(pipe, model, inputs, targets, case.loss)
@@ -92,13 +92,13 @@ def test_steps_may_have_any_number_of_rows(data, capture, kind):
 def test_dropout_is_exact_with_a_smaller_last_microbatch(name):
     """Its masks are those of one device."""
     for how in (FOUR["split"], recompute(one_f_one_b(ranks=4, microbatches=3))):
-        parts = built(ZOO[name], how, 8)
+        parts = build(ZOO[name], how, 8)
         assert_same(run(*parts, seed=3), run_reference(*parts, seed=3))
 
 
 def test_replicas_take_microbatches_of_different_sizes():
     for name in ("tied_sequence", "own_loss"):
-        parts = built(ZOO[name], dualpipe(ranks=2, microbatches=4), 7)
+        parts = build(ZOO[name], dualpipe(ranks=2, microbatches=4), 7)
         got = run(*parts)
         assert_same(got, run_reference(*parts))
         _, model, inputs, targets = parts
@@ -111,7 +111,7 @@ def test_replicas_take_microbatches_of_different_sizes():
 
 @pytest.mark.parametrize("name", ["in_place", "normalised", "several"])
 def test_verify_takes_any_batch(name):
-    pipe, model, *_ = built(ZOO[name], FOUR["1f1b"], 6)
+    pipe, model, *_ = build(ZOO[name], FOUR["1f1b"], 6)
     for rows in (6, 8):
         _, inputs, targets = ZOO[name].make(rows)
         assert fpipe.verify(pipe, model, inputs, targets).eager > 0
@@ -166,7 +166,7 @@ def test_rows_and_lengths_change_from_step_to_step(capture, cuts):
 
 
 def test_evaluations_may_have_other_batches():
-    pipe, model, *_ = built(LONGER, FOUR["1f1b"], 6)
+    pipe, model, *_ = build(LONGER, FOUR["1f1b"], 6)
     for rows, length in STEPS:
         inputs, targets = tokens(rows, length)
         for wanted in (targets, None):
@@ -201,7 +201,7 @@ def test_inputs_other_than_tensors_may_change():
 
 def test_layouts_may_differ_from_the_example():
     """A batch is copied into the layout that the example has."""
-    pipe, model, *_ = built(ZOO["strides"], FOUR["1f1b"], 6)
+    pipe, model, *_ = build(ZOO["strides"], FOUR["1f1b"], 6)
     for rows in (6, 9):
         _, inputs, targets = ZOO["strides"].make(rows)
         turned = (inputs[0].transpose(0, 2).contiguous().transpose(0, 2),)
@@ -246,7 +246,7 @@ def test_each_argument_is_split_along_its_own_dimension(capture, kind):
     case = Case(Sequence, sequences, far, ("b", "c", "d"))
     dims = ((1, None, None, ragged), 1)
     joined = {"time first": 1, "mask": None, "count": 0}
-    pipe, model, inputs, targets = built(case, FOUR[kind], 7, batch_dims=dims, output_dims=joined, capture=capture)
+    pipe, model, inputs, targets = build(case, FOUR[kind], 7, batch_dims=dims, output_dims=joined, capture=capture)
     for rows in (7, 9):
         inputs, targets = sequences(rows)
         before = copy.deepcopy((inputs, targets))
@@ -261,14 +261,14 @@ def test_each_argument_is_split_along_its_own_dimension(capture, kind):
 
 
 def test_outputs_may_be_merged_by_a_function():
-    pipe, model, inputs, targets = built(ZOO["mlp"], FOUR["1f1b"], 7, output_dims=tuple)
+    pipe, model, inputs, targets = build(ZOO["mlp"], FOUR["1f1b"], 7, output_dims=tuple)
     got = run(pipe, model, inputs, targets).outputs
     assert [part.shape[0] for part in got] == [3, 3, 1]
     assert same_bits(torch.cat(got), loop(model, mse, inputs, targets, 3).outputs)
 
 
 def test_outputs_that_cannot_be_merged_are_refused_when_requested():
-    pipe, model, inputs, targets = built(ZOO["mlp"], FOUR["1f1b"], 7, output_dims=1)
+    pipe, model, inputs, targets = build(ZOO["mlp"], FOUR["1f1b"], 7, output_dims=1)
     fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     with pytest.raises(fpipe.InputError, match=r"outputs: got shapes \[\[3, 4\], \[1, 4\]\].*output_dims"):
         fpipe.value_and_grad(pipe, outputs=True)
@@ -291,7 +291,7 @@ def count(inputs, targets):
 def test_a_mean_over_tokens_is_exact(kind, capture):
     """The weighted sum over uneven microbatches equals a loop bit for bit, and the mean over the whole batch."""
     case, how = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts), FOUR[kind]
-    pipe, model, inputs, targets = built(case, how, 4 * how.microbatches - 1, weight=count, capture=capture)
+    pipe, model, inputs, targets = build(case, how, 4 * how.microbatches - 1, weight=count, capture=capture)
     for rows in (4 * how.microbatches - 1, 3 * how.microbatches):
         inputs, targets = padded(rows)
         got = require_exact_batch(pipe, model, inputs, targets, cross_entropy, weight=count)
@@ -305,7 +305,7 @@ def test_a_mean_over_tokens_is_exact(kind, capture):
 
 def test_weighted_losses_are_exact_on_replicas():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
-    pipe, model, inputs, targets = built(case, dualpipe(ranks=2, microbatches=4), 7, weight=count)
+    pipe, model, inputs, targets = build(case, dualpipe(ranks=2, microbatches=4), 7, weight=count)
     assert same_bits(
         run(pipe, model, inputs, targets).loss, loop(model, cross_entropy, inputs, targets, 4, weight=count).loss
     )
@@ -329,7 +329,7 @@ def test_a_weighted_loss_keeps_its_type(dtype):
 
 def test_a_batch_of_weight_zero_is_refused():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
-    pipe, model, inputs, targets = built(case, FOUR["1f1b"], 7, weight=count)
+    pipe, model, inputs, targets = build(case, FOUR["1f1b"], 7, weight=count)
     state = pipe.init(model)
     for function in (fpipe.value_and_grad(pipe), fpipe.evaluate(pipe), fpipe.reference(pipe)):
         with pytest.raises(fpipe.InputError, match="weight: got 0 for each of the 3 microbatches"):
@@ -338,7 +338,7 @@ def test_a_batch_of_weight_zero_is_refused():
 
 def test_without_a_loss_nothing_is_weighted():
     case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
-    pipe, model, inputs, _ = built(case, FOUR["1f1b"], 7, weight=count)
+    pipe, model, inputs, _ = build(case, FOUR["1f1b"], 7, weight=count)
     assert_same(run_evaluation(pipe, model, inputs, None), eval_loop(model, None, inputs, None, 3))
 
 
@@ -393,7 +393,7 @@ OWN = Case(
 @pytest.mark.parametrize(("kind", "weighted"), [(kind, k % 2) for k, kind in enumerate(FOUR)])
 def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: 1 + len(inputs[0])) if weighted else None
-    parts = built(MIXTURE, how, 4 * how.microbatches - 2, weight=weight)
+    parts = build(MIXTURE, how, 4 * how.microbatches - 2, weight=weight)
     got = require_exact_batch(*parts, balanced, weight=weight)
     assert any(name.startswith("layers.0.router") for name in got.grads)
     model = copy.deepcopy(parts[1])
@@ -404,14 +404,14 @@ def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
 @pytest.mark.parametrize(("kind", "weighted"), [(kind, 1 - k % 2) for k, kind in enumerate(FOUR)])
 def test_a_model_may_compute_its_own_loss(kind, weighted):
     how, weight = FOUR[kind], (lambda inputs, targets: len(inputs["labels"])) if weighted else None
-    pipe, model, inputs, _ = built(OWN, how, 4 * how.microbatches - 2, weight=weight)
+    pipe, model, inputs, _ = build(OWN, how, 4 * how.microbatches - 2, weight=weight)
     got = require_exact_batch(pipe, model, inputs, None, OWN.loss, weight=weight)
     assert got.outputs["loss"].shape == (how.microbatches,), "each microbatch's own"
     assert run_evaluation(pipe, model, inputs, None).loss.isfinite()
 
 
 def test_losses_in_earlier_stages_are_exact_in_a_fused_v():
-    parts = built(MIXTURE, dualpipe_v(ranks=2, microbatches=4), 7)
+    parts = build(MIXTURE, dualpipe_v(ranks=2, microbatches=4), 7)
     assert_same(run(*parts), run_reference(*parts))
     assert fpipe.verify(*parts).eager > 0
 
@@ -452,7 +452,7 @@ def test_a_model_may_take_another_path_for_another_shape(what):
 
 
 def test_a_refused_batch_changes_nothing():
-    pipe, model, inputs, targets = built(ZOO["mlp"], FOUR["1f1b"], 6)
+    pipe, model, inputs, targets = build(ZOO["mlp"], FOUR["1f1b"], 6)
     want = run(pipe, model, inputs, targets)
     spans = []
     step = fpipe.value_and_grad(pipe, record=spans.append)

@@ -161,7 +161,7 @@ CASES = [
 ]
 
 
-def built(what, front, loss=mse):
+def build_model(what, front, loss=mse):
     make, cuts = MODELS[what]
     how = one_f_one_b(ranks=len(cuts) + 1, microbatches=2)
     return build(Case(make, rows_of(), loss, ("", "", "")), how, 4, cuts, front)
@@ -172,9 +172,9 @@ def built(what, front, loss=mse):
 def test_questionable_models_are_refused_or_exact(what, front):
     if (what, front) in REFUSED:
         with pytest.raises((fpipe.CaptureError, fpipe.CutError), match=f"(?s)^.*{REFUSED[what, front]}"):
-            built(what, front)
+            build_model(what, front)
     else:
-        _, model, inputs, targets = made = built(what, front)
+        _, model, inputs, targets = made = build_model(what, front)
         got = run(*made)
         assert_same(got, run_reference(*made))
         assert_same(got, loop(model, mse, inputs, targets, 2))

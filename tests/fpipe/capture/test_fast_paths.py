@@ -91,7 +91,7 @@ MODELS = {
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
-def built(make, cuts, backward):
+def build(make, cuts, backward):
     torch.manual_seed(0)
     model, x, y = make(), torch.randn(4, ROWS, D), torch.randn(4, 4, D)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=cuts, backward=backward)
@@ -101,7 +101,7 @@ def built(make, cuts, backward):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_fast_path_is_taken_where_one_device_takes_it(name, backward):
-    pipe, model, inputs, targets = built(*MODELS[name], backward)
+    pipe, model, inputs, targets = build(*MODELS[name], backward)
     got, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), inputs, targets)
     with Fused() as fused:
         want = loop(model, mse, inputs, targets, 2)
@@ -112,19 +112,19 @@ def test_the_fast_path_is_taken_where_one_device_takes_it(name, backward):
 
 
 def test_an_encoder_that_nests_is_not_recorded():
-    pipe, *_ = built(*MODELS["nested"], "graph")
+    pipe, *_ = build(*MODELS["nested"], "graph")
     assert pipe.stages[0].functions.remark == "by autograd: an encoder with a padding mask nests tensors"
-    assert built(*MODELS["padded"], "graph")[0].stages[0].functions.remark == "as a graph"
+    assert build(*MODELS["padded"], "graph")[0].stages[0].functions.remark == "as a graph"
 
 
 def test_no_stage_begins_inside_an_encoder_that_nests():
     with pytest.raises(fpipe.CutError, match=r"inside '0.encoder' .*: an encoder with a padding mask"):
-        built(MODELS["nested"][0], ["0.encoder.layers.1"], "autograd")
+        build(MODELS["nested"][0], ["0.encoder.layers.1"], "autograd")
 
 
 def test_modules_that_draw_do_not_prevent_the_fast_path_of_others():
     """Keys are set by a torch function mode, under which torch's modules go the slow way."""
-    pipe, model, inputs, targets = built(lambda: nn.Sequential(Frozen(0.5), nn.Linear(D, D)), ["1"], "autograd")
+    pipe, model, inputs, targets = build(lambda: nn.Sequential(Frozen(0.5), nn.Linear(D, D)), ["1"], "autograd")
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     reference = fpipe.reference(pipe)
     wanted = reference(*state, inputs, targets, seed=1)

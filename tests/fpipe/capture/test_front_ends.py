@@ -23,14 +23,14 @@ GRAPHS = ["export", "fx", "dynamo"]
 FRONTS = ["trace", "modules", *GRAPHS]
 
 
-def captured(name, capture="export"):
+def capture_case(name, capture="export"):
     pipe, model, *_ = build(ZOO[name], gpipe(ranks=1, microbatches=2), 4, capture=capture)
     return pipe.training.assembly.captured, model
 
 
 @pytest.mark.parametrize(("name", "capture"), by_day(CASES, 3))
 def test_units_are_in_order_with_sources_in_the_model(name, capture):
-    found, model = captured(name, capture)
+    found, model = capture_case(name, capture)
     known = set(found.sources)
     for unit in found.units:
         assert set(unit.reads) <= known, "everything is made before it is read"
@@ -48,7 +48,7 @@ def test_units_are_in_order_with_sources_in_the_model(name, capture):
 
 @pytest.mark.parametrize("capture", FRONTS)
 def test_writes_and_draws_are_recorded(capture):
-    found, _ = captured("normalised", capture)
+    found, _ = capture_case("normalised", capture)
     seen = observe(found)
     names = {
         source.name
@@ -61,7 +61,7 @@ def test_writes_and_draws_are_recorded(capture):
         "3.count",
     }
     assert not seen.random
-    found, _ = captured("dropping", capture)
+    found, _ = capture_case("dropping", capture)
     seen = observe(found)
     assert len({keyed.label for keyed in seen.random.values()}) == len(seen.random)
     assert {unit.path.split(".")[0] for unit in seen.random} == {"1", "3", "5"}
@@ -69,7 +69,7 @@ def test_writes_and_draws_are_recorded(capture):
 
 def test_labels_do_not_depend_on_where_a_model_is_embedded_in_the_list_of_units():
     """The key of a random operation is its path and ordinal there, so a layer before it changes nothing."""
-    seen = observe(captured("dropping")[0])
+    seen = observe(capture_case("dropping")[0])
     paths = sorted(unit.path for unit in seen.random)
     assert paths == ["1", "3.0", "3.2", "5", "5", "5", "5"]
 

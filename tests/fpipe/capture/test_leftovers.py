@@ -70,26 +70,26 @@ class Keeping(nn.Module):
         return made
 
 
-def made(length: int) -> Tensor:
+def make_mask(length: int) -> Tensor:
     """Return a mask."""
     return torch.ones(length, length).tril() / 3
 
 
 def of_class(length: int) -> Tensor:
     if Keeping.mask is None or len(Keeping.mask) != length:
-        Keeping.mask = made(length)
+        Keeping.mask = make_mask(length)
     return Keeping.mask
 
 
 def of_local(length: int) -> Tensor:
     if not hasattr(local, "kept"):
         local.kept = {}
-    return local.kept.setdefault(length, made(length))
+    return local.kept.setdefault(length, make_mask(length))
 
 
 def of_object(length: int) -> Tensor:
     if length not in box.kept:
-        box.kept[length] = [made(length)]
+        box.kept[length] = [make_mask(length)]
     return box.kept[length][0]
 
 
@@ -102,7 +102,7 @@ class Box:
 
 local, box = threading.local(), Box()
 PLACES: dict[str, Callable[[int], Tensor]] = {
-    "a dict of a class": lambda length: Keeping.table.setdefault(length, made(length)),
+    "a dict of a class": lambda length: Keeping.table.setdefault(length, make_mask(length)),
     "a class": of_class,
     "a thread's own": of_local,
     "an object": of_object,

@@ -13,7 +13,7 @@ BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
 HOW = one_f_one_b(ranks=2, microbatches=2)
 
 
-def built(model, loss=mse, backward="autograd", **options):
+def build(model, loss=mse, backward="autograd", **options):
     torch.manual_seed(0)
     x, y = torch.rand(8, WIDTH), torch.rand(8, WIDTH)
     x[4:] *= 100  # the second microbatch goes the other way
@@ -51,7 +51,7 @@ class Branching(nn.Module):
     ids=["function", "name", "class"],
 )
 def test_a_loss_named_in_unsplittable_may_read_values(loss, named, backward):
-    pipe, inputs, targets = built(model := Two(), loss, backward, unsplittable=[named])
+    pipe, inputs, targets = build(model := Two(), loss, backward, unsplittable=[named])
     assert fpipe.verify(pipe, model, inputs, targets).eager
     step, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     halves = [branching(model(x), y) for x, y in zip(inputs[0].chunk(2), targets.chunk(2), strict=True)]
@@ -60,7 +60,7 @@ def test_a_loss_named_in_unsplittable_may_read_values(loss, named, backward):
 
 def test_a_loss_that_reads_values_is_refused_with_the_repair():
     with pytest.raises(fpipe.CaptureError, match=r"unsplittable=\['loss'\]"):
-        built(Two(), branching)
+        build(Two(), branching)
 
 
 class Sampled(nn.Module):
@@ -77,7 +77,7 @@ def density(x):
 @BACKWARDS
 @pytest.mark.parametrize("between", [Sampled(), density], ids=["in a module", "in the model itself"])
 def test_distributions_check_their_arguments_in_every_step(between, backward):
-    pipe, inputs, targets = built(model := Two(between), backward=backward)
+    pipe, inputs, targets = build(model := Two(between), backward=backward)
     assert fpipe.verify(pipe, model, inputs, targets, seed=1).reference
     params, buffers = pipe.init(model)
     params["a.bias"] = torch.full((WIDTH,), torch.nan)
@@ -108,13 +108,13 @@ PICKS = {
 @BACKWARDS
 @pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
 def test_an_unsplittable_module_may_index_by_a_mask_anywhere(pick, backward):
-    pipe, inputs, targets = built(model := Two(Columns(pick)), backward=backward, unsplittable=["between"])
+    pipe, inputs, targets = build(model := Two(Columns(pick)), backward=backward, unsplittable=["between"])
     assert fpipe.verify(pipe, model, inputs, targets).eager
 
 
 def test_a_mask_computed_from_parameters_is_refused_with_the_name_of_the_module():
     with pytest.raises(fpipe.CaptureError, match=r"module between \(Columns\).*unsplittable"):
-        built(Two(Columns(PICKS["columns"])))
+        build(Two(Columns(PICKS["columns"])))
 
 
 class Looking(nn.Module):
@@ -132,5 +132,5 @@ def test_an_error_that_has_nothing_to_do_with_values_is_not_blamed_on_control_fl
     between = Looking()
     between.known[id(between)] = 2.0
     with pytest.raises(fpipe.CaptureError, match=r"module between \(Looking\): got KeyError.*through self") as caught:
-        built(Two(between))
+        build(Two(between))
     assert "ontrol flow" not in str(caught.value)

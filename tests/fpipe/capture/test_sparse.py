@@ -30,7 +30,7 @@ def adjacency():
     return torch.tensor([[0.0, 1, 0, 2], [1, 0, 0, 0], [0, 0, 3, 0], [2, 0, 0, 1]])
 
 
-def built(layer, cut, backward):
+def build(layer, cut, backward):
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4)), torch.randn(4, 4), torch.randn(4, 4)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=[cut], backward=backward)
@@ -40,7 +40,7 @@ def built(layer, cut, backward):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 @pytest.mark.parametrize("cut", ["1", "1.inner", "2"])
 def test_a_sparse_constant_is_exact(cut, backward):
-    pipe, model, x, y = built(Graph(adjacency().to_sparse()), cut, backward)
+    pipe, model, x, y = build(Graph(adjacency().to_sparse()), cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 2)
     assert same_bits(got.loss, want.loss)
@@ -50,7 +50,7 @@ def test_a_sparse_constant_is_exact(cut, backward):
 
 def test_a_compressed_constant_is_refused():
     with pytest.raises(fpipe.CaptureError, match=r"module 1 \(Graph\): got a constant of layout torch\.sparse_csr"):
-        built(Graph(adjacency().to_sparse_csr()), "2", "autograd")
+        build(Graph(adjacency().to_sparse_csr()), "2", "autograd")
 
 
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
@@ -63,7 +63,7 @@ def test_state_must_be_dense(kind):
     else:
         layer.adjacency = nn.Parameter(sparse)
     with pytest.raises(fpipe.CaptureError, match=r"1\.adjacency: got a tensor of layout torch\.sparse_coo"):
-        built(layer, "2", "autograd")
+        build(layer, "2", "autograd")
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])

@@ -174,7 +174,7 @@ def test_invalid_cuts_and_stages_are_refused(arguments, words):
 # ------------------------------------------------------------------------------------------------------- evenly
 
 
-def captured(sizes, skips=(), calls=()):
+def capture_chain(sizes, skips=(), calls=()):
     """A chain of units with parameters of these sizes; `skips` are pairs of units with a value between them."""
     units, sources, fakes = [], {}, {}
     for k, size in enumerate(sizes):
@@ -220,18 +220,18 @@ def test_even_cuts_are_within_a_tenth_of_the_best_of_those_allowed(sizes, data):
     allowed = [cuts for cuts in combinations(places, stages - 1) if refusal(cuts) is None or stages == 1]
     if not allowed:
         with pytest.raises(CutError) as caught:
-            evenly(captured(sizes), stages, barriers=barriers, refusal=refusal)
+            evenly(capture_chain(sizes), stages, barriers=barriers, refusal=refusal)
         assert "it is refused" in str(caught.value) or "sealed" in str(caught.value)
         return
-    found = evenly(captured(sizes), stages, barriers=barriers, refusal=refusal)
+    found = evenly(capture_chain(sizes), stages, barriers=barriers, refusal=refusal)
     assert found in allowed
     assert largest(sizes, found) <= 1.1 * min(largest(sizes, cuts) for cuts in allowed)
 
 
 def test_even_cuts_avoid_places_where_more_values_cross_unless_it_is_a_tenth_worse():
-    assert evenly(captured([10] * 40), 2) == (20,)
-    assert evenly(captured([10] * 40, skips=[(19, 21)]), 2) == (19,)
-    assert evenly(captured([10] * 40, skips=[(5, 35)]), 2) == (20,)
+    assert evenly(capture_chain([10] * 40), 2) == (20,)
+    assert evenly(capture_chain([10] * 40, skips=[(19, 21)]), 2) == (19,)
+    assert evenly(capture_chain([10] * 40, skips=[(5, 35)]), 2) == (20,)
 
 
 def test_even_cuts_go_where_more_values_cross_if_all_else_is_refused():
@@ -240,27 +240,27 @@ def test_even_cuts_go_where_more_values_cross_if_all_else_is_refused():
             None if positions == (3,) else Refusal("no", (Forbidden(range(1), range(positions[0], 1 + positions[0])),))
         )
 
-    assert evenly(captured([1, 1, 1, 1, 1, 1], skips=[(1, 4)]), 2, refusal=refusal) == (3,)
+    assert evenly(capture_chain([1, 1, 1, 1, 1, 1], skips=[(1, 4)]), 2, refusal=refusal) == (3,)
 
 
 def test_a_tied_parameter_counts_once():
-    model = captured([100, 1, 1, 1])
+    model = capture_chain([100, 1, 1, 1])
     model.units[3] = unit("m3", (1000, 2), (3,))
     assert evenly(model, 2) == (1,)
 
 
 def test_the_rest_beside_one_large_module_is_cut_evenly():
-    assert evenly(captured([100, 9, 9, 9, 9, 9, 9]), 4) == (1, 3, 5)
+    assert evenly(capture_chain([100, 9, 9, 9, 9, 9, 9]), 4) == (1, 3, 5)
 
 
 def test_more_stages_than_places_are_refused():
     with pytest.raises(CutError, match="got 4, expected at most 3"):
-        evenly(captured([1, 1, 1]), 4)
+        evenly(capture_chain([1, 1, 1]), 4)
 
 
 def test_even_cuts_are_at_the_selected_calls_only():
     kinds = [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear, nn.Tanh]
-    model = captured([50, 1, 1, 1, 1, 1], calls=[Call(f"b.{k}", kind, k, k + 1) for k, kind in enumerate(kinds)])
+    model = capture_chain([50, 1, 1, 1, 1, 1], calls=[Call(f"b.{k}", kind, k, k + 1) for k, kind in enumerate(kinds)])
     assert evenly(model, 2) == (1,)
     assert evenly(model, 2, (nn.Linear,)) == (2,)
     assert evenly(model, 2, ("b.[35]",)) == (3,)

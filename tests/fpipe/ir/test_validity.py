@@ -49,11 +49,11 @@ def without_fakes(found):
     return replace(found, fakes={})
 
 
-def renamed(sources):
+def rename(sources):
     sources[next(v for v, source in sources.items() if isinstance(source, Parameter))] = Parameter("gone")
 
 
-def repeated(sources):
+def repeat(sources):
     sources[max(sources) + 10_000] = Parameter("0.weight")
 
 
@@ -66,11 +66,11 @@ WRONG = {
         lambda found: with_units(found, lambda units: [replace(units[0], makes=(next(iter(found.sources)),))]),
         "exist already",
     ),
-    "other parameter": (lambda found: with_sources(found, renamed), r"missing \['0.weight'\], unknown \['gone'\]"),
+    "other parameter": (lambda found: with_sources(found, rename), r"missing \['0.weight'\], unknown \['gone'\]"),
     "parameter twice": (
         lambda found: with_sources(
             replace(found, fakes=found.fakes | {max(found.sources) + 10_000: found.fakes[first(found, Parameter)]}),
-            repeated,
+            repeat,
         ),
         r"repeated \['0.weight'\]",
     ),

@@ -28,7 +28,7 @@ class Tied(nn.Module):
         return self.c(h @ self.a.weight)
 
 
-def built(model, how, backward, **options):
+def build(model, how, backward, **options):
     x, y = torch.rand(8, WIDTH), torch.rand(8, WIDTH)
     cuts = ["b", "c"][: how.stages - 1]
     pipe = fpipe.pipeline(
@@ -46,7 +46,7 @@ def test_a_hook_gets_the_gradient_of_each_microbatch(name, how, backward):
     model, seen = Tied(), []
     model.get_parameter(name).register_hook(lambda grad: seen.append(grad.clone()))
     model.get_parameter(name).register_hook(lambda grad: grad.clamp(-0.001, 0.0015) * 0.3)
-    pipe, inputs, targets = built(model, how, backward)
+    pipe, inputs, targets = build(model, how, backward)
     assert not seen, "nothing is called while a pipeline is built"
     fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
     assert len(seen) == how.microbatches
@@ -56,7 +56,7 @@ def test_a_hook_gets_the_gradient_of_each_microbatch(name, how, backward):
 def test_a_stage_with_gradient_hooks_is_left_to_autograd():
     model = Tied()
     model.b.weight.register_hook(lambda grad: grad * 2)
-    assert "gradients have hooks" in str(built(model, HOWS["1F1B"], "graph")[0])
+    assert "gradients have hooks" in str(build(model, HOWS["1F1B"], "graph")[0])
 
 
 MASK = torch.rand(WIDTH, WIDTH)
@@ -77,7 +77,7 @@ def by_global(model):
     KEPT.weight.register_hook(lambda grad: grad + KEPT.bias)
 
 
-def accumulated(model):
+def accumulate(model):
     model.b.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
 
 
@@ -87,21 +87,21 @@ def accumulated(model):
         (decaying, ["parameter b.weight", "holds a parameter", "gradients that the step returns"]),
         (method, ["parameter b.weight", "holds a parameter"]),
         (by_global, ["parameter b.weight", "holds a parameter"]),
-        (accumulated, ["parameter b.weight", "after accumulation", "register_hook"]),
+        (accumulate, ["parameter b.weight", "after accumulation", "register_hook"]),
     ],
 )
 def test_a_hook_that_a_stage_cannot_call_is_refused(add, words):
     model = Tied()
     add(model)
     with pytest.raises(fpipe.CaptureError) as caught:
-        built(model, HOWS["1F1B"], "autograd")
+        build(model, HOWS["1F1B"], "autograd")
     assert all(word in str(caught.value) for word in words)
 
 
 def test_a_hook_may_hold_constants():
     model, mask = Tied(), torch.rand(WIDTH, WIDTH).round()
     model.b.weight.register_hook(lambda grad: grad * mask * MASK)
-    pipe, inputs, targets = built(model, HOWS["1F1B"], "autograd")
+    pipe, inputs, targets = build(model, HOWS["1F1B"], "autograd")
     assert fpipe.verify(pipe, model, inputs, targets).eager
 
 
@@ -109,4 +109,4 @@ def test_a_hook_on_a_gradient_that_is_summed_over_stages_is_refused():
     model = Tied()
     model.a.weight.register_hook(lambda grad: grad * 2)
     with pytest.raises(fpipe.CaptureError, match=r"a\.weight.*'sum'"):
-        built(model, HOWS["1F1B"], "autograd", tied={"a.weight": "sum"})
+        build(model, HOWS["1F1B"], "autograd", tied={"a.weight": "sum"})

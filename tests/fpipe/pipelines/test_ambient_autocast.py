@@ -31,7 +31,7 @@ def loss(outputs, targets):
     return functional.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
 
-def built(model, backward, cut):
+def build(model, backward, cut):
     torch.manual_seed(0)
     ids, targets = torch.randint(WORDS, (4, 6)), torch.randint(WORDS, (4, 6))
     how = one_f_one_b(ranks=2, microbatches=2)
@@ -44,7 +44,7 @@ def built(model, backward, cut):
 @BACKWARDS
 @CUTS
 def test_a_tied_embedding_may_be_cut_apart_under_one_autocast(cut, backward):
-    pipe, ids, targets = built(model := Language(inside=True), backward, cut)
+    pipe, ids, targets = build(model := Language(inside=True), backward, cut)
     assert fpipe.verify(pipe, model, (ids,), targets).eager
 
 
@@ -59,14 +59,14 @@ class Twice(Language):
 
 def test_a_weight_that_is_cast_on_both_sides_of_a_cut_is_refused():
     with pytest.raises(fpipe.CutError, match="one autocast"):
-        built(Twice(), "autograd", "head")
+        build(Twice(), "autograd", "head")
 
 
 @BACKWARDS
 @CUTS
 def test_autocast_around_a_step_is_autocast_around_the_forward(cut, backward):
     """One pipeline, in turns."""
-    pipe, ids, targets = built(model := Language(), backward, cut)
+    pipe, ids, targets = build(model := Language(), backward, cut)
     step, (params, buffers) = fpipe.value_and_grad(pipe, outputs=True), pipe.init(model)
     plain, _ = step(params, buffers, (ids,), targets)
     with torch.autocast("cpu", torch.bfloat16):
@@ -78,7 +78,7 @@ def test_autocast_around_a_step_is_autocast_around_the_forward(cut, backward):
     assert torch.equal(plain.outputs, again.outputs)
     assert again.outputs.dtype is torch.float32
 
-    within, _, _ = built(like := Language(inside=True), backward, cut)
+    within, _, _ = build(like := Language(inside=True), backward, cut)
     like.load_state_dict(model.state_dict())
     expected, wanted = fpipe.value_and_grad(within, outputs=True)(*within.init(like), (ids,), targets)
     assert torch.equal(mixed.outputs, expected.outputs)
@@ -90,7 +90,7 @@ def test_autocast_around_a_step_is_autocast_around_the_forward(cut, backward):
 def test_autocast_around_building_a_pipeline_changes_nothing(backward):
     torch.manual_seed(3)
     with torch.autocast("cpu", torch.bfloat16):
-        pipe, ids, targets = built(model := Language(), backward, "b")
+        pipe, ids, targets = build(model := Language(), backward, "b")
         assert "float32" in str(pipe)
     step, _ = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), (ids,), targets)
     assert step.outputs.dtype is torch.float32

@@ -30,7 +30,7 @@ class Asking(nn.Module):
         return self.second(self.ask(self.first(x), mask).tanh())
 
 
-def built(ask, mask=FULL, **options):
+def build(ask, mask=FULL, **options):
     torch.manual_seed(0)
     model = Asking(ask)
     arguments = {"loss": torch.sum, "schedule": gpipe(ranks=2, microbatches=2), "cuts": ["second"]} | options
@@ -63,7 +63,7 @@ def dropped(hidden, mask):
 
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_batches_that_answer_differently_take_turns_through_one_pipeline(backward):
-    model, pipe = built(dropped, backward=backward)
+    model, pipe = build(dropped, backward=backward)
     for masks in [(FULL, FULL), (PADDED, PADDED), (FULL, PADDED), (FULL, FULL), (PADDED, FULL)]:
         require_same(model, pipe, batch(*masks))
     assert len(pipe.captures.captured) == 2
@@ -101,7 +101,7 @@ def test_microbatches_of_one_batch_may_use_different_edges(backward):
 
 
 def test_operators_that_an_eager_run_skips_are_not_in_a_stage():
-    _, pipe = built(dropped)
+    _, pipe = build(dropped)
     assert not any("masked_fill" in unit.does for unit in pipe.training.assembly.captured.units)
 
 
@@ -127,7 +127,7 @@ def test_operators_that_an_eager_run_skips_are_not_in_a_stage():
     ],
 )
 def test_every_question_about_the_batch_is_answered(ask, backward):
-    model, pipe = built(ask, backward=backward)
+    model, pipe = build(ask, backward=backward)
     for mask in (FULL, PADDED):
         require_same(model, pipe, batch(mask, mask))
 
@@ -136,7 +136,7 @@ def test_a_question_does_not_change_the_batch():
     def ask(hidden, mask):
         return hidden if mask.logical_not_().any() else -hidden
 
-    _, pipe = built(ask)
+    _, pipe = build(ask)
     inputs = batch(FULL, PADDED)
     pipe.batch(TRAINING, inputs, None)
     assert torch.equal(inputs[1], torch.cat([FULL, PADDED]))
@@ -148,7 +148,7 @@ def test_questions_about_constants_are_answered_during_the_capture(backward):
         steps = torch.arange(hidden.size(1)).diff()
         return hidden * steps.sum().item() if (steps == 1).all() else -hidden
 
-    model, pipe = built(ask, backward=backward)
+    model, pipe = build(ask, backward=backward)
     require_same(model, pipe, batch(FULL, FULL))
     assert not pipe.captures.questions
     assert not pipe.captures.batchings[True].example.answers
@@ -177,7 +177,7 @@ def test_a_model_cannot_see_that_tensors_are_fake(backward):
         other = type(hidden) is not torch.Tensor or type(mask) is not type(hidden) or not isinstance(int, type)
         return -hidden if traced or fake or other else hidden
 
-    model, pipe = built(ask, backward=backward)
+    model, pipe = build(ask, backward=backward)
     require_same(model, pipe, batch(FULL, FULL))
     assert subclasses.FakeTensor is FakeTensor
     assert isinstance(hidden_type(), FakeTensor)
@@ -209,13 +209,13 @@ def hidden_type():
 )
 def test_a_question_that_the_batch_alone_does_not_answer_is_refused(ask, depends):
     with pytest.raises(fpipe.CaptureError, match=depends) as caught:
-        built(ask)
+        build(ask)
     assert "test_answers.py, line" in str(caught.value)
     assert "and name this in unsplittable" in str(caught.value)
 
 
 def test_an_unsplittable_module_asks_the_batch_itself():
-    _, pipe = built(dropped)
+    _, pipe = build(dropped)
     assert pipe.captures.questions
     torch.manual_seed(0)
     model = Outer(Asking(dropped))
@@ -245,25 +245,25 @@ class Outer(nn.Module):
 
 def test_an_answer_that_does_not_fit_into_a_signature_is_refused():
     with pytest.raises(fpipe.InputError, match="expected at most 4096"):
-        built(lambda h, m: h * m.repeat(100, 100).tolist()[0][0])
+        build(lambda h, m: h * m.repeat(100, 100).tolist()[0][0])
     with pytest.raises(fpipe.InputError, match="got ndarray for an answer"):
-        built(lambda h, m: h * m.numpy().sum())
+        build(lambda h, m: h * m.numpy().sum())
 
 
 def test_an_answer_needs_the_values_of_the_batch():
-    model, pipe = built(dropped)
+    model, pipe = build(dropped)
     with pytest.raises(fpipe.InputError, match=r"microbatch 0: got no values of inputs\[1\].*__bool__ decides"):
         fpipe.value_and_grad(pipe)(*pipe.init(model), None)
 
 
 def test_an_example_without_values_answers_no():
-    model, pipe = built(dropped, FULL.to("meta"))
+    model, pipe = build(dropped, FULL.to("meta"))
     assert any("masked_fill" in unit.does for unit in pipe.training.assembly.captured.units)
     require_same(model, pipe, batch(FULL, PADDED))
 
 
 def test_the_first_rank_with_values_answers_for_all():
-    _, pipe = built(dropped)
+    _, pipe = build(dropped)
     cut = pipe.captures.batchings[True].split_batch(*batch_and_none(PADDED))
     yes, no = '["true", "true"]', "[null, null]"
     heard = []
@@ -284,7 +284,7 @@ def batch_and_none(mask):
 
 
 def test_an_evaluation_asks_too():
-    model, pipe = built(dropped)
+    model, pipe = build(dropped)
     for masks in [(FULL, FULL), (PADDED, FULL)]:
         inputs = batch(*masks)
         out = fpipe.evaluate(pipe)(*pipe.init(model), inputs)
@@ -317,7 +317,7 @@ def aligned(hidden, mask):
 
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_ctc_loss_reads_lengths_in_the_step(backward):
-    model, pipe = built(aligned, backward=backward)
+    model, pipe = build(aligned, backward=backward)
     require_same(model, pipe, batch(FULL, PADDED))
     lengths = torch.tensor([2, 1, 1, 2])
 

@@ -19,14 +19,14 @@ def parts():
     return nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), torch.randn(4, 4), torch.randn(4, 4)
 
 
-def built(model, x, y, backward):
+def build(model, x, y, backward):
     return fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=HOW, cuts=["2"], backward=backward)
 
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_steps_with_gradients_are_refused_in_inference_mode(backward):
     model, x, y = parts()
-    pipe = built(model, x, y, backward)
+    pipe = build(model, x, y, backward)
     state = pipe.init(model)
     for function in (fpipe.value_and_grad(pipe), fpipe.reference(pipe)):
         with torch.inference_mode(), pytest.raises(fpipe.InputError, match=r"got torch\.inference_mode around it"):
@@ -42,7 +42,7 @@ def test_steps_with_gradients_are_refused_in_inference_mode(backward):
 def test_evaluating_and_building_work_in_inference_mode(backward):
     model, x, y = parts()
     with torch.inference_mode():
-        pipe = built(model, x, y, backward)
+        pipe = build(model, x, y, backward)
         state = pipe.init(model)
         inside = fpipe.evaluate(pipe)(*state, (x,), y)
     outside = fpipe.evaluate(pipe)(*pipe.init(model), (x,), y)

@@ -43,7 +43,7 @@ from tests.common.sizes import by_day, few
 from tests.common.zoo import ZOO
 
 
-def built(name, how, rows=2, **options):
+def build_case(name, how, rows=2, **options):
     """A case of the zoo under a schedule."""
     return build(ZOO[name], how, rows * how.microbatches, **{"capture": "trace", **options})
 
@@ -73,7 +73,7 @@ def test_memory_after_every_action_is_as_simulated(name, way):
     """The fake LSTM does not know of the workspace that oneDNN's real one keeps, so that is off."""
     how, backward = way
     with without_onednn(name == "recurrent"):
-        require_as_simulated(*built(name, SCHEDULES[how], backward=backward))
+        require_as_simulated(*build_case(name, SCHEDULES[how], backward=backward))
 
 
 @pytest.mark.parametrize("how", SCHEDULES)
@@ -90,7 +90,7 @@ RECOMPUTED = ["skips", "unet", "normalised", "in_place", "frozen_below", "gpt_dr
 def test_memory_of_recomputed_stages_is_as_simulated(name, how):
     how = SCHEDULES[how]
     for stages in (range(how.stages), [1, 3]):
-        require_as_simulated(*built(name, recompute(how, tuple(stages))))
+        require_as_simulated(*build_case(name, recompute(how, tuple(stages))))
 
 
 @settings(max_examples=few(12))
@@ -107,7 +107,7 @@ def test_memory_of_any_model_is_as_simulated_wherever_it_is_cut(description, dat
 # ------------------------------------------------------------------------------------------------------ receive buffers
 
 
-def buffered(actions):
+def receive_buffers(actions):
     """Per compute action of a lowered program, the messages that are received before it and used neither by it nor
     before."""
     waiting, found = {}, []
@@ -135,7 +135,7 @@ def uses(how, graph, rank):
     return found
 
 
-def sent(how, graph, rank):
+def sent_messages(how, graph, rank):
     """The messages for a rank, per rank that sends them, in its order."""
     for source in set(range(how.ranks)) - {rank}:
         made = [(KINDS[a.kind].crosses, a) for a in how.actions(source) if KINDS[a.kind].crosses]
@@ -147,10 +147,10 @@ def sent(how, graph, rank):
         ]
 
 
-def wanted(how, graph, rank):
+def expected_buffers(how, graph, rank):
     """Per compute action what should wait behind it: what the next one uses, and what is sent before that."""
     used = uses(how, graph, rank)
-    channels = list(sent(how, graph, rank))
+    channels = list(sent_messages(how, graph, rank))
     at, fused = -1, False
     for action in how.actions(rank):
         at, fused = at + (not fused), action.kind == "OVERLAP_F"
@@ -171,7 +171,7 @@ def test_receives_are_posted_for_two_actions_and_for_messages_sent_before(case):
     """In a fused pair the first action leaves what the second takes."""
     how, graph = case
     for rank in range(how.ranks):
-        pairs = zip(buffered(lower(how, graph).actions(rank)), wanted(how, graph, rank), strict=True)
+        pairs = zip(receive_buffers(lower(how, graph).actions(rank)), expected_buffers(how, graph, rank), strict=True)
         for (action, got), (same, want) in pairs:
             assert action == same
             assert got == want if action.kind != "OVERLAP_F" else got >= want
@@ -184,14 +184,14 @@ def test_receives_are_posted_for_two_actions_and_for_messages_sent_before(case):
 )
 def test_the_number_of_receive_buffers_does_not_depend_on_microbatches(made, most, microbatches):
     how = made(ranks=4, microbatches=microbatches)
-    assert most == max(len(waiting) for rank in range(4) for _, waiting in buffered(lower(how).actions(rank)))
+    assert most == max(len(waiting) for rank in range(4) for _, waiting in receive_buffers(lower(how).actions(rank)))
 
 
 @pytest.mark.parametrize("how", SCHEDULES)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "skips", "unet", "dicts", "later", "several"])
 def test_the_executor_posts_no_other_receives(name, how):
     """Handles of receives, whose buffers are made when they are posted, while each action runs."""
-    pipe, model, inputs, targets = built(name, SCHEDULES[how])
+    pipe, model, inputs, targets = build_case(name, SCHEDULES[how])
     plan, transport = pipe.training, LocalTransport()
     given = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, inputs, targets), SEED)
     found, runs = [[] for _ in range(pipe.schedule.ranks)], []
@@ -213,4 +213,4 @@ def test_the_executor_posts_no_other_receives(name, how):
         runs.append(Execution(linked._replace(instructions=tuple(instructions)), transport, given))
     with random.preserve_generators(plan.devices):
         drive(transport, runs)
-    assert found == [buffered(pipe.program.actions(rank)) for rank in range(pipe.schedule.ranks)]
+    assert found == [receive_buffers(pipe.program.actions(rank)) for rank in range(pipe.schedule.ranks)]

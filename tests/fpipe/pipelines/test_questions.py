@@ -71,7 +71,7 @@ def plain(model, inputs, targets, microbatches):
     return Result(total, torch.cat(outputs), grads, buffers)
 
 
-def updated(params, grads):
+def update(params, grads):
     return {name: (p.detach() - RATE * grads[name]) if name in grads else p for name, p in params.items()}
 
 
@@ -93,10 +93,10 @@ def outcome(setting, kinds):
             want = want._replace(buffers={name: want.buffers[name] for name in buffers})
             found = list(differences(Result(out.loss, out.outputs, grads, out.buffers), want))
             assert not found, f"{setting}, after {kinds}, at {kind}: " + "\n".join(found)
-            params, buffers = updated(params, grads), out.buffers
+            params, buffers = update(params, grads), out.buffers
             with torch.no_grad():
                 for name, p in single.named_parameters():
-                    p.copy_(updated({name: p}, want.grads)[name])
+                    p.copy_(update({name: p}, want.grads)[name])
     except REFUSALS as error:
         return str(error)
     return "exact"

@@ -22,7 +22,7 @@ MANY = {
 }
 
 
-def recorded(how, name="mlp", evaluate=False):
+def record_step(how, name="mlp", evaluate=False):
     """A pipeline, and the spans of a step."""
     pipe, model, inputs, targets = build(ZOO[name], how, 8)
     spans = []
@@ -33,7 +33,7 @@ def recorded(how, name="mlp", evaluate=False):
 
 @pytest.mark.parametrize("how", MANY.values(), ids=list(MANY))
 def test_recorded_actions_are_in_program_order_with_waits_in_between(how):
-    pipe, spans = recorded(how)
+    pipe, spans = record_step(how)
     for rank in range(how.ranks):
         mine = [span for span in spans if span.rank == rank]
         assert [span.action for span in mine if not span.waits] == list(how.actions(rank))
@@ -45,7 +45,7 @@ def test_recorded_actions_are_in_program_order_with_waits_in_between(how):
 
 
 def test_a_wait_is_recorded_before_the_action_that_needs_it():
-    _, spans = recorded(one_f_one_b(ranks=4, microbatches=4))
+    _, spans = record_step(one_f_one_b(ranks=4, microbatches=4))
     first = [next(str(span.action) for span in spans if span.rank == rank and span.waits) for rank in range(4)]
     assert first == ["0RECV_B0<1", "1RECV_B0<2", "2RECV_B0<3", "3RECV_F2<2"]
     for rank in range(4):
@@ -57,7 +57,7 @@ def test_a_wait_is_recorded_before_the_action_that_needs_it():
 
 
 def test_a_wait_begins_before_its_value_is_made_and_ends_after():
-    _, spans = recorded(one_f_one_b(ranks=4, microbatches=4))
+    _, spans = record_step(one_f_one_b(ranks=4, microbatches=4))
     made = {span.action: span for span in spans if not span.waits}
     waits = [span for span in spans if span.action.kind.startswith("RECV")]
     assert len(waits) > 8
@@ -68,7 +68,7 @@ def test_a_wait_begins_before_its_value_is_made_and_ends_after():
 
 
 def test_evaluation_is_recorded_too():
-    pipe, spans = recorded(one_f_one_b(ranks=4, microbatches=4), evaluate=True)
+    pipe, spans = record_step(one_f_one_b(ranks=4, microbatches=4), evaluate=True)
     for rank in range(4):
         mine = [span.action for span in spans if span.rank == rank and not span.waits]
         assert mine == list(forwards(pipe.schedule).actions(rank))
@@ -154,12 +154,12 @@ def test_events_are_read_after_the_step_and_put_on_the_clock_of_the_host():
 def test_a_step_on_a_device_waits_for_it_once(monkeypatch):
     """The same spans in the same order as with the host's clock, with as many events as it takes."""
     how = one_f_one_b(ranks=4, microbatches=4)
-    _, want = recorded(how)
+    _, want = record_step(how)
     stream = Stream(late=5.0)
     monkeypatch.setattr(
         recording, "stopwatch", lambda device, record: DeviceStopwatch(record, stream.event, stream.clock)
     )
-    _, spans = recorded(how)
+    _, spans = record_step(how)
     assert [span[:2] for span in spans] == [span[:2] for span in want]
     assert (stream.waited, stream.now) == (1, 2 * len(spans) + 1)
     first, last = min(span.start for span in spans), max(span.end for span in spans)

@@ -17,7 +17,7 @@ from schedules import one_f_one_b
 aten = torch.ops.aten
 
 
-def described(a, b, offsets):
+def describe_grouped(a, b, offsets):
     """A grouped product and its gradients: shape, strides, dtype and device of each."""
     product = torch.nn.functional.grouped_mm(a, b, offs=offsets)
     grads = torch.autograd.grad(product, [a, b], torch.empty_like(product))
@@ -31,7 +31,7 @@ def test_grouped_products_of_any_dtype(dtype, turned):
     b = torch.randn(3, *((24, 16) if turned else (16, 24)), dtype=dtype).transpose(1, 2 if turned else 1)
     arguments = a, b.requires_grad_(), torch.tensor([2, 3, 6], dtype=torch.int32)
     mode = fake_mode()
-    assert described(*map(mode.from_tensor, arguments)) == described(*arguments)
+    assert describe_grouped(*map(mode.from_tensor, arguments)) == describe_grouped(*arguments)
 
 
 def strides(function, tensors):

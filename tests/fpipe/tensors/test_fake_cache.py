@@ -40,7 +40,7 @@ def _shifted(x, y):
     return x
 
 
-def described(tensor, tensors):
+def describe(tensor, tensors):
     memory = [k for k, other in enumerate(tensors) if other.untyped_storage()._cdata == tensor.untyped_storage()._cdata]
     ours = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
     return *ours, tensor.requires_grad, tensor._is_view(), tensor._version, memory
@@ -52,7 +52,7 @@ def run(names, x, y):
     for name in names:
         made.append(OPERATIONS[name](made[-1], y))
     grads = torch.autograd.grad(made[-1].sum(), [x, y], allow_unused=True)
-    return [described(tensor, made) for tensor in made], [None if g is None else (g.shape, g.stride()) for g in grads]
+    return [describe(tensor, made) for tensor in made], [None if g is None else (g.shape, g.stride()) for g in grads]
 
 
 def leaves():

@@ -27,7 +27,7 @@ DTYPES = [
 ]
 
 
-def filled(shape, dtype):
+def fill(shape, dtype):
     numel = torch.Size(shape).numel()
     if dtype is torch.bool:
         return (torch.arange(numel) % 3 == 0).reshape(shape)
@@ -40,7 +40,7 @@ def filled(shape, dtype):
 def layouts(draw):
     """A tensor of any common dtype that has been permuted, sliced, expanded and squeezed."""
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    tensor = filled(shape, draw(st.sampled_from(DTYPES)))
+    tensor = fill(shape, draw(st.sampled_from(DTYPES)))
     for _ in range(draw(st.integers(0, 4))):
         change = draw(st.sampled_from(["permute", "step", "narrow", "expand", "select", "flip"]))
         dims = tensor.dim()

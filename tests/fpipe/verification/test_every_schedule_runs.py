@@ -61,7 +61,7 @@ def model_of(stages: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def built(how):
+def build(how):
     model = model_of(how.stages)
     x, y = torch.randn(2, 2 * how.microbatches, WIDTH)
     cuts = [str(s) for s in range(1, how.stages)]
@@ -72,7 +72,7 @@ def built(how):
 @settings(max_examples=few(60))
 @given(schedules())
 def test_every_synchronous_schedule_runs(how):
-    pipe, model, inputs, targets = built(how)
+    pipe, model, inputs, targets = build(how)
     out, grads = fpipe.value_and_grad(pipe, outputs=True)(*pipe.init(model), inputs, targets)
     got = Result(out.loss, out.outputs, grads, out.buffers)
     assert_same(got, loop_as_stated(pipe, model, mse, inputs, targets))
@@ -83,7 +83,7 @@ def test_every_synchronous_schedule_runs(how):
 @settings(max_examples=few(10))
 @given(schedules())
 def test_every_synchronous_schedule_evaluates(how):
-    pipe, model, inputs, targets = built(how)
+    pipe, model, inputs, targets = build(how)
     out = fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
     assert_same(
         Result(out.loss, out.outputs, {}, out.buffers), eval_loop(model, mse, inputs, targets, how.microbatches)
@@ -91,7 +91,7 @@ def test_every_synchronous_schedule_evaluates(how):
 
 
 def test_a_schedule_without_backward_evaluates_only():
-    pipe, model, inputs, targets = built(forward_only(ranks=3, microbatches=4))
+    pipe, model, inputs, targets = build(forward_only(ranks=3, microbatches=4))
     out = fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
     assert_same(Result(out.loss, out.outputs, {}, out.buffers), eval_loop(model, mse, inputs, targets, 4))
     for use in (fpipe.value_and_grad, fpipe.reference):
@@ -102,4 +102,4 @@ def test_a_schedule_without_backward_evaluates_only():
 @pytest.mark.parametrize("made", NOT_YET)
 def test_schedules_that_fpipe_does_not_run_yet_are_refused(made):
     with pytest.raises(fpipe.InputError, match=r"expected (actions of kinds F .*|whole microbatches).*be checked"):
-        built(made(ranks=2, microbatches=4))
+        build(made(ranks=2, microbatches=4))

@@ -14,7 +14,7 @@ from tests.common.sizes import few
 SEED = 5
 
 
-def expected(description, rows, microbatches):
+def run_loop(description, rows, microbatches):
     """What a plain loop computes; of a model whose own backward fails, nothing is expected."""
     case = case_of(description)
     model, inputs, targets = case.make(rows)
@@ -33,7 +33,7 @@ def require_exact_at_random_cuts(description, data, capture, names):
     cuts = tuple(name for name in names if name in chosen)
     how = data.draw(schedules_of(len(cuts) + 1, microbatches))
     evenly = data.draw(st.sampled_from([False, False, False, True]))
-    case, want = case_of(description), expected(description, rows, microbatches)
+    case, want = case_of(description), run_loop(description, rows, microbatches)
     built = build_unless_refused(description, case, how, rows, None if evenly else cuts, capture)
     if built is None:
         return

@@ -75,7 +75,7 @@ def batch(rows=6):
     return torch.randn(rows, 4), torch.randn(rows, 2)
 
 
-def built(backward="autograd", model=None, loss=None, **options):
+def build(backward="autograd", model=None, loss=None, **options):
     torch.manual_seed(0)
     model, loss, (x, y) = model or Model(), loss or Loss(), batch()
     how = one_f_one_b(ranks=2, microbatches=3)
@@ -85,7 +85,7 @@ def built(backward="autograd", model=None, loss=None, **options):
     return pipe, model, loss, x, y
 
 
-def stepped(pipe, model, x, y):
+def run_step(pipe, model, x, y):
     return run(pipe, model, (x,), y)
 
 
@@ -196,7 +196,7 @@ BOTH = ["frozen", "a dropout rate", "an attribute"]  # the rest does not depend 
 )
 def test_a_changed_model_is_an_error_at_the_next_step_that_names_the_change(what, backward):
     change, words = CHANGES[what]
-    pipe, model, _, x, y = built(backward)
+    pipe, model, _, x, y = build(backward)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
     step(*state, (x,), y)
     change(model)
@@ -206,42 +206,42 @@ def test_a_changed_model_is_an_error_at_the_next_step_that_names_the_change(what
 
 @pytest.mark.parametrize("backward", WAYS)
 def test_a_change_that_is_undone_is_allowed(backward):
-    pipe, model, _, x, y = built(backward)
-    before = stepped(pipe, model, x, y)
+    pipe, model, _, x, y = build(backward)
+    before = run_step(pipe, model, x, y)
     for name, change, back in [("gain", 2.0, float("1.0")), ("mask", None, model.blocks[1].mask)]:
         setattr(model.blocks[1], name, change)
         with pytest.raises(fpipe.InputError, match=name):
-            stepped(pipe, model, x, y)
+            run_step(pipe, model, x, y)
         setattr(model.blocks[1], name, back)
-        assert_same(stepped(pipe, model, x, y), before)
+        assert_same(run_step(pipe, model, x, y), before)
 
 
 def test_an_error_lists_only_a_few_changes():
-    pipe, model, _, x, y = built()
+    pipe, model, _, x, y = build()
     model.eval().requires_grad_(False)
     with pytest.raises(fpipe.InputError, match=r"blocks\.0\.linear.*'bias'.*; and \d+ more, as when") as caught:
-        stepped(pipe, model, x, y)
+        run_step(pipe, model, x, y)
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("backward", WAYS)
 def test_state_that_no_capture_has_read_may_change(backward):
     """Bookkeeping on a model, a helper, a loss or in a table, and counters that only count."""
-    pipe, model, loss, x, y = built(backward)
-    stepped(pipe, model, x, y)
+    pipe, model, loss, x, y = build(backward)
+    run_step(pipe, model, x, y)
     model.epoch = model.blocks[0].unread = model.blocks[0].common.unread = loss.unread = 7
     TABLE["unread"] += 1
     model.head.train(False)  # a linear layer has no modes
     model(x)  # counts its calls
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    got = stepped(pipe, model, x, y)
+    got = run_step(pipe, model, x, y)
     model.zero_grad()
     assert_same(got, loop(model, loss, (x,), y, 3))
 
 
 def test_evaluations_have_their_own_modes_and_flags():
-    pipe, model, loss, x, y = built()
+    pipe, model, loss, x, y = build()
     fpipe.evaluate(pipe)(*pipe.init(model), (x,), y)
     state = pipe.init(model)
     model.eval().requires_grad_(False)
@@ -253,7 +253,7 @@ def test_evaluations_have_their_own_modes_and_flags():
 
 
 def test_the_reference_and_verify_notice_too():
-    pipe, model, _, x, y = built()
+    pipe, model, _, x, y = build()
     model.blocks[0].gain = 2.0
     state = dict(model.named_parameters()), dict(model.named_buffers())
     for call in (lambda: fpipe.reference(pipe)(*state, (x,), y), lambda: fpipe.verify(pipe, model, (x,), y)):
@@ -263,11 +263,11 @@ def test_the_reference_and_verify_notice_too():
 
 def test_a_change_before_another_kind_of_batch_is_noticed():
     """What a later capture reads is compared with what was there when the pipeline was built, not with what is."""
-    pipe, model, _, _, _ = built()
+    pipe, model, _, _, _ = build()
     model.blocks[0].gain = 2.0
     x, y = batch(9)
     with pytest.raises(fpipe.InputError, match=r"'gain': got 2.0, expected 1.0"):
-        stepped(pipe, model, x, y)
+        run_step(pipe, model, x, y)
     model.blocks[0].gain, model.blocks[0].norm.eps = 1.0, 0.1
     with pytest.raises(fpipe.InputError, match=r"'eps': got 0.1, expected 1e-05"):
         fpipe.evaluate(pipe)(*pipe.init(model), (x,), y)
@@ -289,30 +289,30 @@ def counted_loss(weight):
 
 def test_by_autograd_a_loss_reads_current_values():
     loss, change = counted_loss(1.0)
-    pipe, model, _, x, y = built(loss=loss)
-    stepped(pipe, model, x, y)
+    pipe, model, _, x, y = build(loss=loss)
+    run_step(pipe, model, x, y)
     change(3.0)
-    assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
+    assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
 def test_by_autograd_a_loss_reads_its_current_attributes(monkeypatch):
-    pipe, model, loss, x, y = built()
-    stepped(pipe, model, x, y)
+    pipe, model, loss, x, y = build()
+    run_step(pipe, model, x, y)
     loss.weight = 3.0
     monkeypatch.setitem(TABLE, "scale", 0.5)
     monkeypatch.setattr(Block, "kind", 2.0)  # blocks run as themselves
-    assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
+    assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
 def test_changing_what_a_recorded_loss_closes_over_is_an_error():
     loss, change = counted_loss(1.0)
-    pipe, model, _, x, y = built("graph", loss=loss)
-    stepped(pipe, model, x, y)
+    pipe, model, _, x, y = build("graph", loss=loss)
+    run_step(pipe, model, x, y)
     change(3.0)
     words = r"counted_loss.<locals>.loss, which closes over 'weight': got 3.0, expected 1.0, as when it was captured"
     with pytest.raises(fpipe.InputError, match=words + r".*pass it with the batch.*pipe\.rebuilt"):
-        stepped(pipe, model, x, y)
-    assert_same(stepped(pipe.rebuilt(model), model, x, y), loop(model, loss, (x,), y, 3))
+        run_step(pipe, model, x, y)
+    assert_same(run_step(pipe.rebuilt(model), model, x, y), loop(model, loss, (x,), y, 3))
 
 
 OUTSIDE = {
@@ -330,34 +330,34 @@ OUTSIDE = {
 @pytest.mark.parametrize("what", OUTSIDE)
 def test_changing_state_outside_the_model_that_a_graph_has_read_is_an_error(what, monkeypatch):
     change, words = OUTSIDE[what]
-    pipe, model, loss, x, y = built("graph")
-    stepped(pipe, model, x, y)
+    pipe, model, loss, x, y = build("graph")
+    run_step(pipe, model, x, y)
     change(loss, monkeypatch)
     with pytest.raises(fpipe.InputError, match=words):
-        stepped(pipe, model, x, y)
+        run_step(pipe, model, x, y)
     monkeypatch.undo()
-    assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
+    assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
 def test_changing_state_that_a_cut_module_has_read_is_an_error(monkeypatch):
-    pipe, model, _, x, y = built("autograd")
+    pipe, model, _, x, y = build("autograd")
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
     with pytest.raises(fpipe.InputError, match=r"global 'FACTOR': got 2.0, expected 1.0"):
-        stepped(pipe, model, x, y)
+        run_step(pipe, model, x, y)
 
 
 def test_changing_a_loss_module_is_noticed():
     for backward in WAYS:
         loss = nn.SmoothL1Loss()
-        pipe, model, _, x, y = built(backward, loss=loss)
+        pipe, model, _, x, y = build(backward, loss=loss)
         loss.beta = 0.5
         if backward == "autograd":
-            assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
+            assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
         else:
             with pytest.raises(
                 fpipe.InputError, match=r"\(SmoothL1Loss\) of the loss, attribute 'beta': got 0.5, expe"
             ):
-                stepped(pipe, model, x, y)
+                run_step(pipe, model, x, y)
 
 
 @pytest.mark.parametrize("capture", ["export", "dynamo", "fx"])
@@ -367,7 +367,7 @@ def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
     loss = Loss()
     how = one_f_one_b(ranks=2, microbatches=3)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=["2"], capture=capture)
-    stepped(pipe, model, x, y)
+    run_step(pipe, model, x, y)
     for change, words in [
         (lambda: setattr(model[1], "p", 0.5), r"module 1 \(Dropout\), attribute 'p': got 0.5"),
         (lambda: model[0].requires_grad_(False), r"module 0 \(Linear\), parameter 'weight'"),
@@ -375,7 +375,7 @@ def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
     ]:
         change()
         with pytest.raises(fpipe.InputError, match=words):
-            stepped(pipe, model, x, y)
+            run_step(pipe, model, x, y)
         pipe = pipe.rebuilt(model)
 
 
@@ -390,10 +390,10 @@ def test_front_ends_that_make_a_graph_notice_every_change(capture, monkeypatch):
     ],
 )
 def test_a_rebuilt_pipeline_computes_the_changed_model(what, backward):
-    pipe, model, loss, x, y = built(backward)
+    pipe, model, loss, x, y = build(backward)
     CHANGES[what][0](model)
     again = pipe.rebuilt(model)
-    assert_same(stepped(again, model, x, y), loop(model, loss, (x,), y, 3))
+    assert_same(run_step(again, model, x, y), loop(model, loss, (x,), y, 3))
     assert (again.schedule, again.captures.cuts, again.ranks) == (pipe.schedule, pipe.captures.cuts, pipe.ranks)
     assert fpipe.verify(again, model, (x,), y).eager
 
@@ -403,7 +403,7 @@ def test_a_rebuilt_pipeline_computes_the_changed_model(what, backward):
 
 @pytest.mark.parametrize("backward", WAYS)
 def test_a_deleted_model_is_freed_and_not_compared(backward):
-    pipe, model, loss, x, y = built(backward)
+    pipe, model, loss, x, y = build(backward)
     state, want = pipe.init(model), loop(model, loss, (x,), y, 3)
     held = [model, model.blocks[0].common, model.blocks[0].mask, *model.parameters(), *model.modules()]
     refs = [weakref.ref(one) for one in held]
@@ -414,7 +414,7 @@ def test_a_deleted_model_is_freed_and_not_compared(backward):
 
 
 def test_a_part_that_outlives_the_model_is_still_compared():
-    pipe, model, _, x, y = built()
+    pipe, model, _, x, y = build()
     state, norm = pipe.init(model), model.blocks[1].norm
     del model
     gc.collect()
@@ -446,7 +446,7 @@ def test_state_that_the_model_sets_itself_is_not_a_change():
     how = one_f_one_b(ranks=2, microbatches=3)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, cuts=["1"])
     assert fpipe.verify(pipe, model, (x,), y).eager, "which calls the model"
-    assert_same(stepped(pipe, model, x, y), loop(model, loss, (x,), y, 3))
+    assert_same(run_step(pipe, model, x, y), loop(model, loss, (x,), y, 3))
 
 
 # --------------------------------------------------------------------------------------------------------------- parts

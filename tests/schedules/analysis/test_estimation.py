@@ -42,7 +42,7 @@ def costs_by_stage(draw, stages):
     return Costs(**by_stage, **halves, comm=draw(st.just(0.0) | TIMES))
 
 
-def measured(how, costs):
+def measure(how, costs):
     """The simulated timeline, with a span of a wait wherever a rank of a chain waits for a value."""
     last = [0.0] * how.ranks
     for span in spans(how, costs):
@@ -62,7 +62,7 @@ def close(costs):
 @given(st.data(), schedules([gpipe, one_f_one_b, zb_h1, interleaved_1f1b]))
 def test_costs_are_recovered_from_the_timeline_they_made(data, how):
     costs = data.draw(costs_by_stage(how.stages))
-    found = estimate(how, measured(how, costs))
+    found = estimate(how, measure(how, costs))
     if how.ranks > 1:
         assert vars(found) | {"comm": 0} == close(costs) | {"C": None, "R": None, "OVERLAP_F": None, "comm": 0}
         assert found.comm == pytest.approx(costs.comm), "the first value of a step is always waited for"
@@ -72,7 +72,7 @@ def test_costs_are_recovered_from_the_timeline_they_made(data, how):
 def test_simulated_waits_are_the_idle_time_of_a_rank(data, how):
     """Whether there are spans of them, or not."""
     costs = data.draw(costs_by_stage(how.stages))
-    found, want = summarize(measured(how, costs), how), simulate(how, costs)
+    found, want = summarize(measure(how, costs), how), simulate(how, costs)
     assert found.waited == pytest.approx(want.waited)
     assert want.waited == pytest.approx(
         tuple(idle - before for idle, before in zip(want.idle, outside(how, costs), strict=True))
@@ -83,7 +83,7 @@ def test_simulated_waits_are_the_idle_time_of_a_rank(data, how):
 @given(schedules([gpipe, one_f_one_b, interleaved_1f1b]))
 def test_a_picture_with_waits_differs_only_where_a_rank_is_idle(how):
     costs = Costs(F=1, B=2, comm=1)
-    picture = texts({"": measured(how, costs)})
+    picture = texts({"": measure(how, costs)})
     assert picture.replace("-", ".") == text(how, costs)
     for line in picture.splitlines():
         assert "." not in line[: line.rindex("B")], "each was waited for"
@@ -124,7 +124,7 @@ def test_costs_of_halves_and_whole_backwards_are_derived_from_each_other():
 def test_disturbed_actions_and_hidden_transfers_do_not_count():
     how = one_f_one_b(2, 5)
     costs = Costs(F=1, B=2, comm=0.5)
-    timeline = list(measured(how, costs))
+    timeline = list(measure(how, costs))
     slow = [span._replace(end=span.end + 100) if span.action == F(0, 4) else span for span in timeline]
     assert estimate(how, slow) == estimate(how, timeline)
     late = [Span(1, Action("RECV_F", 1, i, 0), 500, 600) for i in range(5)]  # they had been sent long before
@@ -142,7 +142,7 @@ def test_a_fused_pair_sends_when_both_are_done():
 
 def test_steps_are_pooled_but_not_mixed():
     how = one_f_one_b(2, 3)
-    steps = [list(measured(how, Costs(F=time, B=2, comm=1))) for time in (1, 1.25, 1.5)]
+    steps = [list(measure(how, Costs(F=time, B=2, comm=1))) for time in (1, 1.25, 1.5)]
     found = estimate(how, *steps)
     assert found.F == (1.25, 1.25)
     assert found.comm == 1

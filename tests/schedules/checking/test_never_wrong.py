@@ -19,7 +19,7 @@ from schedules.testing.mutants import EditedProgram, mutant_programs
 often = settings(max_examples=settings().max_examples * 2, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def accepted(plan, graph=None):
+def is_accepted(plan, graph=None):
     try:
         check(plan, graph)
     except ScheduleError:
@@ -58,7 +58,7 @@ def test_a_schedule_is_accepted_exactly_if_it_computes_the_whole_model(case, dat
     schedule, graph = case
     for _ in range(10):
         mutant = data.draw(mutants(schedule))
-        assert accepted(mutant, graph) == computes(mutant, graph)
+        assert is_accepted(mutant, graph) == computes(mutant, graph)
 
 
 @often
@@ -67,10 +67,10 @@ def test_a_program_is_accepted_exactly_if_it_runs_over_either_network(case, data
     program = lower(*case)
     for _ in range(10):
         mutant = data.draw(mutant_programs(program))
-        assert accepted(mutant) == runs(mutant)
+        assert is_accepted(mutant) == runs(mutant)
 
 
-def judged(*rows):
+def judge(*rows):
     rows = tuple(tuple(map(parse, row.split())) for row in rows)
     with pytest.raises(ScheduleError) as caught:
         check(EditedProgram(gpipe(2, 1), chain(2), rows))
@@ -94,4 +94,4 @@ FIRST, SECOND = "0RECV_B0<1 0F0 0SEND_F0>1 0B0", "1RECV_F0<0 1F0 1B0 1SEND_B0>0"
     ],
 )
 def test_a_wrong_program_is_refused_with_the_reason(rows, why):
-    assert why in judged(*rows)
+    assert why in judge(*rows)

@@ -40,7 +40,7 @@ def peaks(schedule):
     return list(simulate(schedule).peak_memory)
 
 
-def declared(schedule):
+def declared_memory(schedule):
     return [schedule.memory(rank) for rank in range(schedule.ranks)]
 
 
@@ -60,7 +60,7 @@ def pair_formula(half, costs):
 @given(even, st.integers(2, 40))
 def test_the_peak_memory_is_the_declared_limit(P, M):
     for s in (chimera(P, M), dualpipe(P, M), dualpipe_v(P, M), dualpipe_v(P - 1, M - 1)):
-        assert peaks(s) == declared(s)
+        assert peaks(s) == declared_memory(s)
         check(s)
 
 

@@ -27,7 +27,7 @@ QUARTERS = st.integers(1, 40).map(lambda quarters: quarters / 4)
 
 
 @st.composite
-def made(draw, factory):
+def members(draw, factory):
     """What `factory` makes of any sizes that it does not refuse."""
     names = inspect.signature(factory).parameters
     try:
@@ -36,21 +36,21 @@ def made(draw, factory):
         reject()
 
 
-def named(factories):
+def parametrize(factories):
     return {"argvalues": factories, "ids": [factory.__name__ for factory in factories]}
 
 
-@pytest.mark.parametrize("factory", **named(EVERY))
+@pytest.mark.parametrize("factory", **parametrize(EVERY))
 @given(data=st.data())
 def test_any_member_is_correct_within_its_limits_and_round_trips(factory, data):
-    schedule = data.draw(made(factory))
+    schedule = data.draw(members(factory))
     check(schedule)
     require_round_trip(schedule)
     peak = simulate(schedule).peak_memory
     assert all(held <= schedule.memory(rank) + 1e-9 for rank, held in enumerate(peak))
 
 
-@pytest.mark.parametrize("factory", **named([factory for factory in EVERY if factory is not forward_only]))
+@pytest.mark.parametrize("factory", **parametrize([factory for factory in EVERY if factory is not forward_only]))
 def test_the_family_conforms(factory):
     conformance(factory)()
 
@@ -93,22 +93,22 @@ def idle(schedule, costs):
     return timeline.makespan - max(timeline.busy)
 
 
-@pytest.mark.parametrize("factory", **named(OURS))
+@pytest.mark.parametrize("factory", **parametrize(OURS))
 @given(data=st.data(), F=QUARTERS, B=QUARTERS, U=QUARTERS)
 def test_idle_time_matches_the_docstring(factory, data, F, B, U):
-    schedule = data.draw(made(factory))
+    schedule = data.draw(members(factory))
     P, M, *rest = (value for _, value in schedule.arguments)
     assert idle(schedule, Costs(F=F, B=B, U=U)) == pytest.approx(IDLE[factory](P, M, F, B, *rest))
 
 
-@given(s=made(interleaved_zero_bubble), F=QUARTERS, I=QUARTERS, W=QUARTERS)
+@given(s=members(interleaved_zero_bubble), F=QUARTERS, I=QUARTERS, W=QUARTERS)
 def test_idle_time_with_deferred_weight_gradients_matches_the_docstring(s, F, I, W):  # noqa: E741 - the action's name
     W = min(F, W)
     if s.microbatches >= s.ranks:
         assert idle(s, Costs(F=F, I=I, W=W)) == pytest.approx((s.ranks - 1) * (F + I - min(I, W)))
 
 
-@given(eager=made(eager_1f1b), grouped=made(kfkb), F=QUARTERS, B=QUARTERS, share=st.floats(0, 1))
+@given(eager=members(eager_1f1b), grouped=members(kfkb), F=QUARTERS, B=QUARTERS, share=st.floats(0, 1))
 def test_idle_time_with_overlapped_transfers_matches_the_docstrings(eager, grouped, F, B, share):
     comm = share * (F + B) / 2
     assert idle(eager, Costs(F=F, B=B, comm=comm)) == pytest.approx((eager.ranks - 1) * (F + B + 2 * comm))
@@ -116,10 +116,10 @@ def test_idle_time_with_overlapped_transfers_matches_the_docstrings(eager, group
     assert idle(grouped, Costs(F=F, B=B, comm=comm)) == pytest.approx((grouped.ranks - 1) * (F + B + 2 * comm))
 
 
-@pytest.mark.parametrize("factory", **named(KEEPING))
+@pytest.mark.parametrize("factory", **parametrize(KEEPING))
 @given(data=st.data(), F=QUARTERS, B=QUARTERS)
 def test_peak_memory_is_the_limit(factory, data, F, B):
-    schedule = data.draw(made(factory))
+    schedule = data.draw(members(factory))
     limits = [schedule.memory(rank) for rank in range(schedule.ranks)]
     assert list(simulate(schedule, Costs(F=F, B=B)).peak_memory) == pytest.approx(limits)
 
@@ -138,7 +138,7 @@ def versions(schedule, rank):
     return most
 
 
-@given(stashed=made(pipedream), doubled=made(pipedream_2bw))
+@given(stashed=members(pipedream), doubled=members(pipedream_2bw))
 def test_the_number_of_weight_versions_matches_the_docstring(stashed, doubled):
     P, M = stashed.ranks, stashed.microbatches
     for rank in range(P):
@@ -148,7 +148,7 @@ def test_the_number_of_weight_versions_matches_the_docstring(stashed, doubled):
     assert all(versions(doubled, rank) <= doubled.versions(rank) == 2 for rank in range(doubled.ranks))
 
 
-@given(made(pipedream_2bw))
+@given(members(pipedream_2bw))
 def test_updates_come_after_every_group_and_after_the_remainder(s):
     M, accumulate = s.microbatches, dict(s.arguments)["accumulate"]
     for row in rows(s, without="F"):
@@ -157,7 +157,7 @@ def test_updates_come_after_every_group_and_after_the_remainder(s):
         assert updates == [*range(accumulate - 1, M - 1, accumulate), M - 1]
 
 
-@given(s=made(gpipe), k=st.integers(1, 5))
+@given(s=members(gpipe), k=st.integers(1, 5))
 def test_families_coincide_at_their_special_sizes(s, k):
     P, M = s.ranks, s.microbatches
     one = rows(one_f_one_b(P, M))
@@ -174,7 +174,7 @@ def test_one_wave_is_chimera_with_its_replicas_merged(P, R):
     assert rows(hanayo(P, P * R)) == [[a._replace(microbatch=a.microbatch // 2) for a in row] for row in folded]
 
 
-@given(s=made(interleaved_1f1b) | made(interleaved_zero_bubble))
+@given(s=members(interleaved_1f1b) | members(interleaved_zero_bubble))
 def test_interleaved_schedules_are_those_of_torch_for_all_sizes_that_it_takes(s):
     P, M, V = (value for _, value in s.arguments)
     stage = SimpleNamespace(group_rank=0, group_size=P, num_stages=P * V, submod=None)

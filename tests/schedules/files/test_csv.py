@@ -37,11 +37,11 @@ from tests.common.rows import rows
 from tests.common.sizes import few
 
 
-def read(text):
+def read_text(text):
     return read_csv(io.StringIO(text))
 
 
-def written(plan, **words):
+def write(plan, **words):
     file = io.StringIO()
     write_csv(plan, file, **words)
     return file.getvalue()
@@ -84,7 +84,7 @@ def test_a_table_has_the_placement_and_sizes_of_its_actions(case):
     assert rows(s) == found
     assert (s.ranks, s.microbatches, s.placement, s.slices) == (placement.ranks, M, placement, k)
     assert s.backward == any(action.kind not in {"F", "C", "OVERLAP_F"} for row in found for action in row)
-    assert rows(read(written(s))) == found
+    assert rows(read_text(write(s))) == found
 
 
 @settings(deadline=None)
@@ -92,9 +92,9 @@ def test_a_table_has_the_placement_and_sizes_of_its_actions(case):
 def test_a_file_has_the_placement_and_sizes_of_its_actions(case):
     found, placement, (M, _) = case
     text = "\n".join(",".join(map(str, row)) for row in found)
-    plan = read(text)
+    plan = read_text(text)
     assert rows(plan) == found
-    assert rows(read(written(plan))) == found
+    assert rows(read_text(write(plan))) == found
     if any(action.peer is not None for row in found for action in row):
         assert rows(plan.schedule) == [[action for action in row if action.peer is None] for row in found]
         assert (plan.schedule.placement, plan.schedule.microbatches) == (placement, M)
@@ -103,18 +103,18 @@ def test_a_file_has_the_placement_and_sizes_of_its_actions(case):
 @settings(deadline=None)
 @given(schedules(FAMILIES) | orders().map(lambda case: case[0]))
 def test_schedules_are_read_back_as_written(s):
-    again = read(written(s))
+    again = read_text(write(s))
     assert rows(again) == rows(s)
     assert (again.microbatches, again.placement) == (s.microbatches, s.placement)
     assert (again.slices, again.backward) == (s.slices, s.backward)
-    assert written(again) == written(s)
+    assert write(again) == write(s)
 
 
 @settings(deadline=None)
 @given(schedules(FAMILIES))
 def test_programs_of_chains_are_read_back_as_written(s):
     program = lower(s)
-    again = read(written(program))
+    again = read_text(write(program))
     assert rows(again) == rows(program)
     if isinstance(again, Listing):
         assert (again.graph, again.channels) == (program.graph, program.channels)
@@ -124,12 +124,12 @@ def test_programs_of_chains_are_read_back_as_written(s):
 @settings(deadline=None)
 @given(orders().map(lambda case: case[0]), st.data())
 def test_idle_slots_blanks_and_line_ends_are_ignored(s, data):
-    cells = [line.split(",") for line in written(s).splitlines()]
+    cells = [line.split(",") for line in write(s).splitlines()]
     for row in cells:
         nothing = data.draw(st.sampled_from(["", " ", "\t", "0UNSHARD", "0RESHARD", "0REDUCE_GRAD"]))
         row.insert(data.draw(st.integers(0, len(row))), nothing)
     end = data.draw(st.sampled_from(["\n", "\r\n"]))
-    assert rows(read(end.join(map(", ".join, cells)))) == rows(s)
+    assert rows(read_text(end.join(map(", ".join, cells)))) == rows(s)
 
 
 def test_files_are_named_by_path_or_text(tmp_path):
@@ -142,7 +142,7 @@ def test_files_are_named_by_path_or_text(tmp_path):
 
 
 def test_the_placement_is_read_from_the_table():
-    s = read("0F0,3F0,,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    s = read_text("0F0,3F0,,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     assert s.placement == Placement(2, (0, 1, 1, 0))
     assert (s.stages, s.microbatches) == (4, 1)
     check(s)
@@ -150,7 +150,7 @@ def test_the_placement_is_read_from_the_table():
 
 def test_a_table_is_an_ordinary_schedule():
     s = table(rows=("0F0,0B0",))
-    assert s == read("0F0,0B0\n")
+    assert s == read_text("0F0,0B0\n")
     assert repr(s) == "table(rows=('0F0,0B0',))"
     assert list(s.actions(0)) == [F(0, 0), B(0, 0)]
     assert pickle.loads(pickle.dumps(s)) == s
@@ -158,16 +158,16 @@ def test_a_table_is_an_ordinary_schedule():
 
 
 def test_even_and_odd_microbatches_on_two_lines_are_a_bidirectional_schedule():
-    s = read("0F0,1F1,1B1,0B0,0G0,1G1\n0F1,1F0,1B0,0B1,0G1,1G0\n")
+    s = read_text("0F0,1F1,1B1,0B0,0G0,1G1\n0F1,1F0,1B0,0B1,0G1,1G0\n")
     assert s.placement == Placement(2, (0, 1), ((1, 0),))
     check(s)
 
 
 def test_a_fused_pair_is_one_cell_and_two_actions():
-    s = read("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    s = read_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert list(map(str, s.actions(0))) == ["0F0", "0OVERLAP_F1", "0B0", "0B1"]
-    assert written(s) == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
-    assert rows(read("0F0,0OVERLAP_F1,0B0,0B1\n")) == rows(s)
+    assert write(s) == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"
+    assert rows(read_text("0F0,0OVERLAP_F1,0B0,0B1\n")) == rows(s)
     check(s)
 
 
@@ -175,9 +175,9 @@ def test_a_fused_pair_is_one_cell_and_two_actions():
 @given(orders())
 def test_a_program_is_written_with_its_transfers(case):
     program = lower(*case)
-    lines = written(program).splitlines()[: program.schedule.ranks]
+    lines = write(program).splitlines()[: program.schedule.ranks]
     assert all(str(parse(cell)) == cell for line in lines for cell in line.split(",") if not cell.endswith("F_B"))
-    again = read(written(program))
+    again = read_text(write(program))
     assert rows(again) == rows(program)
     check(again)
     if isinstance(again, Listing):
@@ -191,7 +191,7 @@ def test_a_program_is_written_with_its_transfers(case):
 @given(orders())
 def test_a_schedule_is_written_with_the_graph_that_it_is_for(case):
     s = connect(*case)
-    again = read(written(s))
+    again = read_text(write(s))
     assert rows(again) == rows(s)
     assert graph_of(again, None) == s.graph
     check(again)
@@ -211,15 +211,15 @@ def test_a_schedule_is_written_with_the_graph_that_it_is_for(case):
 def test_a_malformed_graph_is_refused(line, message):
     for rows_ in ("0F0,0B0\n1F0,1B0\n", "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"):
         with pytest.raises(TableError, match=message):
-            read(rows_ + line)
+            read_text(rows_ + line)
 
 
 def test_a_fused_pair_with_an_input_half_is_one_cell():
     s = table(rows=("0F0,0OVERLAP_F1,0I0,0W0,0B1",))
-    assert written(s) == "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n"
-    assert written(s, words=pipelining) == written(s)
+    assert write(s) == "0F0,(0F1;0I0)OVERLAP_F_B,0W0,0B1\n"
+    assert write(s, words=pipelining) == write(s)
     sliced = table(rows=("0F0.0,0F0.1,0OVERLAP_F1.0,0I0.1,0B0.0",))
-    assert written(sliced) == "0F0.0,0F0.1,(0F1.0;0I0.1)OVERLAP_F_B,0B0.0\n"
+    assert write(sliced) == "0F0.0,0F0.1,(0F1.0;0I0.1)OVERLAP_F_B,0B0.0\n"
 
 
 @settings(deadline=None)
@@ -228,44 +228,44 @@ def test_the_graph_is_read_from_transfers(data):
     s = data.draw(schedules([gpipe, one_f_one_b]).filter(lambda s: s.ranks > 1))
     graph = data.draw(graphs(s.stages) | st.just(chain(s.stages)))
     program = lower(s, graph)
-    theirs, *_ = written(program).split("graph")
-    again = read(theirs)
+    theirs, *_ = write(program).split("graph")
+    again = read_text(theirs)
     assert (again.graph, again.channels) == (graph, program.channels)
 
 
 def test_a_chain_within_a_rank_is_read_as_a_chain():
-    s = read("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    s = read_text("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
     for words in ({}, {"words": pipelining}):
-        assert read(written(lower(s), **words)).graph == chain(4)
+        assert read_text(write(lower(s), **words)).graph == chain(4)
 
 
 def test_a_chain_is_read_as_a_chain_on_any_route():
-    s = read("0F0,1F0,2F0,2B0,1B0,0B0,0F1,0B1,1G0,2G0\n1F1,2F1,2B1,1B1,1G1,2G1\n")
+    s = read_text("0F0,1F0,2F0,2B0,1B0,0B0,0F1,0B1,1G0,2G0\n1F1,2F1,2B1,1B1,1G1,2G1\n")
     check(s)
     program = lower(s)
-    again = read(written(program))
+    again = read_text(write(program))
     assert (again.graph, again.channels, rows(again)) == (chain(3), program.channels, rows(program))
 
 
 def test_a_transfer_missing_at_both_ends_is_a_violation():
-    text = written(lower(gpipe(ranks=3, microbatches=1)))
+    text = write(lower(gpipe(ranks=3, microbatches=1)))
     for cell in ("1SEND_F0>2,", "1WAIT_F0>2", "2RECV_F0<1,"):
         assert cell in text
         text = text.replace(cell, "")
     with pytest.raises(ScheduleError):
-        check(read(text))
+        check(read_text(text))
 
 
 def test_transfers_that_name_some_edges_give_a_graph_of_those_only():
-    s = read("0F0,1F0,1B0,0B0\n2F0,2B0\n")
+    s = read_text("0F0,1F0,1B0,0B0\n2F0,2B0\n")
     edges = frozenset({(0, 2)})
-    theirs, _ = written(lower(s, Graph(3, edges | {(0, 1)}, edges))).split("graph")
-    assert read(theirs).graph == Graph(3, edges, edges)
+    theirs, _ = write(lower(s, Graph(3, edges | {(0, 1)}, edges))).split("graph")
+    assert read_text(theirs).graph == Graph(3, edges, edges)
 
 
 def test_files_for_torch_have_no_waits():
     s = lower(one_f_one_b(ranks=2, microbatches=2))
-    again = read(written(s, words=pipelining))
+    again = read_text(write(s, words=pipelining))
     assert rows(again) == [[action for action in row if "WAIT" not in action.kind] for row in rows(s)]
 
 
@@ -287,7 +287,7 @@ def test_files_for_torch_have_no_waits():
 )
 def test_writing_what_torch_cannot_read_is_refused(plan, message):
     with pytest.raises(TableError, match=message):
-        written(plan, words=pipelining)
+        write(plan, words=pipelining)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_writing_what_torch_cannot_read_is_refused(plan, message):
 )
 def test_malformed_tables_are_refused(text, message):
     with pytest.raises(TableError, match=message):
-        read(text)
+        read_text(text)
 
 
 @pytest.mark.parametrize("given", [["0F0"], "0F0", (b"0F0",), (), None])
@@ -342,10 +342,10 @@ WORDS = ["0F0", "1F0", "1F1", "0B0", ",", ",", ",", "\n", "0SEND_F0", "1RECV_F0<
 @example("\ud800")
 def test_any_text_is_read_or_refused(text):
     try:
-        plan = read(text)
+        plan = read_text(text)
     except TableError:
         return
-    assert rows(read(written(plan))) == rows(plan)
+    assert rows(read_text(write(plan))) == rows(plan)
 
 
 @given(st.binary())
@@ -359,6 +359,6 @@ def test_any_file_is_read_or_refused(tmp_path_factory, data):
 def test_torch_reads_the_same_actions():
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     s = split_backward(one_f_one_b(ranks=2, microbatches=3))
-    for rank, line in enumerate(written(s).splitlines()):
+    for rank, line in enumerate(write(s).splitlines()):
         theirs = [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
         assert list(map(str, theirs)) == list(map(str, s.actions(rank)))

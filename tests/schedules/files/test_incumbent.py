@@ -52,21 +52,21 @@ def runtime(ranks, chunks, microbatches, defer=False):
     return incumbent._PipelineScheduleRuntime(stages(ranks, chunks), microbatches, defer_pp_recv=defer)
 
 
-def lowered(order, defer=False):
+def lower_by_torch(order, defer=False):
     """Its own lowering of one of its schedules."""
     done = runtime(order.pp_group_size, len(order._stages), order._n_microbatches, defer)
     done._prepare_schedule_with_comms({rank: [*row] for rank, row in order.pipeline_order.items()})
     return done
 
 
-def dumped(order, kind):
+def dump(order, kind):
     """What we read in the file that it writes."""
     with TemporaryDirectory() as folder:
         order._dump_csv(path := Path(folder) / "order.csv", kind)
         return read_csv(path)
 
 
-def loaded(plan):
+def load_in_torch(plan):
     """What it reads in the file that we write, and its own file of that."""
     program = not isinstance(plan, Schedule)
     s = plan.schedule if program else plan
@@ -108,7 +108,7 @@ def ends(program):
 @settings(deadline=None)
 @given(orders())
 def test_the_five_schedules_of_torch_pass(order):
-    s = dumped(order, "compute_only")
+    s = dump(order, "compute_only")
     check(s)
     assert (s.ranks, s.stages, s.microbatches) == (order.pp_group_size, order._num_stages, order._n_microbatches)
     assert dict(enumerate(s.placement.homes)) == order.stage_index_to_group_rank
@@ -118,8 +118,8 @@ def test_the_five_schedules_of_torch_pass(order):
 @settings(deadline=None)
 @given(orders())
 def test_programs_lowered_by_torch_are_read(order):
-    theirs, s = lowered(order), dumped(order, "compute_only")
-    program = dumped(theirs, "compute_comms")
+    theirs, s = lower_by_torch(order), dump(order, "compute_only")
+    program = dump(theirs, "compute_comms")
     assert all(ours(program, rank) == texts(row) for rank, row in theirs.pipeline_order_with_comms.items())
     if isinstance(program, Schedule):
         assert s.ranks == 1
@@ -135,7 +135,7 @@ def test_programs_lowered_by_torch_are_read(order):
 @settings(deadline=None)
 @given(orders())
 def test_deferred_receives_of_torch_are_rejected_where_they_break_the_order_of_a_channel(order):
-    program = dumped(lowered(order, defer=True), "compute_comms")
+    program = dump(lower_by_torch(order, defer=True), "compute_comms")
     if isinstance(program, Schedule) or all(sent == posted for sent, posted in ends(program).values()):
         check(program)
         return
@@ -148,7 +148,7 @@ def test_deferred_receives_of_torch_are_rejected_where_they_break_the_order_of_a
 @pytest.mark.parametrize("ranks", range(2, 6))
 @pytest.mark.parametrize("kind", VEE)
 def test_deferred_receives_of_torch_are_rejected_for_v_placements(kind, ranks):
-    program = dumped(lowered(kind(stages(ranks, 2), 2 * ranks), defer=True), "compute_comms")
+    program = dump(lower_by_torch(kind(stages(ranks, 2), 2 * ranks), defer=True), "compute_comms")
     if kind is VEE[1] and ranks == 2:  # in order, as it happens
         check(program)
         return
@@ -157,8 +157,8 @@ def test_deferred_receives_of_torch_are_rejected_for_v_placements(kind, ranks):
 
 
 def test_the_simulator_of_torch_accepts_a_program_that_breaks_the_order_of_a_channel():
-    theirs = lowered(VEE[0](stages(2, 2), 4), defer=True)
-    program = dumped(theirs, "compute_comms")
+    theirs = lower_by_torch(VEE[0](stages(2, 2), 4), defer=True)
+    program = dump(theirs, "compute_comms")
     with pytest.raises(ScheduleError, match=r"\[rule: channel_order\]"):
         check(program)
     for rank, row in theirs.pipeline_order_with_comms.items():  # which it does not simulate
@@ -190,7 +190,7 @@ def test_repeated_actions_that_torch_accepts_are_rejected(order, data):
 @settings(deadline=None)
 @given(orders().filter(lambda order: order.pp_group_size > 1 and order._n_microbatches > 1), st.data())
 def test_swapped_receives_that_torch_accepts_are_rejected(order, data):
-    rows = list(lowered(order).pipeline_order_with_comms.values())
+    rows = list(lower_by_torch(order).pipeline_order_with_comms.values())
     rank = data.draw(st.integers(0, len(rows) - 1))
     kinds = {incumbent.RECV_F, incumbent.RECV_B}
     receives = [(at, action) for at, action in enumerate(rows[rank]) if action.computation_type in kinds]
@@ -216,13 +216,13 @@ def test_the_1f1b_table_of_torch_lacks_a_forward(microbatches):
 def plans():
     """Schedules that it can read: its own orders, and ours."""
     linear = schedules([gpipe, one_f_one_b])
-    return orders().map(lambda order: dumped(order, "compute_only")) | linear | linear.map(split_backward)
+    return orders().map(lambda order: dump(order, "compute_only")) | linear | linear.map(split_backward)
 
 
 @settings(deadline=None)
 @given(plans())
 def test_torch_reads_our_schedules(s):
-    theirs = loaded(s)
+    theirs = load_in_torch(s)
     assert all(ours(s, rank) == texts(row) for rank, row in theirs.pipeline_order.items())
 
 
@@ -230,7 +230,7 @@ def test_torch_reads_our_schedules(s):
 @given(plans())
 def test_torch_reads_our_programs(s):
     program = lower(s)
-    read, lowered = loaded(program).pipeline_order_with_comms, loaded(s).pipeline_order_with_comms
+    read, lowered = load_in_torch(program).pipeline_order_with_comms, load_in_torch(s).pipeline_order_with_comms
     for rank, row in read.items():
         assert ours(program, rank) == texts(row)
         assert sorted(map(str, row)) == sorted(set(map(str, lowered[rank])))  # it gathers weights again and again
@@ -239,7 +239,7 @@ def test_torch_reads_our_programs(s):
 def test_torch_runs_our_programs(tmp_path):
     paths = [tmp_path / f"{k}.csv" for k in range(4)]
     split = split_backward(one_f_one_b(ranks=2, microbatches=5))
-    orders = [dumped(kind(stages(2, 2), 4), "compute_only") for kind in (LOOPED[0], *VEE)]
+    orders = [dump(kind(stages(2, 2), 4), "compute_only") for kind in (LOOPED[0], *VEE)]
     for plan, path in zip((split, *orders), paths, strict=True):
         write_csv(lower(plan), path, words=pipelining)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, *paths]

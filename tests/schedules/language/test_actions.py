@@ -44,17 +44,17 @@ def test_parse_accepts_only_what_str_writes(text, data):
     ["", "F", "0F", "F0", "00F0", "0F00", "+1F0", "-1F0", "0f0", " 0F0", "0F0\n", "0F0,", "0X0", "0F0>1", "0SEND_F0"],
 )
 def test_invalid_text_is_refused(text):
-    refused(text)
+    require_refused(text)
 
 
 @pytest.mark.parametrize(
     "text", ["0SEND_F0<1", "1RECV_F0>0", "1RECV_F0", "0SEND_F0>", "0UNSHARD", "(0F1;1B0)OVERLAP_F_B", "9" * 5000 + "F0"]
 )
 def test_actions_that_only_torch_has_are_refused(text):
-    refused(text)
+    require_refused(text)
 
 
-def refused(text):
+def require_refused(text):
     with pytest.raises(VocabularyError, match="expected <stage><kind><microbatch>") as caught:
         parse(text)
     assert repr(text) in str(caught.value)

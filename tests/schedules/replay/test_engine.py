@@ -15,7 +15,7 @@ from tests.common.rows import edit
 FREE = Costs(F=0, B=0, I=0, W=0)
 
 
-def played(schedule, graph, wired=None):
+def play(schedule, graph, wired=None):
     streams = [schedule.actions(rank) for rank in range(schedule.ranks)]
     wired = wired or wires(schedule, graph, FREE, Sizes())
     return [span for batch in replay(schedule, streams, wired, FREE) for span in batch]
@@ -25,7 +25,7 @@ def played(schedule, graph, wired=None):
 @given(orders())
 def test_each_rank_keeps_its_order_and_every_action_finds_its_data(case):
     schedule, graph = case
-    done, made = played(schedule, graph), set()
+    done, made = play(schedule, graph), set()
     for rank in range(schedule.ranks):
         assert [span.action for span in done if span.rank == rank] == list(schedule.actions(rank))
     for span in done:
@@ -38,7 +38,7 @@ def test_each_rank_keeps_its_order_and_every_action_finds_its_data(case):
 def test_values_are_kept_until_they_are_used(case):
     schedule, graph = case
     wired = wires(schedule, graph, FREE, Sizes())
-    played(schedule, graph, wired)
+    play(schedule, graph, wired)
     assert not any(
         dependency.arrived
         for kinds in wired
@@ -67,11 +67,11 @@ def test_needs_and_makes_of_each_kind_of_action():
 )
 def test_a_block_is_traced_to_its_cause(rows, where, why):
     with pytest.raises(ScheduleError, match=why) as caught:
-        played(edit(gpipe(2, 2), tuple(map(tuple, rows))), chain(2))
+        play(edit(gpipe(2, 2), tuple(map(tuple, rows))), chain(2))
     assert (caught.value.rank, caught.value.position, caught.value.action) == where
     assert caught.value.rule == "ordered"
 
 
 def test_a_deadlock_may_involve_the_next_action_of_a_rank():
     with pytest.raises(ScheduleError, match=r"for each other: rank 0 at 2F0 needs 1F0, rank 1 at 1F0 needs 0F0"):
-        played(table(("2F0,0F0", "1F0")), chain(3))
+        play(table(("2F0,0F0", "1F0")), chain(3))

@@ -153,7 +153,7 @@ class Working:
         return timed_function
 
 
-def executed(schedule, graph, costs):
+def execute(schedule, graph, costs):
     """When each action starts and ends if fpipe's executor runs the program and functions take their time."""
     clocks, program, runs = Clocks(costs, schedule.placement), lower(schedule, graph), {}
     for rank in range(schedule.ranks):
@@ -187,7 +187,7 @@ def executed(schedule, graph, costs):
 def test_the_executor_takes_as_long_as_simulated(case, data):
     schedule, graph = case
     costs = data.draw(every_cost(schedule.stages).map(lambda some: Costs(**{**vars(some), "G": 0, "jitter": 0})))
-    got = executed(schedule, graph, costs)
+    got = execute(schedule, graph, costs)
     want = time_program(lower(schedule, graph), costs)
     assert {action: start for action, (start, _) in got.items()} == pytest.approx(
         {span.action: span.start for span in want if span.action.kind != "G"}

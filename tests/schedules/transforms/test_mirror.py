@@ -114,7 +114,7 @@ def test_mirroring_does_not_hide_a_deadlock(changed):
         check(s)
 
 
-def fused(s):
+def fused_pairs(s):
     return [[f"{a} {b}" for a, b in pairwise(row) if a.kind == "OVERLAP_F"] for row in rows(s)]
 
 
@@ -137,7 +137,7 @@ def test_overlapping_keeps_the_memory(s):
 
 def test_pairs_that_wait_for_each_other_stay_apart():
     s = gpipe(ranks=2, microbatches=3)
-    assert fused(overlap(s)) == [[], ["1OVERLAP_F2 1B0"]]
+    assert fused_pairs(overlap(s)) == [[], ["1OVERLAP_F2 1B0"]]
 
 
 def test_a_pair_for_which_a_sum_of_gradients_would_wait_stays_apart():
@@ -152,11 +152,11 @@ def test_a_pair_for_which_a_sum_of_gradients_would_wait_stays_apart():
     )
     check(s)
     check(overlap(s))
-    assert fused(overlap(s)) == [[], [], ["2OVERLAP_F2 1B1"], []]
+    assert fused_pairs(overlap(s)) == [[], [], ["2OVERLAP_F2 1B1"], []]
 
 
 def test_a_microbatch_is_not_overlapped_with_itself():
-    assert fused(overlap(one_f_one_b(ranks=1, microbatches=3))) == [[]]
+    assert fused_pairs(overlap(one_f_one_b(ranks=1, microbatches=3))) == [[]]
 
 
 def test_overlap_makes_mirrored_1f1b_faster():

@@ -70,7 +70,7 @@ def peak(schedule, rank):
     return max(accumulate(growth), default=0) * schedule.ranks / schedule.stages / schedule.slices
 
 
-def deferred(schedule, room):
+def defer(schedule, room):
     """As far as a limit allows that has room for so many activations more than the fullest rank needs."""
     limits = [(schedule.memory(rank), peak(schedule, rank)) for rank in range(schedule.ranks)]
     most = max(declared if isfinite(declared) else counted for declared, counted in limits)
@@ -85,10 +85,10 @@ def test_correct_schedules_stay_correct(case, room, data):
     for changed in (
         split_backward(s),
         merge_backward(s),
-        deferred(s, room),
-        deferred(split_backward(s), room),
+        defer(s, room),
+        defer(split_backward(s), room),
         recompute(s),
-        recompute(deferred(split_backward(s), room), stages=tuple(some)),
+        recompute(defer(split_backward(s), room), stages=tuple(some)),
     ):
         check(changed, graph)
         prove(changed, graph)
@@ -96,7 +96,7 @@ def test_correct_schedules_stay_correct(case, room, data):
 
 
 FAMILIES = [one_f_one_b, gpipe, eager_1f1b, interleaved_1f1b, interleaved_zero_bubble, seq_1f1b, pipedream]
-TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror, lambda s: deferred(s, 3)]
+TRANSFORMS = [split_backward, merge_backward, recompute, overlap, mirror, lambda s: defer(s, 3)]
 
 
 @settings(deadline=None)
@@ -135,7 +135,7 @@ def test_transforms_leave_other_actions_alone(case, room):
     s, _ = case
     assert rows(split_backward(s), without="IW") == rows(s, without="BIW")
     assert rows(merge_backward(s), without="B") == rows(s, without="BIW")
-    assert rows(deferred(s, room), without="W") == rows(s, without="W")
+    assert rows(defer(s, room), without="W") == rows(s, without="W")
     assert rows(recompute(s), without=("C", "R")) == rows(s, without=("C", "R", "F", "OVERLAP_F"))
 
 
@@ -144,7 +144,7 @@ def test_transforms_leave_other_actions_alone(case, room):
 def test_weight_gradients_move_to_the_place_of_a_later_one_and_stay_in_order(case, room):
     s, _ = case
     s = split_backward(s)
-    for before, after in zip(rows(s), rows(deferred(s, room)), strict=True):
+    for before, after in zip(rows(s), rows(defer(s, room)), strict=True):
         for stage in range(s.stages):
             assert [a for a in after if a[:2] == ("W", stage)] == [a for a in before if a[:2] == ("W", stage)]
         late, due = (
@@ -154,14 +154,14 @@ def test_weight_gradients_move_to_the_place_of_a_later_one_and_stay_in_order(cas
         assert all(late[action] >= due[action] for action in due)
     if room == 0:
         fullest = max(range(s.ranks), key=lambda rank: peak(s, rank))
-        assert rows(deferred(s, 0))[fullest] == rows(s)[fullest]
+        assert rows(defer(s, 0))[fullest] == rows(s)[fullest]
 
 
 @settings(deadline=None)
 @given(orders(), st.integers(0, 6))
 def test_memory_stays_within_the_limit_at_every_prefix(case, room):
     s, _ = case
-    for changed in (deferred(s, room), deferred(split_backward(s), room)):
+    for changed in (defer(s, room), defer(split_backward(s), room)):
         limit = dict(changed.arguments)["memory"]
         assert all(peak(changed, rank) <= limit + 1e-9 for rank in range(s.ranks))
     for changed in (split_backward(s), merge_backward(s), recompute(s)):
@@ -224,7 +224,7 @@ def test_recomputed_activations_are_held_from_the_recomputation_on():
 @given(orders(), st.integers(0, 6))
 def test_the_order_of_the_gradients_is_kept(case, room):
     s, graph = case
-    for changed in (split_backward(s), deferred(split_backward(s), room), recompute(s)):
+    for changed in (split_backward(s), defer(split_backward(s), room), recompute(s)):
         before, after = ideal(s, graph), ideal(changed, graph)  # outputs come in the order in which replicas make them
         assert (after.gradients, after.sums, after.copies) == (before.gradients, before.sums, before.copies)
 

@@ -34,7 +34,7 @@ LEFT_TO_AUTOGRAD = ("assignments to .data",)
 RANDOM = ("dropping", "gpt_dropout")
 
 
-def recorded(pipe):
+def is_recorded(pipe):
     """Whether all stages are graphs, and none was left to autograd."""
     return all(isinstance(stage.functions, Recorded) for stage in pipe.stages)
 
@@ -43,7 +43,7 @@ def recorded(pipe):
 def test_every_model_of_the_zoo_is_exact_as_graphs(name, how):
     how = HOWS[how]
     built = build(ZOO[name], how, 4, capture="trace", backward="graph")
-    assert recorded(built[0])
+    assert is_recorded(built[0])
     seed = 3 if name in RANDOM else None
     got = run(*built, seed=seed)
     assert_same(got, run_reference(*built, seed=seed))
@@ -56,7 +56,7 @@ def test_models_that_a_graph_could_change_are_exact(name):
     """Custom functions, checkpoints, hooks, autocast, vmap: what they make of the backward is recorded with it."""
     make, cuts, *_ = MODELS[name]
     built = build(Case(make, rows_of(), mse, cuts), HOWS["ZB-V"], 4, cuts, "trace", backward="graph")
-    assert recorded(built[0]) == (name not in LEFT_TO_AUTOGRAD), built[0].stages[0].functions.remark
+    assert is_recorded(built[0]) == (name not in LEFT_TO_AUTOGRAD), built[0].stages[0].functions.remark
     got = run(*built)
     assert_same(got, run_reference(*built))
     assert_same(got, loop(built[1], mse, *built[2:], 2))
@@ -187,8 +187,8 @@ def test_recomputed_stages_with_checkpoints_inside_are_exact():
             cuts=["1", "2"],
             backward="graph",
         )
-        assert recorded(pipe)
-        assert recorded(again)
+        assert is_recorded(pipe)
+        assert is_recorded(again)
         assert_same(run(pipe, model, inputs, targets, 3), run_reference(pipe, model, inputs, targets, 3))
         assert_same(run(again, model, inputs, targets, 3), run_reference(pipe, model, inputs, targets, 3))
         stage, x = pipe.stages[1], inputs[0][:2]
@@ -208,7 +208,7 @@ def by_rows(module, x):
 def test_each_size_of_batch_is_recorded(function):
     pipe, model, _, _ = written_layers.build(function, "graph")
     x = torch.randn(8, WIDTH)  # of 3, 3 and 2
-    assert recorded(pipe)
+    assert is_recorded(pipe)
     assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 3))
     assert_same(run(pipe, model, (x,), x), run_reference(pipe, model, (x,), x))
 
@@ -233,7 +233,7 @@ def test_a_compiler_that_changes_nothing_is_exact(name):
     how = zb_v(ranks=2, microbatches=2)
     for backward in (compiler, "aot_eager"):
         built = build(ZOO[name], how, 4, capture="trace", backward=backward)
-        assert recorded(built[0])
+        assert is_recorded(built[0])
         seed = 3 if name in RANDOM else None
         assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))
     assert taken
@@ -245,7 +245,7 @@ def test_stages_compiled_by_inductor_are_close():
     built = build(
         ZOO["mlp"], split_backward(one_f_one_b(ranks=2, microbatches=2)), 4, capture="trace", backward="inductor"
     )
-    assert recorded(built[0])
+    assert is_recorded(built[0])
     assert "as a graph, compiled by inductor" in str(built[0])
     fpipe.verify(*built, tolerance=1e-5)
     with pytest.raises(fpipe.MismatchError, match="expected closer than 1e-30 of the largest magnitude"):
@@ -273,7 +273,7 @@ def test_any_model_is_exact_as_graphs(description, data):
     except fpipe.CaptureError as error:
         assume(not (description.has("no_grad") and "without a gradient for any parameter" in str(error)))
         raise
-    event("recorded" if recorded(built[0]) else next(filter(None, (s.functions.remark for s in built[0].stages))))
+    event("recorded" if is_recorded(built[0]) else next(filter(None, (s.functions.remark for s in built[0].stages))))
     seed = 5 if case.random else None
     assert_same(run(*built, seed=seed), run_reference(*built, seed=seed))
 
@@ -349,7 +349,7 @@ SUBTLE = {
 def test_subtle_operators_are_exact_as_graphs(name):
     function, early = SUBTLE[name]
     pipe, model, inputs, targets = written_layers.build(function, "graph")
-    assert recorded(pipe)
+    assert is_recorded(pipe)
     seed = 7 if name == "noise" else None
     for _ in range(2):  # the same again: nothing was changed that is used again
         assert_same(run(pipe, model, inputs, targets, seed), run_reference(pipe, model, inputs, targets, seed))
@@ -363,7 +363,7 @@ def test_statistics_that_the_loss_does_not_read_are_exact():
     model[1].register_buffer("square", torch.ones(WIDTH))
     x, how = torch.randn(6, WIDTH), one_f_one_b(ranks=3, microbatches=3)
     pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["1", "2"], backward="graph")
-    assert recorded(pipe)
+    assert is_recorded(pipe)
     got = run(pipe, model, (x,), x)
     assert_same(got, run_reference(pipe, model, (x,), x))
     assert_same(got, loop(model, mse, (x,), x, 3))

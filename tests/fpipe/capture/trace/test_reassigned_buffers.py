@@ -152,7 +152,7 @@ def state(model):
     return dict(model.named_parameters()), dict(model.named_buffers())
 
 
-def built(model, how, cuts, backward="autograd", **settings):
+def build(model, how, cuts, backward="autograd", **settings):
     torch.manual_seed(0)
     x, y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
     pipe = fpipe.pipeline(
@@ -176,7 +176,7 @@ def assert_as_one_device(pipe, model, x, y, microbatches=3):
 @pytest.mark.parametrize(("change", "how"), in_turn(CHANGES, HOWS))
 def test_a_reassigned_buffer_has_the_values_of_one_device(change, how, backward):
     model = nn.Sequential(Block(after=change), nn.Linear(WIDTH, WIDTH), Block(before=change))
-    pipe, x, y = built(model, HOWS[how], ["1"], backward)
+    pipe, x, y = build(model, HOWS[how], ["1"], backward)
     assert_as_one_device(pipe, model, x, y)
 
 
@@ -185,14 +185,14 @@ def test_a_reassigned_buffer_has_the_values_of_one_device(change, how, backward)
 def test_a_module_that_is_cut_inside_reassigns_its_buffers(change, backward):
     """The one before the layer is played call by call in the first stage, the one after it in the second."""
     model = nn.Sequential(Block(before=change), Block(before=change))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1.inner"], backward)
+    pipe, x, y = build(model, HOWS["1F1B"], ["1.inner"], backward)
     assert_as_one_device(pipe, model, x, y)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_evaluation_reassigns_buffers_too(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"])
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"])
     got = fpipe.evaluate(pipe)(*state(copy.deepcopy(model)), (x,), y)
     want = eval_loop(model, mse, (x,), y, 3)
     assert same_bits(got.loss, want.loss)
@@ -202,7 +202,7 @@ def test_an_evaluation_reassigns_buffers_too(change):
 @BACKWARDS
 def test_returned_buffers_go_into_the_next_step(backward):
     model = nn.Sequential(Block(after=average), Block(after=count))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"], backward)
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"], backward)
     params, buffers = pipe.init(model)
     for _ in range(2):
         buffers = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)[0].buffers
@@ -216,7 +216,7 @@ def test_returned_buffers_go_into_the_next_step(backward):
 def test_a_module_that_is_called_twice_continues_from_its_own_value(backward):
     block = Block(after=average_again)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, block)
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"], backward)
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"], backward)
     assert_as_one_device(pipe, model, x, y)
 
 
@@ -224,8 +224,8 @@ def test_a_cut_between_two_uses_of_a_reassigned_buffer_is_refused_and_not_chosen
     block = Block(after=average)
     model = nn.Sequential(block, nn.Linear(WIDTH, WIDTH), block, nn.Linear(WIDTH, WIDTH))
     with pytest.raises(fpipe.CutError, match=r"'0\.mean', which is assigned"):
-        built(model, HOWS["1F1B"], ["1"])
-    pipe, x, y = built(model, HOWS["1F1B"], None, stages=2)
+        build(model, HOWS["1F1B"], ["1"])
+    pipe, x, y = build(model, HOWS["1F1B"], None, stages=2)
     assert_as_one_device(pipe, model, x, y)
 
 
@@ -250,7 +250,7 @@ class Keeping(nn.Module):
 @BACKWARDS
 def test_an_earlier_value_of_a_buffer_is_not_taken_for_the_current_one(backward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping())
-    pipe, x, y = built(model, HOWS["1F1B"], ["1.block"], backward)
+    pipe, x, y = build(model, HOWS["1F1B"], ["1.block"], backward)
     assert_as_one_device(pipe, model, x, y)
 
 
@@ -264,7 +264,7 @@ def test_a_returned_buffer_has_its_own_memory(backward):
         return x * held
 
     model = nn.Sequential(Block(before=remember), nn.Linear(WIDTH, WIDTH))
-    pipe, *_ = built(model, HOWS["1F1B"], ["1"], backward)
+    pipe, *_ = build(model, HOWS["1F1B"], ["1"], backward)
     params, buffers = pipe.init(model)
     after = fpipe.value_and_grad(pipe)(params, buffers, (first,), first)[0].buffers
     first.zero_()
@@ -289,7 +289,7 @@ class Between(nn.Module):
 
 def test_a_cut_between_reading_and_reassigning_is_refused():
     with pytest.raises(fpipe.CutError, match=r"'1\.mean', which is assigned there and used in stage 0"):
-        built(nn.Sequential(nn.Linear(WIDTH, WIDTH), Between()), HOWS["1F1B"], ["1.inner"])
+        build(nn.Sequential(nn.Linear(WIDTH, WIDTH), Between()), HOWS["1F1B"], ["1.inner"])
 
 
 def test_replicas_may_not_reassign_buffers():
@@ -304,7 +304,7 @@ def test_replicas_may_not_reassign_buffers():
 def test_a_cache_in_a_buffer_may_grow(cache, backward):
     """In a module that runs as itself, and in one that is cut; for a second size, too. It stays as it was passed."""
     model = nn.Sequential(Block(before=cache), Block(before=cache))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1.inner"], backward)
+    pipe, x, y = build(model, HOWS["1F1B"], ["1.inner"], backward)
     assert_as_one_device(pipe, model, x, y)
     assert_as_one_device(pipe, model, x.repeat(2, 1), y.repeat(2, 1))
     assert_as_one_device(pipe, model, x, y)
@@ -321,7 +321,7 @@ def test_a_cache_computed_from_constants_is_made_once():
         return x + block.table[: len(x), :1]
 
     model = nn.Sequential(Block(before=counting), nn.Linear(WIDTH, WIDTH))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"])
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"])
     made.clear()
     run(pipe, model, (x,), y)
     assert not made
@@ -330,7 +330,7 @@ def test_a_cache_computed_from_constants_is_made_once():
 @pytest.mark.parametrize("change", [*CACHES, average, remember])
 def test_verify_compares_reassigned_buffers_and_restores_the_model(change):
     model = nn.Sequential(Block(after=change), Block(before=change))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"])
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"])
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     assert fpipe.verify(pipe, model, (x,), y, steps=2).eager
     after = dict(model.named_buffers())
@@ -345,7 +345,7 @@ def count_silently(block, h):
 
 def test_verify_finds_a_lost_assignment(monkeypatch):
     model = nn.Sequential(Block(after=count_silently), Block())
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"])
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"])
     monkeypatch.setattr("fpipe.autodiff.autograd._new_buffer", lambda new, old: old)
     with pytest.raises(fpipe.MismatchError, match=r"buffer 0\.steps"):
         fpipe.verify(pipe, model, (x,), y)
@@ -354,7 +354,7 @@ def test_verify_finds_a_lost_assignment(monkeypatch):
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_that_the_user_fills_is_no_change_of_the_model(cache):
     model = nn.Sequential(Block(before=cache), Block(before=cache))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"])
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"])
     params, buffers = pipe.init(model)
     want = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)[0].loss
     model(x)
@@ -473,7 +473,7 @@ REFUSED = {
 def test_buffers_that_cannot_be_carried_are_refused_by_name(change):
     model = nn.Sequential(Block(after=change), Block())
     with pytest.raises(fpipe.CaptureError) as caught:
-        built(model, HOWS["1F1B"], ["1"])
+        build(model, HOWS["1F1B"], ["1"])
     assert re.search(REFUSED[change], str(caught.value)), caught.value
     assert "module 0" in str(caught.value) or change in (unseen, first_time_only)
 
@@ -496,7 +496,7 @@ class Branching(nn.Module):
 
 def test_a_module_that_branches_on_data_may_reassign_in_one_branch():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Branching(otherwise=False))
-    pipe, x, y = built(model, HOWS["1F1B"], ["1"], unsplittable=Branching)
+    pipe, x, y = build(model, HOWS["1F1B"], ["1"], unsplittable=Branching)
     found = {run(pipe, model, (x * scale,), y).buffers["1.mean"][0].item() for scale in (-3, -1, 1, 3)}
     assert len(found) > 1  # both branches are taken
     for scale in (-3, -1, 1, 3):
@@ -505,7 +505,7 @@ def test_a_module_that_branches_on_data_may_reassign_in_one_branch():
 
 def test_a_branch_that_reassigns_unlike_the_one_at_capture_is_an_error():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Branching(otherwise=True))
-    pipe, x, _ = built(model, one_f_one_b(ranks=2, microbatches=9), ["1"], unsplittable=Branching)
+    pipe, x, _ = build(model, one_f_one_b(ranks=2, microbatches=9), ["1"], unsplittable=Branching)
     batches = torch.cat([x * scale for scale in (-3, -1, 1, 3)])
     with pytest.raises(fpipe.InputError, match=r"module 1: got an assignment to the buffer 'mean'"):
         run(pipe, model, (batches,), batches)

@@ -70,7 +70,7 @@ REFUSED = {
 }
 
 
-def built(question, cut, backward):
+def build(question, cut, backward):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Asking(question), nn.Linear(4, 4))
     x, y = torch.randn(6, 4), torch.randn(6, 4)
@@ -82,7 +82,7 @@ def built(question, cut, backward):
 @pytest.mark.parametrize("cut", ["1", "2"])
 @pytest.mark.parametrize("name", ANSWERED)
 def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backward):
-    pipe, model, x, y = built(ANSWERED[name], cut, backward)
+    pipe, model, x, y = build(ANSWERED[name], cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
     assert same_bits(got.loss, want.loss)
@@ -95,7 +95,7 @@ def test_questions_about_tensors_are_answered_as_on_one_device(name, cut, backwa
 def test_questions_that_cannot_be_answered_are_refused(name, backward):
     question, why = REFUSED[name]
     with pytest.raises(fpipe.CaptureError, match=rf"module 1 \(Asking\).*{why}"):
-        built(question, "2", backward)
+        build(question, "2", backward)
 
 
 def test_an_exception_that_one_device_raises_too_may_be_caught():
@@ -105,7 +105,7 @@ def test_an_exception_that_one_device_raises_too_may_be_caught():
         except RuntimeError:
             return True
 
-    built(mismatched, "2", "autograd")
+    build(mismatched, "2", "autograd")
 
 
 def test_torch_calls_attributes_by_the_names_that_the_recorder_knows():

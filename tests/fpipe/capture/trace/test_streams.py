@@ -91,7 +91,7 @@ families = {
 }
 
 
-def built(model, how, cuts, example, **options):
+def build(model, how, cuts, example, **options):
     named = {"unsplittable": Experts} | options
     return fpipe.pipeline(model, example=(example,), targets=example, loss=mse, schedule=how, cuts=cuts, **named)
 
@@ -152,7 +152,7 @@ CASES = {
 def test_branches_draw_what_one_device_draws(case, backward):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(*case), nn.Linear(WIDTH, WIDTH))
     x, y = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
-    pipe = built(model, recompute(one_f_one_b(2, 4)), ["1.after"], torch.ones(12, WIDTH), backward=backward)
+    pipe = build(model, recompute(one_f_one_b(2, 4)), ["1.after"], torch.ones(12, WIDTH), backward=backward)
     got = run(pipe, model, (x,), y, seed=SEED)
     assert_same(got, run_reference(pipe, model, (x,), y, seed=SEED))
     assert_same(got, eagerly(model, x, y, 4))
@@ -168,7 +168,7 @@ def test_every_schedule_draws_what_one_device_draws(first, second, chosen, data)
     backward = data.draw(st.sampled_from(["autograd", "graph"]))
     x, y = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
     state = torch.get_rng_state()
-    pipe = built(model, how, cuts, torch.ones(12, WIDTH), backward=backward)
+    pipe = build(model, how, cuts, torch.ones(12, WIDTH), backward=backward)
     got = run(pipe, model, (x,), y, seed=SEED)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(5)

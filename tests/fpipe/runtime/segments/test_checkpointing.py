@@ -103,7 +103,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(case, runs, how):
+def count_runs(case, runs, how):
     """A second step, after the first has found its way: its results, how often bodies ran, and the operators."""
     built = build(case, how, ROWS * MICROBATCHES, capture="trace")
     run(*built)
@@ -121,7 +121,7 @@ def test_a_function_that_a_module_checkpoints_runs_twice(how, around):
     how = HOWS[how]
     """The second time up to where all is there that the backward needs: not the last sine."""
     case, runs = case_of(around)
-    times, called = counted(case, runs, how)
+    times, called = count_runs(case, runs, how)
     assert times == 2 * CALLS
     assert called[aten.sin.default] == (2 + 1) * CALLS
     assert called[aten.addmm.default] == (1 if "products" in around else 2) * 2 * CALLS
@@ -131,7 +131,7 @@ def test_a_function_that_a_module_checkpoints_runs_twice(how, around):
 def test_a_stage_that_the_schedule_recomputes_runs_twice(how):
     case, runs = case_of("plain")
     for stages in ((0, 1, 2, 3), (1, 3)):
-        times, called = counted(case, runs, recompute(how, stages))
+        times, called = count_runs(case, runs, recompute(how, stages))
         assert times == (STAGES + len(stages)) * MICROBATCHES
         assert called[aten.addmm.default] == called[aten.sin.default] == 2 * times
 
@@ -140,7 +140,7 @@ def test_a_stage_that_the_schedule_recomputes_runs_twice(how):
 def test_checkpoints_in_a_recomputed_stage_run_three_times(around, name):
     """The schedule's second forward is checkpointed like the first."""
     case, runs = case_of(around)
-    times, called = counted(case, runs, recompute(HOWS[name], (0, 1, 2, 3)))
+    times, called = count_runs(case, runs, recompute(HOWS[name], (0, 1, 2, 3)))
     assert times == 3 * CALLS
     assert called[aten.addmm.default] == (2 if around == "products saved" else 3) * 2 * CALLS
 

@@ -45,7 +45,7 @@ class Stack(nn.Module):
         return x
 
 
-def verified(model, how, backward, cuts=("blocks.1", "blocks.2", "blocks.3"), **options):
+def verify(model, how, backward, cuts=("blocks.1", "blocks.2", "blocks.3"), **options):
     cuts = cuts[1:2] if how.stages == 2 else cuts
     x, y = torch.rand(8, WIDTH), torch.rand(8, WIDTH)
     pipe = fpipe.pipeline(
@@ -60,7 +60,7 @@ def test_a_stage_may_begin_with_a_checkpoint_whose_first_calls_compute_nothing(h
     def around(model, block, x):
         return checkpoint(block, x, use_reentrant=False)
 
-    assert verified(Stack(around), how, backward).eager
+    assert verify(Stack(around), how, backward).eager
 
 
 @BACKWARDS
@@ -68,7 +68,7 @@ def test_a_checkpointed_function_may_be_a_partial_without_tensors(backward):
     def around(model, block, x):
         return checkpoint(partial(block, scale=None), x, use_reentrant=False)
 
-    assert verified(Stack(around), HOWS["ZB-V"], backward).eager
+    assert verify(Stack(around), HOWS["ZB-V"], backward).eager
 
 
 @BACKWARDS
@@ -80,7 +80,7 @@ def test_a_reentrant_checkpoint_is_exact(how, backward):
         return reentrant(block, x, model.gain.sin())
 
     model = Stack(around)
-    assert verified(model, how, backward).eager
+    assert verify(model, how, backward).eager
     assert model.gain.requires_grad
 
 
@@ -113,7 +113,7 @@ def gradients(model, backward, seed):
 def test_parameters_in_a_reentrant_checkpoint_without_differentiable_inputs_get_no_gradient(backward):
     """The first block gets the batch alone, so torch records nothing of it."""
     model = Stack(lambda model, block, x: reentrant(block, x) * model.gain)
-    assert verified(model, HOWS["1F1B"], backward).eager
+    assert verify(model, HOWS["1F1B"], backward).eager
 
 
 @BACKWARDS
@@ -122,7 +122,7 @@ def test_a_reentrant_checkpoint_under_autocast_casts_in_both_runs(backward):
         with torch.autocast("cpu", torch.bfloat16):
             return reentrant(block, x + model.gain).float()
 
-    assert verified(Stack(around), HOWS["1F1B"], backward).eager
+    assert verify(Stack(around), HOWS["1F1B"], backward).eager
 
 
 def shared(model, block, x):
@@ -150,7 +150,7 @@ def nested(model, block, x):
 )
 def test_a_reentrant_checkpoint_that_cannot_be_exact_is_refused(around, words):
     with pytest.raises((fpipe.CaptureError, fpipe.CutError)) as caught:
-        verified(Stack(around), HOWS["1F1B"], "autograd")
+        verify(Stack(around), HOWS["1F1B"], "autograd")
     assert all(word in str(caught.value) for word in words), caught.value
 
 

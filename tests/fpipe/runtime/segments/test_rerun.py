@@ -49,7 +49,7 @@ def state(model):
     return dict(model.named_parameters()), dict(model.named_buffers())
 
 
-def built(block, how, cut, backward):
+def build(block, how, cut, backward):
     torch.manual_seed(0)
     model, x, y = nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 4)), torch.randn(9, 4), torch.randn(9, 4)
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, cuts=[cut], backward=backward)
@@ -61,7 +61,7 @@ def built(block, how, cut, backward):
 @pytest.mark.parametrize("cut", ["1.layers.1", "2"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_running_statistics_in_a_checkpoint_are_those_of_one_device(reentrant, cut, how, backward):
-    pipe, model, x, y = built(Block(reentrant), how, cut, backward)
+    pipe, model, x, y = build(Block(reentrant), how, cut, backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
     assert want.buffers["1.layers.0.norm.num_batches_tracked"] == 6
@@ -88,7 +88,7 @@ class Dropping(nn.Module):
 def test_running_again_draws_the_same_numbers(backward):
     means = []
     for checkpointed, count in ((True, 6), (False, 3)):
-        pipe, model, x, y = built(Dropping(checkpointed), HOWS["1F1B"], "2", backward)
+        pipe, model, x, y = build(Dropping(checkpointed), HOWS["1F1B"], "2", backward)
         got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y, seed=1)
         want, _ = fpipe.reference(pipe)(*state(model), (x,), y, seed=1)
         assert got.buffers["1.norm.num_batches_tracked"] == count
@@ -100,7 +100,7 @@ def test_running_again_draws_the_same_numbers(backward):
 def test_a_frozen_checkpoint_updates_statistics_once():
     """Nothing is saved, so nothing is computed again."""
     block = Block().requires_grad_(False)
-    pipe, model, x, y = built(nn.Sequential(Detached(), block), HOWS["1F1B"], "2", "autograd")
+    pipe, model, x, y = build(nn.Sequential(Detached(), block), HOWS["1F1B"], "2", "autograd")
     got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
     assert want.buffers["1.1.layers.0.norm.num_batches_tracked"] == 3
@@ -123,7 +123,7 @@ class Nested(nn.Module):
 
 def test_a_checkpoint_in_a_checkpoint_is_refused():
     with pytest.raises(fpipe.CutError, match="changes a buffer in a checkpointed function, which another runs again"):
-        built(Nested(), HOWS["1F1B"], "2", "autograd")
+        build(Nested(), HOWS["1F1B"], "2", "autograd")
 
 
 class Averaging(nn.Module):
@@ -153,7 +153,7 @@ class Averaging(nn.Module):
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_running_again_finds_buffers_as_the_forward_left_them(when, how, backward):
-    pipe, model, x, y = built(Averaging(when), how, "2", backward)
+    pipe, model, x, y = build(Averaging(when), how, "2", backward)
     got, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
     assert all(same_bits(grads[name], want.grads[name]) for name in want.grads)
@@ -162,7 +162,7 @@ def test_running_again_finds_buffers_as_the_forward_left_them(when, how, backwar
 
 def test_a_checkpoint_that_reads_a_buffer_it_changes_is_refused():
     with pytest.raises(fpipe.CaptureError, match=r"module 1, sub: got a checkpointed function that reads a buffer"):
-        built(Averaging("in"), HOWS["1F1B"], "2", "autograd")
+        build(Averaging("in"), HOWS["1F1B"], "2", "autograd")
 
 
 class Shared(nn.Module):
@@ -179,7 +179,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_running_again_comes_after_the_whole_forward(backward):
-    pipe, model, x, y = built(Shared(), HOWS["1F1B"], "2", backward)
+    pipe, model, x, y = build(Shared(), HOWS["1F1B"], "2", backward)
     got, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
     want = loop(model, mse, (x,), y, 3)
     assert want.buffers["1.norm.num_batches_tracked"] == 9

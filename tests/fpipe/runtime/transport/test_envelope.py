@@ -20,12 +20,12 @@ LARGE = st.sampled_from([(SMALL_BYTES // 4,), (SMALL_BYTES // 4 + 1,), (2, SMALL
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 
 
-def made(shape, dtype, turned):
+def random_tensor(shape, dtype, turned):
     tensor = torch.randint(0, 2, shape).to(dtype)
     return tensor.movedim(0, -1) if turned and shape else tensor
 
 
-TENSORS = st.lists(st.builds(made, SHAPES | LARGE, DTYPES, st.booleans()), max_size=4)
+TENSORS = st.lists(st.builds(random_tensor, SHAPES | LARGE, DTYPES, st.booleans()), max_size=4)
 
 
 class Wire:
