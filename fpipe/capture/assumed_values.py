@@ -52,7 +52,7 @@ def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
     return tuple(_no_indices(condition).unbind(1))
 
 
-def _select(tensor: Tensor, index: Any) -> Tensor:
+def _index(tensor: Tensor, index: Any) -> Tensor:
     """Return what an index with masks selects: nothing."""
     items = index if isinstance(index, tuple) else (index,)
     return tensor[tuple(one for item in items for one in _index_items(item))]
@@ -70,8 +70,8 @@ def _select_masked(tensor: Tensor, mask: Tensor) -> Tensor:
     return tensor.new_empty((0,))
 
 
-def _zeros(shape: Sequence[int]) -> Any:
-    return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
+def _zero_list(shape: Sequence[int]) -> Any:
+    return [_zero_list(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
 ASSUMPTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
@@ -80,13 +80,13 @@ ASSUMPTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         Tensor.item: lambda _: 0,
         Tensor.__int__: lambda _: 0,
         Tensor.__float__: lambda _: 0.0,
-        tolist: lambda tensor: _zeros(tensor.shape),
+        tolist: lambda tensor: _zero_list(tensor.shape),
         Tensor.nonzero: _no_indices,
         torch.nonzero: _no_indices,
         Tensor.argwhere: _no_indices,
         torch.argwhere: _no_indices,
         torch.where: _nowhere,
-        Tensor.__getitem__: _select,
+        Tensor.__getitem__: _index,
         torch.masked_select: _select_masked,
         Tensor.masked_select: _select_masked,
     }

@@ -21,7 +21,8 @@ from torch.export import ExportedProgram
 from fpipe.capture.aten import read_program
 from fpipe.capture.eager_types import show_fakes
 from fpipe.capture.export import Flat
-from fpipe.capture.guards import blame, module_place, refuse_autocast, refuse_hooks
+from fpipe.capture.guards import refuse_autocast, refuse_hooks
+from fpipe.capture.places import blame, module_place
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured
 from fpipe.ir.objective import Objective

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from fpipe.capture.guards import current_line
+from fpipe.capture.places import current_line
 from fpipe.errors import CaptureError
 from fpipe.patching import ByThread, replace, replace_value, share
 from fpipe.torch_private import FAKE_TENSOR, DataDependentOutputException, FakeTensor

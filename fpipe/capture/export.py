@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from fpipe.capture.aten import read_program
-from fpipe.capture.guards import blame, guard, plain_state, refuse_hooks, require_unchanged
+from fpipe.capture.guards import guard, refuse_hooks
+from fpipe.capture.module_state import plain_state, require_unchanged
+from fpipe.capture.places import blame
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.ir.captured import Captured, Tensors
 from fpipe.ir.objective import Objective

@@ -21,16 +21,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fpipe.capture.guards import (
-    blame,
-    current_place,
-    guard,
-    places,
-    plain_state,
-    refuse_autocast,
-    refuse_hooks,
-    require_unchanged,
-)
+from fpipe.capture.guards import guard, refuse_autocast, refuse_hooks
+from fpipe.capture.module_state import plain_state, require_unchanged
+from fpipe.capture.places import blame, current_place, places
 from fpipe.capture.trace.front_end import trace_model
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError, PipelineError
@@ -120,8 +113,8 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
-NAMES = ("add", "and", "floordiv", "lshift", "mod", "mul", "matmul", "or", "pow", "rshift", "sub", "truediv", "xor")
-IN_PLACE = tuple(getattr(operator, f"i{name}") for name in NAMES)
+IN_PLACE_OPERATORS = "add and floordiv lshift mod mul matmul or pow rshift sub truediv xor"
+IN_PLACE = tuple(getattr(operator, f"i{name}") for name in IN_PLACE_OPERATORS.split())
 for _function in IN_PLACE:
     setattr(_Proxy, f"__{_function.__name__}__", _in_place(_function))
 

@@ -34,7 +34,7 @@ CONTAINER_DEPTH: Final = 4
 
 def remove_fakes(files: Iterable[str], kinds: Iterable[type], others: Iterable[Any] = ()) -> list[Any]:
     """Remove fake tensors from containers in these files, classes and others; return those that held some."""
-    found = [one for one in (*_containers(files, kinds), *others) if _holds_fakes(one)]
+    found = [one for one in (*_containers(files, kinds), *others) if _is_or_holds_fake(one)]
     for one in found:
         _empty(one)
     return found
@@ -105,15 +105,15 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from [held] if type(held) is dict else []
 
 
-def _holds_fakes(value: Any, depth: int = CONTAINER_DEPTH) -> bool:
+def _is_or_holds_fake(value: Any, depth: int = CONTAINER_DEPTH) -> bool:
     """Return whether a value is, or has inside, a fake tensor."""
     if isinstance(value, FakeTensor | AssignedGlobals | ClassAttributes):
         return True
     if isinstance(value, CACHED):
-        return any(_holds_fakes(one, depth) for one in gc.get_referents(value))  # its keys, its results, or both
+        return any(_is_or_holds_fake(one, depth) for one in gc.get_referents(value))  # its keys, its results, or both
     if not depth or not isinstance(value, (*CONTAINERS, tuple)):
         return False
-    return any(_holds_fakes(one, depth - 1) for one in contents(value))
+    return any(_is_or_holds_fake(one, depth - 1) for one in contents(value))
 
 
 def _empty(container: Any) -> None:
@@ -127,15 +127,15 @@ def _empty(container: Any) -> None:
         container.cache_clear()
     elif isinstance(container, dict):
         for key, value in list(dict.items(container)):
-            _drop(value, lambda key=key: dict.pop(container, key))
+            _remove_value(value, lambda key=key: dict.pop(container, key))
     else:
         for value in list(container):
-            _drop(value, lambda value=value: container.remove(value))
+            _remove_value(value, lambda value=value: container.remove(value))
 
 
-def _drop(value: Any, drop: Any) -> None:
+def _remove_value(value: Any, drop: Any) -> None:
     """Empty a container of fakes; drop anything else that is a fake or has one inside."""
     if isinstance(value, CONTAINERS):
         _empty(value)
-    elif _holds_fakes(value):
+    elif _is_or_holds_fake(value):
         drop()

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.capture.guards import is_torchs, module_place
-from fpipe.errors import CaptureError
-from fpipe.model.snapshot import MISSING, ContainerState, Snapshot, Walk
+from fpipe.capture.module_state import is_torchs
+from fpipe.capture.places import module_place
+from fpipe.ir.refusals import original_state_error
+from fpipe.model.snapshot import NOT_SET, ContainerState, Snapshot, Walk
 from fpipe.tensors.tree import PLAIN
 
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -57,11 +58,7 @@ def shared_attributes(model: nn.Module, outside: object) -> frozenset[str]:
 def require_own_state(moved: Collection[str], read: Collection[str]) -> None:
     """Raise `CaptureError` if code outside reads from the original model what the forward changes in the copy."""
     for where in sorted({*moved} & {*read}):
-        raise CaptureError(
-            f"{where}: got a use of it from outside the model, whose forward changes it, expected uses through "
-            "modules: stages run a copy of the model, and this would see the original. Pass the module (a hook's first "
-            "argument), let the model return what is needed, or call the model once before the pipeline is built."
-        )
+        raise original_state_error(where)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -86,11 +83,11 @@ def _changes(old: ContainerState, new: ContainerState) -> list[object]:
     """Return the keys of a dict, or the positions in another container, whose contents have changed."""
     if len(old.contents) == len(new.contents) and not any(map(is_not, old.contents, new.contents)):
         return []
-    was, now = _entries(old), _entries(new)
-    return [key for key in {**was, **now} if not _is_equal(was.get(key, MISSING), now.get(key, MISSING))]
+    was, now = _contents_by_key(old), _contents_by_key(new)
+    return [key for key in {**was, **now} if not _is_equal(was.get(key, NOT_SET), now.get(key, NOT_SET))]
 
 
-def _entries(held: ContainerState) -> dict[object, Any]:
+def _contents_by_key(held: ContainerState) -> dict[object, Any]:
     parts = held.contents
     return dict(zip(parts[::2], parts[1::2], strict=True) if isinstance(held.container, dict) else enumerate(parts))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Labels, Observed, Unit
+from fpipe.ir.refusals import data_dependence_error, own_generator_error, unregistered_write_error
 from fpipe.ir.validity import require_results
 from fpipe.tensors.effects import EffectsMode, memory
 from fpipe.tensors.random import label
@@ -26,25 +26,17 @@ def observe(captured: Captured) -> Observed:
     ordinals: dict[str, int] = {}
     with captured.mode, torch.no_grad():
         for unit in captured.units:
+            where = f"module {unit.path or '(root)'}"
             try:
                 with EffectsMode() as watch:
                     made = unit.call(*[values[value] for value in unit.reads])
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise CaptureError(
-                    f"module {unit.path or '(root)'}: got the operator {error}, whose result depends on the values of "
-                    "its input, expected shapes and control flow that do not. Rewrite that part."
-                ) from error
+                raise data_dependence_error(where, error) from error
             require_results(unit, made)
             if watch.effects.unregistered:
-                raise CaptureError(
-                    f"module {unit.path or '(root)'}: got an in-place change of a tensor that is neither parameter nor "
-                    "buffer, expected registered buffers: nobody would carry the change on. Use register_buffer."
-                )
+                raise unregistered_write_error(where)
             if watch.effects.foreign:
-                raise CaptureError(
-                    f"module {unit.path or '(root)'}: got a random operation with a generator argument, expected the "
-                    "default generator, which is seeded from the step's seed. Drop the argument."
-                )
+                raise own_generator_error(where)
             values.update(zip(unit.makes, made, strict=True))
             written[unit] = frozenset(watch.effects.written)
             if watch.effects.drawn:

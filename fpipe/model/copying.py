@@ -23,6 +23,7 @@ from torch import nn
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Buffer, Captured, Constant
 from fpipe.ir.observation import observe
+from fpipe.ir.refusals import original_state_error
 from fpipe.model.snapshot import Walk, children, codes
 
 WALKED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partial)
@@ -107,8 +108,4 @@ def require_own_buffers(model: nn.Module, captured: Captured) -> None:
     buffers = {id(buffer): name for name, buffer in model.named_buffers() if name in changed}
     for source in sources.values():
         if isinstance(source, Constant) and id(source.tensor) in buffers:
-            raise CaptureError(
-                f"buffer {buffers[id(source.tensor)]}: got a use of it from outside the model, which changes it in "
-                "every step, expected uses through modules: stages run a copy of the model, and this would see the "
-                "original. Pass the module (a hook's first argument), or let the model return what is needed."
-            )
+            raise original_state_error(f"buffer {buffers[id(source.tensor)]}")

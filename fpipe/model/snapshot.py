@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fpipe.tensors.tree import PLAIN
 from fpipe.torch_private import FakeTensor
 
-MISSING = object()
+NOT_SET = object()
 LEAVES = (Tensor, *PLAIN, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
 LIBRARIES = frozenset({"builtins", "torch", "optree", "numpy", "logging", "threading", "_thread", "weakref", "inspect"})
 """Packages whose objects are not opened, except modules: what they hold is not the model's."""
@@ -238,7 +238,7 @@ def contents(container: Any) -> tuple[Any, ...]:
         return tuple(chain.from_iterable(dict.items(container)))
     if isinstance(container, AssignedGlobals | ClassAttributes):
         table = container.table if isinstance(container, AssignedGlobals) else vars(container.kind)
-        return tuple([table.get(name, MISSING) for name in container.names])
+        return tuple([table.get(name, NOT_SET) for name in container.names])
     if isinstance(container, CACHED):
         return (container.cache_info().misses,)
     if isinstance(container, CellType):
@@ -255,10 +255,10 @@ def fill(container: Any, parts: tuple[Any, ...]) -> None:
         _assign(container.table, zip(container.names, parts, strict=True))
     elif isinstance(container, ClassAttributes):
         for name, value in zip(container.names, parts, strict=True):
-            delattr(container.kind, name) if value is MISSING else setattr(container.kind, name, value)
+            delattr(container.kind, name) if value is NOT_SET else setattr(container.kind, name, value)
     elif isinstance(container, dict):
         kept = dict(zip(parts[::2], parts[1::2], strict=True))
-        _assign(container, [*kept.items(), *((key, MISSING) for key in dict.keys(container) if key not in kept)])
+        _assign(container, [*kept.items(), *((key, NOT_SET) for key in dict.keys(container) if key not in kept)])
     elif isinstance(container, list):
         list.__setitem__(container, slice(None), parts)
     elif isinstance(container, CACHED):
@@ -273,7 +273,7 @@ def fill(container: Any, parts: tuple[Any, ...]) -> None:
 def _assign(table: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
     kind = OrderedDict if isinstance(table, OrderedDict) else dict
     for key, value in list(items):
-        if value is not MISSING:
+        if value is not NOT_SET:
             kind.__setitem__(table, key, value)
         elif dict.__contains__(table, key):
             kind.__delitem__(table, key)

@@ -22,6 +22,7 @@ from fpipe.capture.assumed_values import assume_values
 from fpipe.cutting.routing import Section
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Captured, Function, Parameter, Value
+from fpipe.ir.refusals import data_dependence_error
 from fpipe.runtime.segments.branching import certain_leaves
 from fpipe.stages.forward_watch import ForwardWatch
 from fpipe.tensors.effects import Effects
@@ -121,10 +122,7 @@ def _infer_forward(
             made = dict(zip(section.outputs, function(0, *arguments), strict=True))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = next((unit.path for unit in section.units if unit.path), "(root)")
-        raise CaptureError(
-            f"the stage that begins in module {where}: got the operator {error}, whose result depends on the values of "
-            "its input, expected shapes and control flow that don't. Rewrite that part."
-        ) from error
+        raise data_dependence_error(f"the stage that begins in module {where}", error) from error
     watch.note(answers)
     for value, tensor in made.items():
         values[value] = tensor

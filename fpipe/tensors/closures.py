@@ -40,10 +40,10 @@ def flatten_closures(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 def open_closures(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
     """Return a tree in which functions that hold tensors are subtrees; `inside` are those being opened."""
     leaves, spec = flatten_all(tree)
-    return optree.tree_unflatten(spec, [_open(leaf, inside) for leaf in leaves])
+    return optree.tree_unflatten(spec, [_open_leaf(leaf, inside) for leaf in leaves])
 
 
-def _open(leaf: Any, inside: tuple[Any, ...]) -> Any:
+def _open_leaf(leaf: Any, inside: tuple[Any, ...]) -> Any:
     inner = closure_contents(leaf)
     if not inner or any(leaf is function for function in inside):
         return leaf

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.capture.guards import module_place
+from fpipe.capture.places import module_place
 from fpipe.watching.attribute_reads import Reads
 from fpipe.watching.containers import Expectations, ExpectedEntries, IsRelevant, select_relevant
 from fpipe.watching.expectation import Difference, Expectation, ExpectedObject

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fpipe.capture.eager_types import STAND_INS
-from fpipe.capture.guards import module_place
+from fpipe.capture.places import module_place
 from fpipe.watching.attribute_reads import Reads
 from fpipe.watching.containers import Expectations, ExpectedContainer, ExpectedEntries, select_relevant
 from fpipe.watching.expectation import Difference, Expectation, ExpectedValue

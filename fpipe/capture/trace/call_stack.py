@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from fpipe.capture.generators import Generators
-from fpipe.capture.guards import current_place, places
+from fpipe.capture.places import current_place, places
 from fpipe.capture.trace.values import Values
 from fpipe.ir.tape import Attribute, Frame
 from fpipe.tensors.settings import changes_since

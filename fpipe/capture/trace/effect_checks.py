@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fpipe.errors import CaptureError
+from fpipe.ir.refusals import own_generator_error, unregistered_write_error
 from fpipe.tensors.effects import Effects
 
 
 def require_allowed(effects: Effects, here: Callable[[], str]) -> None:
     """Raise `CaptureError` for a change of an unregistered tensor, or a draw from another generator than torch's."""
     if effects.unregistered:
-        raise CaptureError(
-            f"{here()}: got an in-place change of a tensor that is neither parameter nor buffer, expected changes of "
-            "registered buffers only. The change would be lost. Use register_buffer."
-        )
+        raise unregistered_write_error(here())
     if effects.foreign:
-        raise CaptureError(
-            f"{here()}: got a random operation with a generator argument, expected torch's default generator, which is "
-            "seeded from the step's seed. Drop the argument."
-        )
+        raise own_generator_error(here())
 
 
 def require_no_barrier(collective: str, here: Callable[[], str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fpipe.capture.advice import advise_on_errors, advise_on_values
 from fpipe.capture.generators import Generators
-from fpipe.capture.guards import blame, traceback_line
+from fpipe.capture.places import blame, traceback_line
 from fpipe.capture.trace.patches import watch_torch
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.seat_checks import require_in_place

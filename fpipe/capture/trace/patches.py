@@ -19,11 +19,12 @@ from torch.utils import checkpoint
 from fpipe.capture.assumed_values import check_all, check_valid
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.capture.fast_paths import allow_fast_paths, attention
-from fpipe.capture.guards import is_torchs
+from fpipe.capture.module_state import is_torchs
 from fpipe.capture.trace.checkpoint_frames import CheckpointFrames
 from fpipe.capture.trace.decisions import Decisions
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.errors import CaptureError
+from fpipe.ir.refusals import seeding_error
 from fpipe.patching import current, original, replace
 from fpipe.runtime.segments.reentrant import CheckpointNode
 from fpipe.tensors.attributes import refuse_marks
@@ -221,10 +222,7 @@ class Replacements:
         self.stack.seal("an encoder with a padding mask, which nests tensors")
 
     def _refuse_seeding(self, *_: object) -> None:
-        raise CaptureError(
-            f"{self.stack.here()}: got a forward that seeds the generator, expected random numbers that follow "
-            "from the step's seed. Drop torch.manual_seed."
-        )
+        raise seeding_error(self.stack.here())
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         return (self.torch.checkpoint if self.is_idle else self.checkpoints.record)(*args, **kwargs)

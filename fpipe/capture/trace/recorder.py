@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumed_values import ASSUMPTIONS, UNKNOWN, call_or_raise, check_all, check_valid
 from fpipe.capture.generators import Generators
-from fpipe.capture.guards import current_line
+from fpipe.capture.places import current_line
 from fpipe.capture.trace.call_stack import CallStack
 from fpipe.capture.trace.draws import Draws
 from fpipe.capture.trace.effect_checks import require_allowed, require_kept, require_no_barrier

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fpipe.capture.assumed_values import UNKNOWN
-from fpipe.capture.guards import current_line
+from fpipe.capture.places import current_line
 from fpipe.errors import CaptureError, PipelineError
 from fpipe.torch_private import FAKE_ERRORS, TENSOR_METHODS, FakeTensor
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe.capture.generators import Drawing, Generators, drawing_error
-from fpipe.capture.guards import plain_state, require_unchanged
 from fpipe.capture.leftovers import defining_files, remove_fakes, user_classes, user_files
+from fpipe.capture.module_state import plain_state, require_unchanged
 from fpipe.capture.originals import changed_attributes
 from fpipe.capture.trace.fake_model import FakeModel
 from fpipe.capture.trace.recorder import Recorder

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fpipe.capture.trace.recorder import Recorder
 from fpipe.ir.captured import Value
-from fpipe.model.snapshot import MISSING, ContainerState, Snapshot, contents, fill
+from fpipe.model.snapshot import NOT_SET, ContainerState, Snapshot, contents, fill
 from fpipe.torch_private import FakeTensor, FakeTensorMode
 
 
@@ -70,8 +70,8 @@ def _without_fakes(held: ContainerState, old: ContainerState | None, mode: FakeT
     was = {} if old is None else dict(zip(old.contents[::2], old.contents[1::2], strict=True))
     kept: list[Any] = []
     for key, value in zip(held.contents[::2], held.contents[1::2], strict=True):
-        value = was.get(key, MISSING) if any(True for _ in _fakes(value, mode)) else value
-        kept += [] if value is MISSING else [key, value]
+        value = was.get(key, NOT_SET) if any(True for _ in _fakes(value, mode)) else value
+        kept += [] if value is NOT_SET else [key, value]
     return tuple(kept)
 
 

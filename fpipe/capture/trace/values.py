@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Constant, Parameter, Source, Value
+from fpipe.ir.refusals import foreign_parameter_error
 from fpipe.ir.tape import tensors_at
 from fpipe.tensors.effects import memory
 from fpipe.torch_private import DisableTorchFunction, FakeTensor
@@ -77,11 +78,7 @@ class Values:
                 f"{torch.sparse_coo}. Other layouts have no fake tensors. Store what to_sparse_coo() returns."
             )
         if tensor.requires_grad or tensor.device.type == "meta":
-            raise CaptureError(
-                f"{self.here()}: got a tensor of shape {list(tensor.shape)} that requires a gradient and is not "
-                "a parameter of the model, but reached through a closure, a global or an attribute; expected none. It "
-                "would get no gradient. Register it as a parameter of the model, or detach it."
-            )
+            raise foreign_parameter_error(self.here(), tensor.shape)
         if isinstance(tensor, FakeTensor):
             raise KeptError(
                 f"{self.here()}: got a tensor of shape {list(tensor.shape)} that an earlier call created and kept "

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places in the user's code, for errors: the module, the file and the line where something happens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from linecache import getline
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType, TracebackType
+
+from torch import nn
+
+
+def module_place(path: str, module: nn.Module) -> str:
+    """Return what to call a module in errors."""
+    return f"module {path or '(root)'} ({type(module).__name__})"
+
+
+def places(model: nn.Module, prefix: str = "") -> dict[int, str]:
+    """Return what to call each module of `model` in errors, by `identity`."""
+    return {identity(module): module_place(path, module) for path, module in model.named_modules(prefix=prefix)}
+
+
+def identity(module: object) -> int:
+    """Return a key unique among live modules; export runs short-lived proxies, which share a module's `__dict__`."""
+    return id(getattr(module, "__dict__", module))
+
+
+def current_place(modules: Mapping[int, str], otherwise: str = "the loss") -> str:
+    """Return the innermost of `modules` (see `places`) in whose method the caller runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        place = modules.get(identity(frame.f_locals.get("self")))
+        if place:
+            return place
+        frame = frame.f_back
+    return otherwise
+
+
+def blame(traceback: TracebackType | None, model: nn.Module) -> str:
+    """Return the innermost module of `model` in whose method an exception was raised."""
+    modules = places(model)
+    place = "the loss"
+    while traceback is not None:
+        place = modules.get(identity(traceback.tb_frame.f_locals.get("self")), place)
+        traceback = traceback.tb_next
+    return place
+
+
+def traceback_line(traceback: TracebackType | None) -> str:
+    """Return the innermost line of the user's code in a traceback: `" in model.py, line 3: if x.sum() > 0"`."""
+    lines = [(frame, line) for frame, line in walk_tb(traceback) if _is_users(frame)]
+    return _line_text(*lines[-1]) if lines else ""
+
+
+def current_line() -> str:
+    """Return the innermost line of the user's code that is now running, in the form of `traceback_line`."""
+    return next((_line_text(frame, line) for frame, line in walk_stack(None) if _is_users(frame)), "")
+
+
+def _is_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "fpipe", "optree", "contextlib")
+
+
+def _line_text(frame: FrameType, line: int) -> str:
+    path = frame.f_code.co_filename
+    return f" in {Path(path).name}, line {line}: {getline(path, line).strip()}"
