@@ -17,7 +17,7 @@ Whatever differs between versions of torch is settled here, too.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from importlib import import_module
@@ -47,6 +47,8 @@ TESTED: Final = ("2.13",)
 
 
 VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
+GENERATOR: Final = "_checkpoint_without_reentrant_generator" + ("" if VERSION < (2, 14) else "_impl")
+"""What `checkpoint` runs around the function. Since torch 2.14 the old name is only for callers outside of torch."""
 
 
 class Name(NamedTuple):
@@ -103,7 +105,7 @@ NAMES: Final = (
     Name("torch._C._is_key_in_tls", "captures that run a backward in the threads of an accelerator"),
     Name("torch._C._get_obj_in_tls", "captures that run a backward in the threads of an accelerator"),
     Name("torch.nn.modules.activation._is_make_fx_tracing", "the fast path of torch's attention modules"),
-    Name("torch.utils.checkpoint._checkpoint_without_reentrant_generator", "activation checkpointing"),
+    Name(f"torch.utils.checkpoint.{GENERATOR}", "activation checkpointing"),
     Name("torch.utils.checkpoint._checkpoint_hook", "activation checkpointing"),
     Name("torch._functorch.apis.vmap_impl", "models that call torch.func"),
     Name("torch._functorch.eager_transforms.grad_impl", "models that call torch.func"),
@@ -268,7 +270,7 @@ TENSOR_CHECK: Final = Place(torch, "_check_tensor_all_with")
 ARGUMENT_CHECK: Final = Place(torch, "_is_all_true")
 FUSED_ATTENTION: Final = Place(torch, "_native_multi_head_attention")
 IS_TRACING: Final = Place(activation, "_is_make_fx_tracing")
-CHECKPOINT: Final = Place(checkpoint, "_checkpoint_without_reentrant_generator")
+CHECKPOINT: Final = Place(checkpoint, GENERATOR)
 INNER_TRANSFORMS: Final = (
     Place(apis, "vmap_impl"),
     Place(eager_transforms, "grad_impl"),
@@ -316,6 +318,18 @@ def set_thread_local(key: str, value: Any) -> None:
     if VERSION < (2, 12):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
+
+
+def read_checkpoint(
+    function: Any, *given: Any, **named: Any
+) -> tuple[Any, Sequence[Any], dict[str, Any], dict[str, Any]]:
+    """Return the checkpointed function, its arguments and the settings of a call of `GENERATOR`."""
+    if VERSION < (2, 14):
+        settings = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+        count = len(settings)
+        return function, given[count:], named, dict(zip(settings, given[:count], strict=True))
+    args, kwargs = given
+    return function, args, kwargs, named
 
 
 def unseen_by_modes() -> AbstractContextManager[Any]:

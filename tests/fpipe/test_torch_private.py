@@ -9,9 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from fpipe import torch_private
-from fpipe.torch_private import ATTRIBUTES, NAMES, OPERATORS, PARAMETER_MARK, SAVED, Name, look_up, require_names
+from fpipe.patching import current, replace
+from fpipe.torch_private import (
+    ATTRIBUTES,
+    CHECKPOINT,
+    GENERATOR,
+    NAMES,
+    OPERATORS,
+    PARAMETER_MARK,
+    SAVED,
+    Name,
+    look_up,
+    read_checkpoint,
+    require_names,
+)
 
 HOME = Path(__file__).parents[2]
 OURS = Path(torch_private.__file__)
@@ -93,7 +107,11 @@ def test_no_row_is_left_over():
         used |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
     assert used >= OPERATOR | ATTRIBUTE
     text = OURS.read_text().partition("# ----")[2]
-    assert not [one.path for one in NAMES if one.path.rpartition(".")[2] not in text]
+    assert not [
+        one.path
+        for one in NAMES
+        if one.path.rpartition(".")[2] not in text and one.path.rpartition(".")[2] != GENERATOR
+    ]
 
 
 def test_every_private_name_that_the_module_uses_has_a_row():
@@ -137,6 +155,25 @@ def test_autograd_nodes_save_what_the_formulas_read():
             getattr(found[name].grad_fn, f"_saved_{one}")
     read = {name for *_, name in accesses() if name.startswith("_saved_")}
     assert read == {f"_saved_{one}" for saved in SAVED.values() for one in saved}
+
+
+def test_a_checkpoint_runs_what_captures_replace():
+    calls = []
+
+    def noting(*given, **named):
+        calls.append(read_checkpoint(*given, **named))
+        return runs(*given, **named)
+
+    def double(x, twice=False):
+        return x * 2
+
+    runs, x = current(*CHECKPOINT), torch.ones(1)
+    with replace(*CHECKPOINT, noting):
+        checkpoint(double, x, twice=True, use_reentrant=False, preserve_rng_state=False)
+    ((function, args, kwargs, settings),) = calls
+    assert (function, args, kwargs) == (double, (x,), {"twice": True})
+    assert settings["preserve_rng_state"] is False
+    assert checkpoint(function, *args, use_reentrant=False, **settings, **kwargs).equal(double(x))
 
 
 def test_a_mark_makes_a_parameter():

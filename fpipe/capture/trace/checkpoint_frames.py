@@ -29,10 +29,8 @@ from fpipe.capture.trace.reentrant_checks import require_explicit_arguments
 from fpipe.errors import CaptureError
 from fpipe.ir.tape import Frame
 from fpipe.runtime.segments.reentrant import Reentrant
-from fpipe.torch_private import unseen_by_modes
+from fpipe.torch_private import read_checkpoint, unseen_by_modes
 
-SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-"""The arguments of torch's generator between the function and its arguments."""
 KIND = "activation checkpointing"
 
 
@@ -42,10 +40,10 @@ class CheckpointFrames:
     def __init__(self, recorder: Recorder, generate: Callable[..., Iterator[None]]) -> None:
         self.recorder, self.generate = recorder, generate
 
-    def record(self, function: Any, *settings: Any, **kwargs: Any) -> Iterator[None]:
+    def record(self, *given: Any, **named: Any) -> Iterator[None]:
         """Do what torch's generator does around a checkpointed function, and record the function's frame."""
-        generator = self.generate(function, *settings, **kwargs)
-        how, args = dict(zip(SETTINGS, settings, strict=False)), settings[len(SETTINGS) :]
+        generator = self.generate(*given, **named)
+        function, args, kwargs, how = read_checkpoint(*given, **named)
 
         def call_again(function: Any, *args: Any, **kwargs: Any) -> Any:
             return checkpoint.checkpoint(function, *args, use_reentrant=False, **how, **kwargs)

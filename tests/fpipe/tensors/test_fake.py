@@ -246,6 +246,7 @@ def test_tensors_of_different_devices_are_refused():
 @pytest.mark.parametrize(
     "function", [lambda x: x * 2, lambda x: x + x, lambda x: torch.cat([x, x]), lambda x: x.sum(0), torch.clone]
 )
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # in torch 2.11
 def test_sparse_tensors_are_left_to_torch(function):
     def told():
         rows = torch.zeros(1, 3, dtype=torch.int64)
