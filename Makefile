@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test docs bench nightly clean
+.PHONY: demo test docs bench nightly versions clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
@@ -28,6 +28,20 @@ docs: .venv/documented
 	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
+# By hand: the oldest and the newest torch that pyproject.toml declares. Each installs a CUDA build of some gigabytes,
+# which runs on a CPU, too. OLDEST='numpy==1.26.* optree==0.13.*' adds the oldest of those.
+VERSIONS ?= 2.12 2.15
+VERSION_TESTS := $(addprefix tests/fpipe/,test_torch_private.py test_patching.py tensors capture/test_guards.py \
+	capture/test_jit.py capture/trace runtime/test_threads.py)
+
+versions: $(VERSIONS:%=.venv-%/tested)
+
+.venv-%/tested: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet 'torch==$*.*' $(OLDEST) --editable '.[tests]'
+	OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n auto --dist worksteal $(VERSION_TESTS)
+	touch $@
+
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[tests]'
@@ -38,4 +52,4 @@ docs: .venv/documented
 	touch $@
 
 clean:
-	rm -rf .venv build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -14,7 +14,10 @@ import fpipe
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),  # since torch 2.15
+]
 
 
 def gelu(x: Tensor) -> Tensor:

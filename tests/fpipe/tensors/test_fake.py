@@ -12,6 +12,7 @@ import fpipe
 from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import META_KERNELS, fake, fake_mode
 from fpipe.tensors.layouts import LAYOUT_RULES
+from fpipe.torch_private import VERSION
 from schedules import one_f_one_b
 
 aten = torch.ops.aten
@@ -204,6 +205,8 @@ def test_every_kernel_has_a_sample():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 def test_kernels_for_meta_agree_with_real_ones(operation, dtype, turned):
+    if VERSION < (2, 13) and dtype is torch.float64 and "flash_attention" in str(operation):
+        pytest.skip("before torch 2.13, its own kernel for meta gets the dtype of the second result wrong")
     tensors = [torch.rand(shape, dtype=dtype) for shape in SHAPES]
     if turned:
         tensors[0] = tensors[0].t().contiguous().t()
