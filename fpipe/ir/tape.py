@@ -2,12 +2,12 @@
 """A recording of a model's run: torch calls in order, and the module calls around them.
 
 A *tape* is a straight line of units, one per torch call, with nested *frames* over it: the calls of modules, of the
-loss, and of checkpointed functions. Either can be played: a unit repeats one torch call; a frame repeats the original
+loss, and of checkpointed functions. Either can run again: a unit repeats one torch call; a frame repeats the original
 call, so that everything inside it happens as its author wrote it.
 
 A frame can replace its units only if it can be called from outside: every tensor that it reads is an argument, or state
 put in place beforehand; every tensor that it makes and others use is returned, or assigned to an attribute. A frame for
-which this does not hold is opened, and its contents are played instead.
+which this does not hold is opened, and its contents run instead.
 """
 
 from __future__ import annotations

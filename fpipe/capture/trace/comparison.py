@@ -73,7 +73,7 @@ class RepeatRecorder(Recorder):
 
 
 class Comparison:
-    """Compares calls with those of a tape; `old` maps values made again to the tape's values."""
+    """Compares calls with those of a tape; `old` maps new values to those of the tape."""
 
     def __init__(self, tape: Tape, recorder: RepeatRecorder) -> None:
         self.tape, self.recorder = tape, recorder
@@ -180,7 +180,7 @@ def _is_same_leaf(new: Any, old: Any, depth: int = NESTING) -> bool:
 
 
 def _is_same_function(new: Any, old: Any, depth: int) -> bool:
-    """Compare functions that a forward creates anew each time."""
+    """Compare functions that a forward creates on every call."""
     if isinstance(new, FunctionType) and new.__code__ is not old.__code__:
         return False
     pairs = [*zip_longest(closure_contents(new), closure_contents(old))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that a forward assigns anew: `self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)`.
+"""Buffers that a forward reassigns: `self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)`.
 
 Problem. A step puts buffers into their modules and takes them out again, so what a forward assigns there would be lost.
 
@@ -31,7 +31,7 @@ BufferTable = dict[str, Tensor | None]
 
 
 class Reassigned(NamedTuple):
-    """A buffer that was assigned anew.
+    """A buffer that was reassigned.
 
     - `table`, `name`: its place. `first`: what was there before the run; `buffer`: its value, if it has one.
     - `new`: the value that is there now. `where`: the module that assigned it.
@@ -46,7 +46,7 @@ class Reassigned(NamedTuple):
 
 
 class Reassignments:
-    """The buffers that a run assigns anew; `values` are the run's tensors, and `here` returns where it is.
+    """The buffers that a run reassigns; `values` are the run's tensors, and `here` returns where it is.
 
     - `by_place`: by the table that contains it, and its name there; `assigned`: all values that were ever assigned.
     """

@@ -58,7 +58,7 @@ SEALING: Mapping[Any, str] = MappingProxyType(
 class Recorder(TorchFunctionMode):
     """Records while entered, inside a fake mode.
 
-    - `values`: the tensors of the run. `reassignments`: buffers that it assigns anew.
+    - `values`: the tensors of the run. `reassignments`: buffers that it reassigns.
     - `stack`: its module calls. `autocast`: the autocast contexts that it is in.
     - `torch_calls`: its torch calls. `history`: those that left a unit. `hooked`: positions of the units before which
       saved-tensor hooks were installed.

@@ -40,7 +40,7 @@ def build_tape(recorder: Recorder) -> Tape:
 
 
 def build_observed(recorder: Recorder) -> Observed:
-    """Return what the units were seen to do."""
+    """Return the facts about the units and values of the run."""
     facts, values, labels = recorder.history.facts, recorder.values, recorder.draws.labels()
     return Observed(
         storage=values.storage,

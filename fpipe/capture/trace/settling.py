@@ -2,8 +2,8 @@
 """Bring a model's Python state to a fixed point: each run leaves it as it found it.
 
 Models install hooks, register buffers and fill caches on their first call. The run that is recorded comes after that,
-so that played calls find what they found in the recording. Tensors that the first run left behind are computed for real
-if they follow from constants alone. No other fake tensor remains.
+so that calls in a step find what they found in the recording. Tensors that the first run left behind are computed for
+real if they follow from constants alone. No other fake tensor remains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fpipe.torch_private import FakeTensor, FakeTensorMode
 def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeTensorMode) -> None:
     """Replace the constants that a recorded run left behind with real tensors.
 
-    Remove one that cannot be computed, say on a device that this machine lacks: every run makes it anew.
+    Remove one that cannot be computed, say on a device that this machine lacks: every run creates it again.
     """
     values = {id(recorder.values.tensors[value]): value for value in recorder.history.constants().values}
     for key, one in now.containers.items():
@@ -95,7 +95,7 @@ def _replace_fakes(part: Any, real: Mapping[int, Tensor]) -> Any:
 def _with_inner(written: Iterable[ContainerState]) -> Iterator[ContainerState]:
     """Yield the containers and those inside them.
 
-    A forward that begins with `self.found = []` fills a new list; played in part, it fills the one that it left behind.
+    A forward that begins with `self.found = []` fills a new list; if only part of it runs, that part fills the old one.
     """
     seen, stack = set[int](), list(written)
     while stack:

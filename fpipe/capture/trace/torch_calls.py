@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch calls of a run, counted by *ticks*: every call has one, in the order in which they begin.
 
-Calls inside another torch call, and calls that leave no unit, are counted too.
+Calls inside another torch call, and calls that leave no unit, are counted too. Also: the autocast contexts that a run
+is in, and the questions that it asks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give a module that runs on fake tensors again the answers that it got during the recording.
 
-In a step, a module that reads values does so itself, and finds what the capture was told: the answers are part of the
-capture's key. On fake tensors, while shapes are inferred or a stage is recorded below autograd, it cannot.
+In a step, a module that reads values reads real ones, and finds what the capture was answered, because the answers are
+part of the capture's key. On fake tensors, while shapes are inferred or a stage is recorded below autograd, it cannot.
 
 The operations run in every step, but give answers only at build time, when tensors are fake.
 """
