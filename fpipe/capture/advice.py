@@ -25,7 +25,7 @@ def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
     outside = "Take control flow and shapes that depend on data out of the model; or, if shapes do not depend on it, "
     if path == "(root)":
         return (
-            f"{outside}put that part into a module of its own, and name this in unsplittable: the model itself cannot "
+            f"{outside}put that part into a separate module, and name this in unsplittable: the model itself cannot "
             "be, since it is to be split."
         )
     return f"{outside}name the module in unsplittable, and it runs as it is."

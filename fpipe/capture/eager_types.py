@@ -119,7 +119,7 @@ def tolist(tensor: Tensor) -> Any:
 
 
 def _is_foreign(name: str, module: Any) -> bool:
-    """Return whether a module is a user's, or of a library that runs models, and has no `type` of its own."""
+    """Return whether a module belongs to a user or a library of models, and defines no `type` itself."""
     package = name.partition(".")[0]
     return package not in UNCONCERNED and getattr(module, "__dict__", {"type": None}).get("type", Type) is Type
 

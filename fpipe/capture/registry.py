@@ -23,7 +23,7 @@ FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
 def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
     """Return the front end of that name, or the user's own; raise `InputError` for anything else.
 
-    The one named "trace" is told which modules are to stay `whole`.
+    The front end "trace" leaves the modules in `whole` uncut.
     """
     if capture == "trace":
         return partial(trace_model, opaque=whole)
@@ -31,7 +31,7 @@ def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> Fron
         return FRONT_ENDS[capture]
     if isinstance(capture, str) or not callable(capture):
         raise InputError(
-            f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}, or a front end of your own: a function "
+            f"capture: got {capture!r}, expected one of {list(FRONT_ENDS)}, or your own front end: a function "
             "(model, objective, leaves) -> Captured. Name one of them."
         )
     return capture

@@ -67,7 +67,7 @@ Source: TypeAlias = Parameter | Buffer | BatchLeaf | Constant
 class Unit:
     """A piece of the model that is never cut.
 
-    `path` is its call path in the uncut model; `does` describes what it does, so that models can be told apart.
+    `path` is its call path in the uncut model; `does` describes what it does, so that models can be distinguished.
     """
 
     path: str

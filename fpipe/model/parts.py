@@ -2,8 +2,8 @@
 """Modules and functions as a graph: a model of parts, each of which names what it is called with.
 
 A part may be any module or function, return any tree, and be called with any leaf of the inputs and of other parts'
-results. So the model is cut where its author says, whatever a tracer sees of it. A graph is an ordinary module: it runs
-its parts one by one, each after those it needs, otherwise in the order listed.
+results. So the model is cut where its author says, not where a tracer happens to see a boundary. A graph is an ordinary
+module: it runs its parts one by one, each after those it needs, otherwise in the order listed.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class _Reference:
                 self.way.insert(0, step)
         except (SyntaxError, ValueError) as error:
             raise GraphError(
-                f"{where}: got {text!r}, expected a name, with [0], ['key'] or .attribute behind it if need be. Pass a "
-                "string that is no name by way of a function."
+                f"{where}: got {text!r}, expected a name, optionally followed by [0], ['key'] or .attribute. Pass a "
+                "string that is not a name through a function."
             ) from error
         self.name = node.id
 
@@ -192,7 +192,9 @@ def _require_names(parts: Mapping[str, Part], inputs: Sequence[str]) -> None:
         raise GraphError("parts: got none, expected at least one. Name what the model consists of.")
     for name in [*inputs, *parts]:
         if not isinstance(name, str) or not name.isidentifier():
-            raise GraphError(f"the name {name!r}: got no identifier, expected one, such as text_0. Rename it.")
+            raise GraphError(
+                f"the name {name!r}: got a name that is not an identifier, expected one such as text_0. Rename it."
+            )
         if name in inputs and ([*inputs, *parts].count(name) > 1):
             raise GraphError(f"the name {name!r}: got it twice, expected each once, of inputs and parts. Rename one.")
     for name, part in parts.items():

@@ -108,7 +108,7 @@ def require_plain_tensors(model: nn.Module) -> None:
         for other_start, other_end, other in home:
             if start < other_end and other_start < end:
                 raise CaptureError(
-                    f"{name}: got memory that {other} lies in too, expected memory of its own: ranks would hold two "
+                    f"{name}: got memory that {other} shares, expected separate memory: ranks would hold two "
                     "copies that drift apart. Use the same parameter twice, or clone one of them."
                 )
         home.append((start, end, name))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python attributes that users set on parameters and buffers.
 
-Stages get tensors without them. A forward that reads one is refused; those that nobody reads don't matter.
+Stages get tensors without them. A forward that reads one is refused; attributes that nothing reads don't matter.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Functions with tensors in their closures as pytrees, so that they can be called again with other tensors.
 
 A function is its code and the contents of its cells; a `functools.partial` is a function and its arguments. Functions
-that hold no tensor stay leaves.
+without tensors stay leaves.
 """
 
 from __future__ import annotations

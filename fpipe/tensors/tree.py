@@ -57,7 +57,7 @@ class Structure:
         return tuple((self.paths[leaf], type(x).__name__) for leaf, x in self.constants if not isinstance(x, PLAIN))
 
     def unflatten(self, tensors: list[Any] | tuple[Any, ...]) -> Tree:
-        """Return the tree with `tensors` in place of its own."""
+        """Return the tree with `tensors` in place of the ones it had."""
         leaves = list(tensors)
         for leaf, value in self.constants:
             leaves.insert(leaf, value)

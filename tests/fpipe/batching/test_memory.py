@@ -172,7 +172,7 @@ def test_state_that_shares_memory_is_refused(what):
         def forward(self, x):
             return x * self.a * self.b.sum() * self.c
 
-    with pytest.raises(fpipe.CaptureError, match=r"b: got memory that [ac] lies in too"):
+    with pytest.raises(fpipe.CaptureError, match=r"b: got memory that [ac] shares"):
         fpipe.pipeline(Model(), example=(torch.ones(2, WIDTH),), loss=torch.mean, schedule=HOW)
 
 

@@ -152,7 +152,7 @@ def deciding(outputs: Tensor, targets: Tensor) -> Tensor:
     ("model", "options", "words", "never"),
     [
         (nn.Sequential(Block(), Deciding()), {}, "name the module in unsplittable", "of its own"),
-        (Deciding(), {}, "put that part into a module of its own, and name this in unsplittable", "name the module"),
+        (Deciding(), {}, "put that part into a separate module, and name this in unsplittable", "name the module"),
         (nn.Sequential(Block(), Ragged()), {"unsplittable": Ragged}, "shapes that depend on data out of", "name the"),
         (Stack(), {"loss": deciding}, "pass unsplittable=['loss'], and it runs as it is", "name the module"),
     ],

@@ -229,7 +229,7 @@ WRONG = {
     "unused input": (graph({"a": ["x"]}, inputs=("x", "y")), r"got \['y'\], which neither"),
     "taken": (graph({"a": ["x"], "x": ["a"]}), "the name 'x': got it twice"),
     "input twice": (graph({"a": ["x"]}, inputs=("x", "x")), "the name 'x': got it twice"),
-    "no identifier": (graph({"a.b": ["x"]}), "the name 'a.b': got no identifier"),
+    "no identifier": (graph({"a.b": ["x"]}), "the name 'a.b': got a name that is not an identifier"),
     "a module's own name": (graph({"forward": ["x"]}, outputs="forward"), "a name that modules use themselves"),
     "no way": (graph({"a": ["x + 1"]}), "part 'a': got 'x \\+ 1', expected a name, with"),
     "a call": (graph({"a": ["x.mean()"]}), "part 'a': got 'x.mean\\(\\)', expected a name"),
