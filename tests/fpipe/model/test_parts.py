@@ -231,7 +231,7 @@ WRONG = {
     "input twice": (graph({"a": ["x"]}, inputs=("x", "x")), "the name 'x': got it twice"),
     "no identifier": (graph({"a.b": ["x"]}), "the name 'a.b': got a name that is not an identifier"),
     "a module's own name": (graph({"forward": ["x"]}, outputs="forward"), "a name that modules use themselves"),
-    "no way": (graph({"a": ["x + 1"]}), "part 'a': got 'x \\+ 1', expected a name, with"),
+    "no way": (graph({"a": ["x + 1"]}), "part 'a': got 'x \\+ 1', expected a name, optionally followed"),
     "a call": (graph({"a": ["x.mean()"]}), "part 'a': got 'x.mean\\(\\)', expected a name"),
     "no part": (lambda: ModuleGraph({"a": nn.ReLU()}, inputs="x", outputs="a"), "part 'a': got ReLU, expected a Part"),
     "nothing to call": (lambda: Part("a", "x"), "a part: got 'a', expected a module or a function"),
