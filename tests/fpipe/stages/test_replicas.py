@@ -2,7 +2,7 @@
 """Stages on two ranks: bidirectional schedules compute what one device computes, in the order that they state.
 
 A replica adds the gradients of its microbatches in its own order; then the sums are added, in the order of routes. The
-plain loop of `models` gives one microbatch's gradients at a time, and knows nothing of either.
+plain loop of `tests.common.loops` gives one microbatch's gradients at a time, and knows nothing of either.
 """
 
 import pytest

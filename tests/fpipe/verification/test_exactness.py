@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline computes what one device computes, bit for bit: loss, outputs, every gradient, every buffer.
 
-Held against two things: `fpipe.reference`, and a plain PyTorch loop that knows nothing of fpipe (models.loop).
+Held against two things: `fpipe.reference`, and a plain PyTorch loop that knows nothing of fpipe (`tests.common.loops`).
 """
 
 import pytest
