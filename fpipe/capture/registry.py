@@ -35,3 +35,9 @@ def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> Fron
             "(model, objective, leaves) -> Captured. Name one of them."
         )
     return capture
+
+
+def is_eager(front_end: FrontEnd) -> bool:
+    """Return whether modules run as Python in every step, where no cut goes through them."""
+    function = front_end.func if isinstance(front_end, partial) else front_end
+    return function in (trace_model, modules)

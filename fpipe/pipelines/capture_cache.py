@@ -22,6 +22,7 @@ from fpipe.batching.batch import Batching, Microbatch, SplitBatch
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.capture.originals import require_own_state
+from fpipe.capture.registry import is_eager
 from fpipe.cutting import partition
 from fpipe.cutting.calls import Calls
 from fpipe.ir.captured import Captured, FrontEnd, Hooks
@@ -122,7 +123,7 @@ class CaptureCache:
     @property
     def runs_python(self) -> bool:
         """True if modules run as Python in every step, where no cut goes through them."""
-        return name_of(self.front_end) in ("trace", "modules")
+        return is_eager(self.front_end)
 
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
         what = variant, microbatch

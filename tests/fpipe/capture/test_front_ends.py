@@ -216,3 +216,9 @@ def test_seeding_inside_the_model_is_exact_or_refused(capture):
     except fpipe.CaptureError:
         pass
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_modules_run_as_python_under_two_front_ends():
+    from fpipe.capture.registry import FRONT_ENDS, find_front_end, is_eager
+
+    assert [name for name in FRONT_ENDS if is_eager(find_front_end(name, ("head",)))] == ["trace", "modules"]
