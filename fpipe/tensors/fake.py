@@ -16,7 +16,7 @@ from fpipe.tensors.attributes import MARKS, marks
 from fpipe.tensors.collectives import preserve_python_generator
 from fpipe.tensors.effects import Effects, is_collective, memory
 from fpipe.tensors.fake_cache import ResultCache, is_plain
-from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout
+from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
 from fpipe.torch_private import (
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -27,7 +27,6 @@ from fpipe.torch_private import (
     set_warn_deprecated_on_mutable_data_ptr,
 )
 
-aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 
 
