@@ -16,7 +16,7 @@ from tests.common.cases import WIDTH, mse
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),  # since torch 2.15
+    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),  # since torch 2.14
 ]
 
 
