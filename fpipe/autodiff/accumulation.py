@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from fpipe.tensors.effects import memory
 from fpipe.torch_private import foreach_add_
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -51,17 +52,22 @@ def add_all(totals: Gradients, grads: Gradients) -> Gradients:
 def own_all(grads: list[Tensor | None], fresh: Container[int]) -> Gradients:
     """Return the gradients in memory of their own: all but the `fresh` ones as copies, which replace them in `grads`.
 
-    Replacing them one by one frees each before the next is copied.
+    Replacing them one by one frees each before the next is copied. Of fresh ones that share memory, all but the first
+    are copied, too: a compiled backward may return one tensor for two weights, if both gradients are the same product.
 
     >>> import torch
     >>> one, other = torch.ones(2), torch.ones(2)
     >>> owned = own_all([one, other.expand(3, 2), None], fresh={0})
     >>> owned[0] is one, owned[1].stride(), owned[2]
     (True, (2, 1), None)
+    >>> own_all([one, one], fresh={0, 1})[1] is one
+    False
     """
+    owned = set[int]()
     for k, grad in enumerate(grads):
-        if grad is not None and k not in fresh:
-            grads[k] = grad.clone()
+        if grad is not None and (k not in fresh or memory(grad) in owned):
+            grads[k] = grad = grad.clone()
+        owned.update(() if grad is None else (memory(grad),))
     return tuple(grads)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fpipe.autodiff.accumulation import own_all
 from fpipe.autodiff.graph.codegen import PhaseFunction, generate
 from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
@@ -49,14 +50,20 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
 
 
 def compile_adding(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the same function with an optional last argument: sums, to which it adds the last group."""
+    """Return the same function with an optional last argument: sums, to which it adds the last group.
+
+    Without it, the last group is copied: a compiler may drop a copy, or return one tensor for two equal results.
+    """
     run, count = compile_phase(phase, compiler), len(phase.takes)
 
     def call(*groups: Any) -> Any:
         found, onto = run(*groups[:count]), groups[count] if groups[count:] else ()
+        several = len(phase.gives) > 1
+        grads = found[-1] if several else found
         if onto:
-            foreach_add_(onto, found[-1] if len(phase.gives) > 1 else found)
-        return (*found[:-1], onto) if onto and len(phase.gives) > 1 else onto or found
+            foreach_add_(onto, grads)
+        total = onto or (grads and own_all([*grads], fresh=()))
+        return (*found[:-1], total) if several else total
 
     return call
 

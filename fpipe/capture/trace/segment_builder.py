@@ -5,8 +5,7 @@ A call that lies wholly inside a segment is made as its author wrote it, unless 
 something else without the Python state that other segments' calls leave. Such a call is opened: its contents run
 instead.
 
-Runs when a pipeline is built; the functions that it returns run in every step, with the segment's parameters and
-buffers in their seats.
+Runs when a pipeline is built. What its functions do in every step is in `fpipe.runtime.segments`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TypeAlias
 
-from torch import Tensor
-
 from fpipe.capture.trace.buffer_checkpoints import BufferCheckpoints
 from fpipe.capture.trace.obstacles import Obstacles, cut_error, require_open
 from fpipe.capture.trace.operations import Operations, require_own_casts
 from fpipe.capture.trace.rehearsal import Rehearse, Rehearsed
 from fpipe.capture.trace.usage import Usage
-from fpipe.ir.captured import Function, Labels, Operation, Tensors, Unit, Value, compose
+from fpipe.ir.captured import Function, Labels, Operation, Unit, Value, compose
 from fpipe.ir.modes import Modes, apply_modes
 from fpipe.ir.tape import Frame, Tape
-from fpipe.model.snapshot import ContainerState, restore_containers
+from fpipe.model.snapshot import ContainerState
 from fpipe.runtime.segments.keying import stream_ends
-from fpipe.runtime.segments.seats import Seating, Seats
+from fpipe.runtime.segments.seats import Seats, seat_inputs
 
 SegmentItem: TypeAlias = Frame | Unit | tuple[Modes, Operation]
 """What runs in a segment: a whole call, a torch call, or an operation before or after others."""
@@ -75,16 +72,7 @@ class SegmentBuilder:
         written = [*{id(one.container): one for one in (*rehearsed.changed, *self.written)}.values()]
         seats = [(*seat, k) for k, value in enumerate(inputs) for seat in self.seats.get(value, ())]
         require_own_casts(self.tape, self.seats, start, stop)
-
-        def seat(tensors: Tensors) -> AbstractContextManager[None]:
-            seating = Seating(seats, tensors)
-            return restore_containers(written, tensors, seating) if written else seating
-
-        def run_seated(key: int, *tensors: Tensor) -> Tensors:
-            with seat(tensors):
-                return run(key, *tensors)
-
-        return Function(run_seated, seat if self._may_rerun(start, stop) else None)
+        return seat_inputs(run, seats, written, self._may_rerun(start, stop))
 
     def _may_rerun(self, start: int, stop: int) -> bool:
         """Return whether a backward may rerun something from unit `start` to `stop`, in some branch."""

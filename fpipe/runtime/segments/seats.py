@@ -4,17 +4,19 @@
 The modules of a segment are those of a skeleton, which holds no tensors. While a segment runs, the tensors passed to it
 are in the tables in which modules keep parameters and buffers; afterwards the tables are as before.
 
-`Seating` is built with the segment, and entered in every step.
+`seat_inputs` runs when a pipeline is built; the function that it returns runs in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from fpipe.ir.captured import Value
+from fpipe.ir.captured import Function, Tensors, Value
+from fpipe.model.snapshot import ContainerState, restore_containers
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: one of its tables, and the name there."""
@@ -41,3 +43,26 @@ class Seating:
     def __exit__(self, *error: object) -> None:
         for (table, name, _), old in zip(self.seats, self.before, strict=True):
             table[name] = old
+
+
+def seat_inputs(
+    run: Callable[..., Tensors],
+    seats: Sequence[tuple[dict[str, Any], str, int]],
+    written: Sequence[ContainerState],
+    may_rerun: bool,
+) -> Function:
+    """Return `run(key, *inputs)` as a function that puts its inputs in their seats first.
+
+    `seats` are as in `Seating`. `written` are the containers that a run changes, and that are restored after it. With
+    `may_rerun`, a backward needs the inputs in their seats, too.
+    """
+
+    def seat(tensors: Tensors) -> AbstractContextManager[None]:
+        seating = Seating(seats, tensors)
+        return restore_containers(written, tensors, seating) if written else seating
+
+    def run_seated(key: int, *tensors: Tensor) -> Tensors:
+        with seat(tensors):
+            return run(key, *tensors)
+
+    return Function(run_seated, seat if may_rerun else None)
