@@ -158,7 +158,7 @@ def probed(instructions, measure):
     for one in instructions:
         longer.append(one)
         if KINDS[one.action.kind].after:
-            longer.append(one._replace(handler=probe, receives=(), waits=(), awaited=(), made=(), sends=()))
+            longer.append(one._replace(handler=probe, receives=(), waits=(), awaited=(), outputs=(), sends=()))
     return tuple(longer), found
 
 

@@ -86,7 +86,7 @@ BAD = {
     "no schedule": ({"schedule": one_f_one_b}, fpipe.InputError, ["schedule", "Schedule", "one_f_one_b(ranks=4"]),
     "no such front end": ({"capture": "jit"}, fpipe.InputError, ["capture", "'jit'", "export", "modules"]),
     "an unknown name": ({"cuts": ["44"]}, fpipe.CutError, ["'44'", "Did you mean", "'4'"]),
-    "too few cuts": ({"cuts": []}, fpipe.CutError, ["got 1 stages", "expected 2", "Give 1 cuts"]),
+    "too few cuts": ({"cuts": []}, fpipe.CutError, ["got 1 stages", "expected 2", "Pass 1 cuts"]),
     "too many cuts": ({"cuts": ["2", "4"]}, fpipe.CutError, ["got 3 stages", "expected 2"]),
     "cuts and stages": ({"stages": 2}, fpipe.CutError, ["both", "Drop stages"]),
     "other stages": ({"cuts": None, "stages": 3}, fpipe.CutError, ["got 3 stages", "expected 2"]),

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 from torch import nn
-from torch.autograd import graph
 
+from fpipe.autodiff import autograd
 from fpipe.runtime.transport.local import LocalChannel
 from fpipe.stages.stage import Stage
 from tests.common.cases import WIDTH, Case, mse, rows_of
@@ -93,7 +93,7 @@ def test_frozen_stages_send_keep_and_compute_nothing(what, capture, kind, monkey
     )
     run(*built)  # plans are made at the first step
     sent, kept, calls = Counter(), Counter(), Counter()
-    send, walk = LocalChannel.send, graph._engine_run_backward
+    send, walk = LocalChannel.send, autograd.run_backward
 
     def sending(channel, message, payload, specs):
         sent[message[0], message[1], message[3]] += 1
@@ -110,7 +110,7 @@ def test_frozen_stages_send_keep_and_compute_nothing(what, capture, kind, monkey
 
     monkeypatch.setattr(LocalChannel, "send", sending)
     monkeypatch.setattr(Stage, "forward", property(lambda stage: partial(keeping, stage)))
-    monkeypatch.setattr(graph, "_engine_run_backward", differentiating)
+    monkeypatch.setattr(autograd, "run_backward", differentiating)
     got = run(*built)
     monkeypatch.undo()
     assert {ends for ends in sent if ends[0] == "B"} == {("B", *edge) for edge in edges}

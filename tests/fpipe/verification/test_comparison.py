@@ -79,14 +79,14 @@ def test_verify_finds_another_model():
 
 
 def test_verify_finds_a_wrong_sum(monkeypatch):
-    right = Stage.finished
+    right = Stage.complete
 
     def wrong(self, total):
         total = right(self, total)
         return (total[0] * (1 + 2**-22), *total[1:]) if total and self.index == 1 else total
 
     pipe, model, inputs, targets = build(ZOO["mlp"], HOW, 6)
-    monkeypatch.setattr(Stage, "finished", wrong)
+    monkeypatch.setattr(Stage, "complete", wrong)
     with pytest.raises(fpipe.MismatchError, match=r"gradient 4\.weight: got different bits from the reference"):
         fpipe.verify(pipe, model, inputs, targets)
 

@@ -183,10 +183,10 @@ def test_verify_takes_parameters_in_training(built, monkeypatch):
     with torch.no_grad():
         for p in params.values():
             p.mul_(2)
-    right = Stage.finished
+    right = Stage.complete
     monkeypatch.setattr(
         Stage,
-        "finished",
+        "complete",
         lambda self, total: tuple(t * (1 + (self.index == 1 and moved(pipe, total))) for t in right(self, total)),
     )
 

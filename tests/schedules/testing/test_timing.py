@@ -127,7 +127,7 @@ class OnItsWay:
         self.clocks, self.message, self.rank = clocks, message, rank
 
     @property
-    def done(self):
+    def is_done(self):
         arrival, _ = self.clocks.arrived.get(self.message, (float("inf"), None))
         return arrival <= self.clocks.now[self.rank]
 

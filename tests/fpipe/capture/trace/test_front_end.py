@@ -191,8 +191,8 @@ class Foreign(nn.Module):
 
 for what, part, words in (
     ("a counter", Counting(), ["1", "'count'"]),
-    ("state of the last call", Carrying(), ["1", "made and kept", "buffer"]),
-    ("another way the first time", Once(), ["again", "first time"]),
+    ("state of the last call", Carrying(), ["1", "created and kept", "buffer"]),
+    ("another way the first time", Once(), ["called again", "only once"]),
     ("a parameter that is none", Foreign(), ["1", "requires a gradient", "Register"]),
 ):
     REFUSED[what] = (nn.Sequential(nn.Linear(WIDTH, WIDTH), part), ["1"], words)
