@@ -60,7 +60,7 @@ class ByThread:
 
 
 class _Switch(ByThread):
-    """What stands at a place while any thread replaces it."""
+    """The function at a place while any thread replaces it."""
 
     def __init__(self, owner: Any, name: str) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class Place(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """What the name refers to now."""
+        """The object that the name refers to now."""
         return getattr(self.owner, self.name)
 
 

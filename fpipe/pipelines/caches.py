@@ -21,7 +21,7 @@ BatchKind: TypeAlias = tuple[Variant, Signature]
 
 
 class Agreement(NamedTuple):
-    """What all ranks have agreed on for one kind of batch.
+    """The fields that all ranks have agreed on for one kind of batch.
 
     - `digest`: of the plan's fields; 0 if all ranks are in this process.
     - `fields`: what they compare again in every step.
@@ -33,7 +33,7 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Caches:
-    """What a pipeline remembers.
+    """The values that a pipeline remembers.
 
     - `agreements`: by kind of batch. The first is the agreement on the pipeline itself.
     - `unquestioned`: the kinds of batches about whose values the model asks nothing.

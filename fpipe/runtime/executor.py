@@ -24,7 +24,9 @@ from schedules import Action
 
 
 class StageCrossing(NamedTuple):
-    """What one stage sends another, in order: values, their cotangents, or gradients. Both stages have the same record.
+    """The tensors that one stage sends another, in order: values, their cotangents, or gradients.
+
+    Both stages have the same record.
 
     - `values`: which values these are, or whose cotangents; for gradients, the names of the parameters.
     - `specs`: the metadata of each.

@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Expectation(Protocol):
-    """What a value is expected to be."""
+    """The expected state of a value."""
 
     def holds(self, value: Any) -> bool:
         """Return whether `value` is as expected."""

@@ -27,7 +27,7 @@ class Turn(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """What one kind of action on one stage exchanges with other ranks, as pairs of payload and peer stage.
+    """The transfers of one kind of action on one stage with other ranks, as pairs of payload and peer stage.
 
     `gradients` is true if the action may also send gradients or wait for them.
     """

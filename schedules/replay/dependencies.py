@@ -25,7 +25,7 @@ from schedules.language.schedule import Schedule
 
 
 class Dependency:
-    """What stage `source` makes for stage `target` on one route: values, cotangents, or a gradient.
+    """The output of stage `source` for stage `target` on one route: values, cotangents, or a gradient.
 
     `arrived` maps each unit (a microbatch, or a slice of one) to its arrival time, until rank `consumer` has used it.
     `wanted` is the unit that `consumer` waits for.

@@ -8,6 +8,18 @@ from torch.utils.checkpoint import checkpoint
 from tests.common.cases import WIDTH
 
 
+class Negated(torch.autograd.Function):
+    """Its backward is not what a graph of its forward would give."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
 class Block(nn.Module):
     """Two linears, with something in between."""
 

@@ -33,7 +33,7 @@ from fpipe.torch_private import without_modes
 
 
 class Facts(NamedTuple):
-    """What is known of a unit.
+    """The known facts about a unit.
 
     - `invocation`, `modes`: its function and arguments, and the modes it ran under.
     - `ticks`: the range of torch calls that it consists of.

@@ -15,22 +15,11 @@ from tests.common.cases import WIDTH, Case, mse, rows_of
 from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
+from tests.common.unusual_layers import Negated
 
 CUTS = ("1", "2", "3")
 GRAPHS = ["export", "fx", "dynamo"]
 FRONTS = ["trace", "modules", *GRAPHS]
-
-
-class Negated(torch.autograd.Function):
-    """Its backward is not what a graph of its forward would give."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
 
 
 class Part(nn.Module):

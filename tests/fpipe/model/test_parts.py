@@ -18,24 +18,13 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import few, in_turn
+from tests.common.unusual_layers import Negated
 
 FRONTS = ["modules", "trace", "export", "fx", "dynamo"]
 
 
 def linear():
     return nn.Linear(WIDTH, WIDTH)
-
-
-class Negated(torch.autograd.Function):
-    """Its backward is not what a graph of its forward would give."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
 
 
 class Tower(nn.Module):
