@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of a front end: a model as units and the values between them.
+"""The output of a front end: a model as a list of units, and the values that pass between them.
 
-Problem. Tracers differ in what they see; the code downstream of them should not care.
+Problem. One tracer sees modules, another torch calls, a third operators. The code downstream should not care.
 
-Idea. A captured model is a straight line of *units*, in the order in which one device runs them. A unit reads and makes
-*values*: tensors, named by integers. Parameters, buffers, batch leaves and constants are values too, which come from a
-*source* rather than a unit; so a tied parameter is simply a value with several readers. A stage will be a contiguous
-run of units.
+Idea. A captured model is a flat list of *units*, in the order in which one device runs them. A unit reads and makes
+*values*: tensors, identified by integers. Parameters, buffers, batch leaves and constants are values, too; they come
+from a *source* rather than from a unit. So a tied parameter is simply a value with several readers. A stage is a
+contiguous run of units.
 
-A front end may also supply a way to fuse a run of units into one callable; `chain_units` is the plain way.
+A front end may also supply a function that fuses a run of units into one callable. The default is `chain_units`.
 
-Invariants. Units are in execution order: every value is made before it is read. A unit's `call` takes the values of
-`reads` and returns a tuple of those of `makes`; it changes no state other than the tensors passed to it.
+Invariants. Every value is made before it is read. A unit's `call` takes the values of `reads` and returns a tuple of
+those of `makes`; it modifies nothing but the tensors passed to it.
+
+Runs when a plan is made; the functions that `chain_units` and `compose` return run in every step.
 """
 
 from __future__ import annotations
@@ -32,30 +34,30 @@ from fpipe.torch_private import FakeTensorMode
 Value: TypeAlias = int
 Tensors: TypeAlias = tuple[Tensor, ...]
 Hook: TypeAlias = Callable[[Tensor], Tensor | None]
-"""A hook on the gradient of a parameter."""
+"""A hook on a parameter's gradient: returns a replacement, or `None` to keep it."""
 Hooks: TypeAlias = Mapping[str, tuple[Hook, ...]]
 
 
 class Parameter(NamedTuple):
-    """A value that is the model's parameter `name` (its first name)."""
+    """A parameter of the model, by its first name."""
 
     name: str
 
 
 class Buffer(NamedTuple):
-    """A value that is the model's buffer `name` (its first name)."""
+    """A buffer of the model, by its first name."""
 
     name: str
 
 
 class BatchLeaf(NamedTuple):
-    """A value that is tensor leaf number `leaf` of (inputs, targets)."""
+    """Tensor leaf number `leaf` of the batch: inputs first, then targets, then the scale of the loss."""
 
     leaf: int
 
 
 class Constant(NamedTuple):
-    """A value that the model created itself, or holds without registering it."""
+    """A tensor that the model created itself, or holds without registering it."""
 
     tensor: Tensor
 
@@ -67,7 +69,7 @@ Source: TypeAlias = Parameter | Buffer | BatchLeaf | Constant
 class Unit:
     """A piece of the model that is never cut.
 
-    `path` is its call path in the uncut model; `does` describes what it does, so that models can be distinguished.
+    `path` is its call path in the uncut model. `does` describes the operation; ranks compare it.
     """
 
     path: str
@@ -79,10 +81,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Function:
-    """A run of units as one callable: `function(key, *inputs) -> outputs`; random units draw by `key`.
+    """One callable for a run of units: `function(key, *inputs) -> outputs`. Random units are seeded from `key`.
 
-    `scope(inputs)` is a context in which any backward through it must run (a checkpointed module looks up its
-    parameters again then).
+    `scope(inputs)` is the context that a backward through it must run in: a checkpointed module looks up its parameters
+    again during the backward.
     """
 
     run: Callable[..., Tensors]
@@ -93,12 +95,12 @@ class Function:
         return self.run(key, *inputs)
 
     def backward_scope(self, inputs: Tensors) -> AbstractContextManager[None]:
-        """Return the context for a backward."""
+        """Return the context that a backward for these inputs must run in."""
         return nullcontext() if self.scope is None else self.scope(inputs)
 
 
 class Labels(NamedTuple):
-    """The key of a random unit: its label, and the devices whose generators it draws from."""
+    """The label that a random unit is seeded from, and the devices whose generators it draws from."""
 
     label: int
     devices: tuple[torch.device, ...]
@@ -118,12 +120,12 @@ class Operation(NamedTuple):
 def chain_units(
     units: Sequence[Unit], random_units: Mapping[Unit, Labels], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Function:
-    """Return a run of units as a function that calls them one after another."""
+    """Return a function that calls the units one after another."""
     return Function(compose([single(unit, random_units.get(unit)) for unit in units], inputs, outputs))
 
 
 def single(unit: Unit, labels: Labels | None) -> Operation:
-    """Return a unit as an operation, keyed if it is random."""
+    """Return a unit as an operation; if the unit is random, the operation seeds the generators first."""
 
     def seeded(key: int, *tensors: Tensor) -> Tensors:
         assert labels is not None, "the unit is random"
@@ -137,9 +139,9 @@ def single(unit: Unit, labels: Labels | None) -> Operation:
 def compose(
     operations: Sequence[Operation], inputs: tuple[Value, ...], outputs: tuple[Value, ...]
 ) -> Callable[..., Tensors]:
-    """Return a function of a key and `inputs` that runs the operations in order.
+    """Return a function `(key, *inputs) -> outputs` that runs the operations in order.
 
-    It frees values after their last use.
+    It frees each value after its last use.
     """
     last = {
         value: index for index, operation in enumerate(operations) for value in (*operation.reads, *operation.makes)
@@ -168,16 +170,17 @@ def compose(
 
 
 def no_calls(positions: Sequence[int]) -> Collection[int]:
-    """Return no calls: every call does the same wherever the model is cut."""
+    """Return no calls: cuts do not change what any call does."""
     return ()
 
 
 class Call(NamedTuple):
-    """One call of a module; units `start` to `stop`, excluding the latter, run inside it.
+    """A module call; units `start` (inclusive) to `stop` (exclusive) run inside it.
 
     - `path`: the module's name; `kind`: its class.
-    - `sealed`: why no stage may begin inside it; empty if one may.
-    - `apart`: whether it is never called as is, because it uses more than its arguments and state, or makes more.
+    - `sealed`: the reason why no stage may begin inside the call; empty if one may.
+    - `apart`: True if the units always run in place of the module, because the call reads or makes values other than
+      its arguments, its state, and what it returns.
     """
 
     path: str
@@ -190,13 +193,13 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """The facts that a capture observed about a model.
+    """The aliases and side effects observed in a model.
 
     - `storage`: for every value, the memory that holds it; values in the same memory alias each other.
     - `written`: for each unit, the memory that it modifies in place.
-    - `random`: the units that draw random numbers, and how they are keyed.
+    - `random`: the units that draw random numbers, and their labels.
     - `views`: the values that are views of others.
-    - `asking`: whether the model asks tensors for their autograd node, or whether they are leaves.
+    - `asking`: True if the model checks a tensor's autograd node, or whether it is a leaf.
     - `undecided`: the devices on which random numbers may be drawn, depending on data.
     """
 
@@ -210,20 +213,21 @@ class Observed:
 
 @dataclass(frozen=True)
 class Captured:
-    """A model, its loss, and one example microbatch, as units and values.
+    """A model and its loss, captured for one microbatch.
 
     - `sources`: the values that no unit makes.
-    - `loss`: the value of the loss, as a part of the step's (see `Objective`); `None` if none was requested.
+    - `loss`: the microbatch's share of the step's loss (see `Objective`); `None` if none was requested.
     - `outputs`, `structure`: the tensors that the model returns, and the tree that they are leaves of.
-    - `calls`: the calls of modules, each before those inside it.
-    - `observed`: what the units were seen to do, if the front end knows.
+    - `calls`: the module calls, each before those inside it.
+    - `observed`: aliases and side effects, if the front end knows them.
     - `dynamic`: names of the parameters that may be used or not, depending on data; empty if nothing branches on data.
     - `fakes`: a fake tensor for every source; `mode`: the fake mode that they belong to.
-    - `differing`: given the units before which the model is cut, the numbers of the calls that are not made as is,
-      because they would do something else without the Python state that other stages' calls leave.
+    - `differing`: given the positions of the units before which the model is cut, returns the indices of the calls
+      whose units must run in place of the module: the module would do something else without the Python state that
+      calls on other stages leave.
     - `hooks`: hooks on the gradients of parameters, by name.
-    - `reassigned`: buffers that the model assigns anew, and the values that they have afterwards.
-    - `moved`: what a first run changes in the Python state of modules, and further runs don't, as text.
+    - `reassigned`: buffers that the model replaces by assignment, and the values that it assigns.
+    - `moved`: places in the modules' Python state that only the first run changes, as text.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, because kernel selection depends on it.
     """
@@ -247,18 +251,17 @@ class Captured:
     moved: frozenset[str] = frozenset()
 
     def calls_at(self, positions: Sequence[int]) -> tuple[Call, ...]:
-        """Return the calls of modules as they are made if the model is cut before these units."""
+        """Return the calls for a model cut before the units at `positions`: mark those in `differing` as `apart`."""
         differing = self.differing(positions)
         return tuple([one._replace(apart=one.apart or k in differing) for k, one in enumerate(self.calls)])
 
 
 class FrontEnd(Protocol):
-    """A way to capture a model."""
+    """A function that captures a model."""
 
     def __call__(self, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
         """Capture what `objective(model, leaves)` computes for one microbatch.
 
         `leaves` are the tensors of an example microbatch, used only for their metadata; the model may be on meta, or
-        hold fake tensors. Raise `CaptureError`, naming the module, for what cannot be captured and for what would be
-        lost.
+        hold fake tensors. Raise `CaptureError`, naming the module, if something cannot be captured or would be lost.
         """

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modes that a torch call depends on besides its arguments: grad mode and autocast.
 
-Operations run under the modes of their recording. An autocast region is entered once for all of its operations, because
-autocast caches casts until the outermost context exits.
+Operations run under the modes in which they were recorded. An autocast region is entered once for all of its
+operations, because autocast caches casts until the outermost context exits.
+
+Runs when a plan is made; the operations that `apply_modes` returns run in every step.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fpipe.ir.variant import Casts
 class Modes(NamedTuple):
     """The modes in force around a torch call: grad mode, and autocast by device type.
 
-    `region` distinguishes the outermost autocast contexts, which cache casts; it is 0 outside of any.
+    `region` numbers the outermost autocast contexts, each with its own cache of casts; it is 0 outside of all.
     """
 
     grad: bool
@@ -36,14 +38,14 @@ Contexts: TypeAlias = Sequence[Callable[[], AbstractContextManager[Any]]]
 
 
 def current_modes() -> tuple[bool, Casts]:
-    """Return whether gradients are being recorded, and the autocast dtypes by device type."""
+    """Return whether grad mode is on, and the autocast dtype of each device type for which autocast is on."""
     kinds = ("cpu", "cuda")
     casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)])
     return torch.is_grad_enabled(), casts
 
 
 def apply_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
-    """Return the operations, joining those that ran under special modes into one operation in the contexts they need.
+    """Return the operations; join each run of them that needs other modes into one operation, which enters these.
 
     An autocast region is entered once, because it casts a weight once for all of its uses.
     """
@@ -58,7 +60,7 @@ def apply_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
 
 
 def _group(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]) -> list[tuple[Items, set[Value]]]:
-    """Return runs of operations with equal keys, each with the values needed after it."""
+    """Return the runs of operations with equal keys, each with the values that are read after it."""
     groups = [list(group) for _, group in groupby(items, key=lambda item: key(item[0]))]
     later = {*outputs}
     found: list[tuple[Items, set[Value]]] = []
@@ -69,14 +71,14 @@ def _group(items: Items, key: Callable[[Modes], Any], outputs: Collection[Value]
 
 
 def contexts(modes: Modes) -> Contexts:
-    """Return the contexts that put these modes in force."""
+    """Return the contexts that establish these modes; none for grad mode without autocast."""
     casts = [partial(torch.autocast, kind, dtype) for kind, dtype in modes.autocast]
     off = [partial(torch.autocast, "cpu", enabled=False)] if modes.region and not casts else []
     return [*([] if modes.grad else [torch.no_grad]), *casts, *off]
 
 
 def _join(around: Contexts, operations: list[Operation], needed: Collection[Value]) -> list[Operation]:
-    """Return the operations, joined into one inside the contexts `around` if there are any."""
+    """Return the operations; join them into one that runs inside the contexts `around`, if there are any."""
     if not around:
         return operations
     made = tuple(value for operation in operations for value in operation.makes)

@@ -2,8 +2,10 @@
 """The model and its loss as one function of flat tensors, so that the loss belongs to the last stage.
 
 A microbatch's loss is divided by the number of microbatches, or multiplied by its share of the total weight, inside the
-captured program and before anything else uses it. So the sum over microbatches is the loss of the step, and no stage is
-special to the executor. The share is one more leaf of the batch.
+captured program and before anything else uses it. So the sum over microbatches is the loss of the step, and the
+executor needs no special case for the last stage. The share is one more leaf of the batch.
+
+Runs when a plan is made, when `verify` runs the model eagerly, and in every step if a unit of a front end calls it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, microbatches: int) -> Tensor:
-    """Return `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`, as a part of the step's; a scalar."""
+    """Return the microbatch's share of the step's loss, a scalar.
+
+    Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. Raise `CaptureError` if it does not return
+    a floating-point scalar.
+    """
     value = loss(outputs) if targets is None else loss(outputs, targets)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
         got = f"a tensor of shape {list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else repr(value)
@@ -60,10 +66,10 @@ def require_no_parameters(loss: Loss | None) -> None:
 
 @dataclass(frozen=True)
 class Objective:
-    """The computation for one microbatch: the model, then its loss as a part of the step's.
+    """The computation for one microbatch: the model, then the microbatch's share of the step's loss.
 
-    `batch` is the tree of (inputs, targets, scale); the loss is multiplied by the scale, or if that is `None`, divided
-    by the number of microbatches. `ask` answers what the model asks about values of the microbatch during a capture.
+    `batch` is the tree (inputs, targets, scale). The loss is multiplied by the scale or, if that is `None`, divided by
+    the number of microbatches. `ask` answers the model's questions about the microbatch's values during a capture.
     Model and loss run under the autocast `casts`.
     """
 
@@ -78,7 +84,7 @@ class Objective:
         return self.of(model, self.batch.unflatten(list(leaves)))
 
     def of(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor | None, Any]:
-        """Return the same for the tree (inputs, targets, scale)."""
+        """Return the same for `batch` as a tree (inputs, targets, scale)."""
         inputs, targets, scale = batch
         with ExitStack() as stack:
             for kind, dtype in self.casts:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side effects of units: which memory they write, and where they draw random numbers.
+"""Find the side effects of units: which memory they write, and which of them draw random numbers.
 
-All units run once on fake tensors, under a dispatch mode that sees every operator with its schema.
+For a front end that does not report them, run all units once on fake tensors, under a dispatch mode that sees every
+operator with its schema.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from fpipe.torch_private import DataDependentOutputException, DynamicOutputShape
 
 
 def observe(captured: Captured) -> Observed:
-    """Return what the front end saw; if it did not look, run every unit once on fake tensors and watch it."""
+    """Return what the front end observed; if it observed nothing, run every unit once on fake tensors.
+
+    Raise `CaptureError` for a unit that depends on data, draws from a generator other than the default, writes to an
+    unregistered tensor, or does not return what it `makes`.
+    """
     if captured.observed is not None:
         return captured.observed
     values = dict(captured.fakes)

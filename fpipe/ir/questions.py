@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions a model asks about its batch, and the answers.
+"""Questions that a model asks about the values of its batch, and the answers.
 
 Problem. `if mask.all():` takes one branch or the other, and a capture must know which.
 
-Idea. A `Question` is answered from each batch at the start of its step. The `Answer` is part of the batch's signature,
-so each answer has its own capture.
+Idea. At the start of a step, a `Question` is answered from the batch. The `Answer` becomes part of the batch's
+signature, so there is one capture per answer.
+
+Runs when a pipeline is built and, if the model asks questions, at the start of every step.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from torch import Tensor
 from fpipe.errors import CaptureError, InputError
 
 LONGEST_ANSWER = 4096
-"""The longest answer, in characters: answers are part of a capture's key, and are exchanged by ranks."""
+"""The limit on an answer, in characters: answers are part of a capture's key, and ranks exchange them."""
 
 
 class Answer(NamedTuple):
-    """The result of a call that reads values: numbers as is, tensors by shape, stride, dtype and device.
+    """The result of a call that reads values, as text: numbers in full, tensors as shape, stride, dtype and device.
 
     >>> Answer.of([True, 2.5]).text, Answer.of(torch.zeros(2, 3)).text
     ('{"list": [true, 2.5]}', '{"tensor": [[2, 3], [3, 1], "float32", "cpu"]}')
@@ -37,7 +39,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, result: Any) -> Answer:
-        """Return the answer for a call's result; raise `InputError` if it cannot be encoded, or is too long."""
+        """Return the answer for a call's result; raise `InputError` if it cannot be encoded or is too long."""
         text = json.dumps(_encode(result))
         if len(text) > LONGEST_ANSWER:
             raise InputError(
@@ -48,12 +50,12 @@ class Answer(NamedTuple):
         return cls(text)
 
     def result(self) -> Any:
-        """Return what the call returned, with empty tensors in place of those that it made."""
+        """Return the result of the call, its tensors replaced by empty ones."""
         return _decode(json.loads(self.text))
 
     @property
     def has_tensors(self) -> bool:
-        """True if the call made tensors; then only their shapes are known."""
+        """True if the result contains tensors, whose values the answer lacks."""
         return '"tensor"' in self.text
 
 
@@ -86,16 +88,16 @@ GUESSES: Mapping[Any, Answer] = MappingProxyType(
     | dict.fromkeys((Tensor.item, Tensor.__int__, Tensor.__index__), Answer.of(0))
     | {Tensor.__float__: Answer.of(0.0)}
 )
-"""Answers assumed where an example has no values: no, and zero."""
+"""Answers assumed for an example without values: no, and zero."""
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A question a model asks about a microbatch alone.
+    """A question that depends on the values of a microbatch alone.
 
-    - `where`: the module that asks, and the call.
-    - `leaves`: the numbers of the batch's tensor leaves that decide; `compute` maps these to the answer.
-    - `assumed`: the answer assumed where an example has no values.
+    - `where`: the module that asks, and the call, for errors.
+    - `leaves`: the numbers of the batch's tensor leaves that decide; `compute` maps their values to the answer.
+    - `assumed`: the answer for an example without values; `None` if nothing can be assumed.
     """
 
     where: str
@@ -108,7 +110,7 @@ Ask: TypeAlias = Callable[[Question], Answer]
 
 
 def refuse_questions(question: Question) -> Answer:
-    """Raise `CaptureError`: no answer is available here."""
+    """Raise `CaptureError`; used where every answer should be known already."""
     raise CaptureError(
         f"{question.where}: got a question about the batch that was not asked before, expected a model that asks the "
         "same whenever it is run on the same batch. Take out of it what changes from call to call."

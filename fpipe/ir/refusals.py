@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for what no capture can keep, whichever front end or later check finds it first.
+"""Errors for models that cannot be captured faithfully, shared by the front ends and later checks.
 
-Each function returns the error; `where` is what to call the module or the value. Runs: when a pipeline is built.
+Each function returns the error; `where` names the module or the value.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def own_generator_error(where: str) -> CaptureError:
 
 
 def unregistered_write_error(where: str) -> CaptureError:
-    """Return the error for an in-place change that would be lost."""
+    """Return the error for an in-place change of an unregistered tensor, which would be lost."""
     return CaptureError(
         f"{where}: got an in-place change of a tensor that is neither a parameter nor a buffer, expected changes of "
         "registered buffers only: the next step would not see this one. Use register_buffer."
@@ -45,7 +47,7 @@ def foreign_parameter_error(where: str, shape: Sequence[int]) -> CaptureError:
 
 
 def data_dependence_error(where: str, operator: object) -> CaptureError:
-    """Return the error for an operator whose result fake tensors cannot tell."""
+    """Return the error for an operator whose result depends on data, which fake tensors lack."""
     return CaptureError(
         f"{where}: got the operator {operator}, whose result depends on the values of its input, expected shapes and "
         "control flow that do not depend on data. Rewrite that part."
@@ -53,7 +55,7 @@ def data_dependence_error(where: str, operator: object) -> CaptureError:
 
 
 def original_state_error(where: str) -> CaptureError:
-    """Return the error for code outside the model that reads state of the original that the copy changes."""
+    """Return the error for outside code that reads state of the original model, which stages change in their copy."""
     return CaptureError(
         f"{where}: got a use of it from outside the model, whose forward changes it, expected uses through modules "
         "only: stages run a copy of the model, and this code would see the original. Pass the module (a hook's first "

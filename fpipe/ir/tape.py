@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recording of a model's run: torch calls in order, and the module calls around them.
 
-A *tape* is a straight line of units, one per torch call, with nested *frames* over it: the calls of modules, of the
-loss, and of checkpointed functions. Either can run again: a unit repeats one torch call; a frame repeats the original
-call, so that everything inside it happens as its author wrote it.
+A *tape* is a flat list of units, one per torch call, with nested *frames* over it: the calls of modules, of the loss,
+and of checkpointed functions. Either can run again: a unit repeats one torch call; a frame repeats the original call,
+with all of the Python code inside it.
 
-A frame can replace its units only if it can be called from outside: every tensor that it reads is an argument, or state
-put in place beforehand; every tensor that it makes and others use is returned, or assigned to an attribute. A frame for
-which this does not hold is opened, and its contents run instead.
+A frame can run in place of its units only if it can be called from outside: every tensor that it reads is an argument
+or module state; every tensor of its own that others use is returned or assigned to an attribute. Any other frame is
+opened: the units and frames inside it run instead.
+
+Runs when a plan is made; `Invocation`, `tensors_at`, `require_constants` and `pick` also run in every step.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Invocation:
     """A call that can be repeated with other tensors: a function and the tree of its arguments.
 
     - `reads`: the values of the tensors among the arguments, each once.
-    - `opaque`: the class of an argument in which tensors or state may hide; empty if there is none.
+    - `opaque`: the class name of an argument in which tensors or state may hide; empty if there is none.
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Callable[[Tensor], Value]) -> None:
@@ -67,28 +69,28 @@ class Invocation:
 
 
 def _hides(leaf: Any) -> bool:
-    """Return whether tensors or state may hide in an argument that was not flattened."""
+    """Return whether tensors or state may hide inside a leaf."""
     if isinstance(leaf, partial):
         return any(map(_hides, flatten_all((leaf.func, leaf.args, leaf.keywords))[0]))
     return not isinstance(leaf, HARMLESS)
 
 
 def tensors_at(tree: Any) -> dict[int, Tensor]:
-    """Return the tensors of a tree, by leaf number."""
+    """Return the tensor leaves of a tree, by leaf number."""
     if isinstance(tree, Tensor):
         return {0: tree}
     return {k: x for k, x in enumerate(flatten_all(tree)[0]) if isinstance(x, Tensor)}
 
 
 def constants_at(tree: Any) -> dict[int, Any]:
-    """Return the numbers, strings and flags of a tree, by leaf number."""
+    """Return the leaves that are numbers, strings or flags, by leaf number."""
     if isinstance(tree, Tensor):
         return {}
     return {k: x for k, x in enumerate(flatten_all(tree)[0]) if isinstance(x, PLAIN)}
 
 
 def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> None:
-    """Raise `InputError` unless a call returned the same non-tensors as at capture."""
+    """Raise `InputError` unless a call returned the numbers, strings and flags of the capture; skip if it had none."""
     if expected and (got := constants_at(tree)) != expected:
         raise InputError(
             f"{where}: got {list(got.values())} among what it returned, expected {list(expected.values())} as at "
@@ -97,7 +99,7 @@ def require_constants(tree: Any, expected: Mapping[int, Any], where: str) -> Non
 
 
 def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
-    """Return the tensors at the leaves `picks` of what a call returned; raise `InputError` if one is not a tensor."""
+    """Return the leaves `picks` of a call's result; raise `InputError` if one of them is not a tensor."""
     if isinstance(tree, Tensor) and len(picks) == 1:
         return (tree,)
     leaves = tensors_at(tree)
@@ -110,7 +112,7 @@ def pick(tree: Any, picks: Sequence[int], where: str) -> Tensors:
 
 
 class Attribute(NamedTuple):
-    """A tensor that a forward assigned to an attribute of a module."""
+    """A module attribute to which a forward assigned a tensor."""
 
     module: nn.Module
     name: str
@@ -119,16 +121,16 @@ class Attribute(NamedTuple):
 
 @dataclass(eq=False)
 class Frame:
-    """A call whose torch calls are units `start` to `stop`, excluding the latter.
+    """A call of a module, the loss or a checkpointed function, over units `start` (inclusive) to `stop` (exclusive).
 
     - `path`, `kind`: the module's first name and its class; for a checkpointed function, those of the enclosing module.
-    - `returned`: the values of the returned tensors, by leaf; `constants`: the other leaves returned.
+    - `returned`: the values of the returned tensors, by leaf; `constants`: the numbers, strings and flags returned.
     - `assigned`: tensors assigned to attributes during the call; `touched`: all attributes assigned.
     - `first_tick`, `last_tick`: the range of torch calls, including those that left no unit.
-    - `sealed`: why it cannot be opened; empty if it can. `checkpoint`: whether it is a checkpointed function;
-      `reentrant`: whether torch would differentiate it by a backward inside the backward.
-    - `branching`: whether it branches on data. `settings`: those of torch when it began.
-    - `stream`: how all draws in it are keyed, if data decide what is drawn; `None` inside such a call, or outside.
+    - `sealed`: the reason why it cannot be opened; empty if it can. `checkpoint`: True for a checkpointed function;
+      `reentrant`: True if torch would differentiate that by a backward inside the backward.
+    - `branching`: True if it branches on data. `settings`: torch's settings when it began.
+    - `stream`: the labels shared by all draws in it, if data decides what is drawn; set on the outermost such call.
     """
 
     path: str
@@ -153,7 +155,7 @@ class Frame:
 
 
 class CallResult(NamedTuple):
-    """The result of a torch call, the modes it was made in, and the tick of the next one."""
+    """The result of a torch call, the modes it ran in, and the tick of the next one."""
 
     invocation: Invocation
     modes: tuple[bool, Casts]
@@ -162,7 +164,7 @@ class CallResult(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A torch call that draws random numbers: its tick, its function, and how it is keyed."""
+    """A torch call that draws random numbers: its tick, its function, its label, and the devices it draws on."""
 
     tick: int
     function: Any
@@ -181,11 +183,11 @@ class Tape:
     - `frames`: the outermost frames. `streams`: all frames that draw from a stream.
     - `draws`: the calls that drew random numbers outside of streams, in order.
     - `replies`: the calls that read values and were answered, in order.
-    - `calls`: the ticks of all calls of each function that was answered; `outside`: the ticks of the calls of each
-      function that draws, outside of streams.
-    - `hooked`: positions of units from which on tensors were saved through hooks, as checkpoints do. Not ticks: calls
-      between the hooks and the first unit may have left no unit.
-    - `fused`: ticks at which torch's modules took their fast path, which they take only where no mode is on.
+    - `calls`: for each function that was answered, the ticks of all of its calls; `outside`: for each function that
+      draws, the ticks of its calls outside of streams.
+    - `hooked`: positions of the units before which hooks on saved tensors were installed, as checkpoints do. Not ticks:
+      calls between the hooks and the first unit may have left no unit.
+    - `fused`: ticks at which torch's modules took their fast path, which they take only when no mode is on.
     - `rewriters`: positions of the units that change buffers, and the memory of those buffers.
     - `fakes`: the tensors of the run, by value.
     """
@@ -208,7 +210,7 @@ class Tape:
     fakes: Mapping[Value, Tensor]
 
     def draws_between(self, first: int, last: int) -> dict[tuple[Any, int], Draw]:
-        """Return the draws from tick `first` to `last`, by function and its call number in that range.
+        """Return the draws from tick `first` to `last` (exclusive), by function and its call number in that range.
 
         Leave out draws from a stream; do not count calls made there.
         """
@@ -220,12 +222,12 @@ class Tape:
         return next((one.stream for one in self.streams if one.first_tick <= tick < one.last_tick), None)
 
     def draw_counts(self, first: int, last: int) -> dict[Any, int]:
-        """Return how often each function that draws is called from tick `first` to `last`, outside of streams."""
+        """Return how often each function that draws there is called from tick `first` to `last`, outside of streams."""
         functions = dict.fromkeys(draw.function for draw in self.draws if first <= draw.tick < last)
         return {function: _count_between(self.outside[function], last, first) for function in functions}
 
     def answers_between(self, first: int, last: int) -> dict[tuple[Any, int], Answer]:
-        """Return the answers given from tick `first` to `last`, by function and its call number in that range."""
+        """Return the answers from tick `first` to `last` (exclusive), by function and its call number in that range."""
         found = [reply for reply in self.replies if first <= reply.tick < last]
         return {
             (reply.function, _count_between(self.calls[reply.function], reply.tick, first)): reply.answer
@@ -234,11 +236,11 @@ class Tape:
 
 
 def _count_between(ticks: Sequence[int], tick: int, first: int) -> int:
-    """Return how many of `ticks` are from `first` to `tick`, excluding the latter."""
+    """Return how many of `ticks` are at least `first` and below `tick`."""
     return bisect_left(ticks, tick) - bisect_left(ticks, first)
 
 
 def outermost_checkpoints(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Yield the outermost checkpointed functions."""
+    """Yield the frames of checkpointed functions that are not inside another one."""
     for frame in frames:
         yield from [frame] if frame.checkpoint else outermost_checkpoints(frame.inner)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that what a front end delivers is a model; run on every front end, because anyone may supply one.
+"""Validate the output of a front end, which may be a user's own.
 
-The checks are the contract's invariants, as far as they can be seen without running anything: everything is made once
-and before it is read, every parameter and buffer of the model is a source, loss and outputs exist, and calls of modules
-nest. Whether the units compute what the model computes, only `fpipe.verify` can tell.
+Check every invariant of `Captured` that can be checked without running anything: each value is made once and before it
+is read, every parameter and buffer of the model is a source, the loss and the outputs exist, and module calls nest.
+Only `fpipe.verify` can tell whether the units compute what the model computes.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from fpipe.torch_private import FakeTensor
 def require_valid(
     captured: Any, front_end: str, model: nn.Module, objective: Objective, leaves: Sequence[Tensor]
 ) -> None:
-    """Raise `CaptureError`, naming the front end and the fault, unless `captured` satisfies the contract."""
+    """Raise `CaptureError`, naming the front end and the fault, unless `captured` is a valid `Captured`."""
     _Check(f"front end {front_end}").captured(captured, model, objective, len(leaves))
 
 
 def name_of(front_end: FrontEnd) -> str:
-    """Return what to call a front end in messages."""
+    """Return the name of a front end for error messages."""
     front_end = front_end.func if isinstance(front_end, partial) else front_end
     return getattr(front_end, "__qualname__", type(front_end).__name__)
 
 
 def require_results(unit: Unit, made: Any) -> None:
-    """Raise `CaptureError` unless a unit returned a tuple with one tensor for each value that it makes."""
+    """Raise `CaptureError` unless `made` is a tuple of tensors, one for each value that the unit makes."""
     if isinstance(made, tuple) and len(made) == len(unit.makes) and all(isinstance(one, Tensor) for one in made):
         return
     got = [type(one).__name__ for one in made] if isinstance(made, tuple) else type(made).__name__
@@ -46,7 +48,7 @@ def require_results(unit: Unit, made: Any) -> None:
 
 
 class _Check:
-    """The checks, each raising errors in the name of the front end."""
+    """Checks that raise `CaptureError` on behalf of the front end `who`."""
 
     def __init__(self, who: str) -> None:
         self.who = who
@@ -98,7 +100,7 @@ class _Check:
             self._refuse(f"got a constant without values for value {value}, expected a real tensor", "Keep the model's")
 
     def _units(self, captured: Captured) -> set[Value]:
-        """Return all values; check that each is made before it is read, and only once."""
+        """Check that each value is made before it is read, and only once; return all values."""
         known = set(captured.sources)
         for position, unit in enumerate(captured.units):
             if not isinstance(unit, Unit):

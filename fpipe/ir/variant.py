@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variants of a model that are captured and run."""
+"""The variants of a model that are captured and run.
+
+Runs when a pipeline is built and in every step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Casts: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
 @dataclass(frozen=True)
 class Variant:
-    """The purpose of a plan: training or evaluation, with or without the loss, with or without the outputs.
+    """A mode of running the model: in training or evaluation, with or without the loss, with or without the outputs.
 
     `casts`: the autocast that model and loss run under.
     """
