@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of functions that hold parts of a model, for a copy of that model.
 
-Problem. `copy.deepcopy` does not copy functions. A hook that closes over `self` would read and write the original from
-inside the copy: its buffers would be constants, and what the hook collects would be lost.
+Problem. `copy.deepcopy` does not copy functions. A hook that closes over `self` would still use the original model: a
+capture would see its buffers as constants, and what the hook collects would be lost.
 
-Idea. Copy such a function with empty cells. Once the model has been copied, fill them with copies of what they held,
-made with the same memo. Functions that hold nothing of the model are shared.
+Idea. Copy such a function with empty cells. Once the model has been copied, fill the cells with copies of their
+original contents, made with the same memo. Functions that hold no part of the model are shared.
+
+Runs when a pipeline is built, when a plan is made, and in `pipe.initialise`: whenever a model is copied.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ WALKED = (dict, list, tuple, set, frozenset, deque, CellType, MethodType, partia
 
 
 class FunctionCopies:
-    """The functions around a model that hold parts of it; `made` has a copy of each, by the original's id."""
+    """Copies of the functions that a model reaches and that hold parts of it: `made`, by the original's id."""
 
     def __init__(self, model: nn.Module) -> None:
         walk = Walk()
@@ -46,7 +48,7 @@ class FunctionCopies:
         self.made: dict[int, Any] = {id(one): self._copy(one) for one in self.found}
 
     def fill(self, memo: dict[int, Any]) -> None:
-        """Fill the copies with what their originals hold, copied with the `memo` used for the model."""
+        """Fill cells and defaults with copies of the originals', made with the `memo` used for the model."""
         for old, new in self.cells.values():
             new.cell_contents = copy.deepcopy(old.cell_contents, memo)
         for function in self.found:
@@ -55,7 +57,7 @@ class FunctionCopies:
             made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
 
     def _copy(self, function: FunctionType) -> FunctionType:
-        """Return the function without defaults, with new cells in place of those that hold a part of the model."""
+        """Return a copy of the function without defaults; cells that hold a part of the model are empty in it."""
         cells = tuple([self._cell(cell) for cell in function.__closure__ or ()])
         made = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__
@@ -63,11 +65,11 @@ class FunctionCopies:
         return made
 
     def _cell(self, cell: CellType) -> CellType:
-        """Return the cell's replacement, one for all functions that share it; a cell without parts stays."""
+        """Return an empty cell for one that holds a part, the same for all functions that share it; else the cell."""
         return self.cells.setdefault(id(cell), (cell, CellType()))[1] if self._holds_part(cell) else cell
 
     def _holds_part(self, holder: Any) -> bool:
-        """Return whether a function or cell holds a part of the model, through containers and functions too."""
+        """Return whether a function or cell holds a part of the model, directly or through containers and functions."""
         stack, seen = [holder], set[int]()
         while stack:
             one = stack.pop()
@@ -84,7 +86,7 @@ class FunctionCopies:
 
 
 def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
-    """Raise `CaptureError` for a function that uses a part of the model as a global."""
+    """Raise `CaptureError` if a function uses a global that is a part of the model."""
     names = [name for code in codes(function.__code__) for name in code.co_names]
     for name in [name for name in names if id(function.__globals__.get(name)) in parts]:
         steps = (step for code in codes(function.__code__) for step in dis.get_instructions(code))
@@ -97,7 +99,7 @@ def _require_no_globals(function: FunctionType, parts: Collection[int]) -> None:
 
 
 def require_own_buffers(model: nn.Module, captured: Captured) -> None:
-    """Raise `CaptureError` if the captured copy of `model` reads a changing buffer of the original."""
+    """Raise `CaptureError` if the captured copy of `model` reads a buffer of the original that a forward changes."""
     observed, sources = observe(captured), captured.sources
     written = frozenset().union(*observed.written.values())
     changed = {

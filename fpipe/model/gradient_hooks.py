@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on the gradients of parameters, as registered by `p.register_hook(f)`.
+"""Collect the gradient hooks of parameters, registered by `p.register_hook(f)`.
 
-One device calls them in the backward of every microbatch, with the microbatch's gradient over all uses, before it is
-accumulated. The stage that owns the parameter does the same: they are registered on its own leaf.
+On one device, autograd calls such a hook in the backward of every microbatch, with the microbatch's gradient summed
+over all uses of the parameter, before the gradient is accumulated. The stage that owns the parameter does the same: it
+registers the hooks on its own leaf tensor.
 
-Post-accumulation hooks receive the parameter and its sum so far, which differs between schedules; they are refused, and
-so are hooks that look at the model's own tensors, which a step does not receive.
+Post-accumulation hooks are refused: they see the sum of gradients so far, which differs between schedules. So are hooks
+that hold tensors or modules of the model: a step runs on other tensors, those passed to it.
+
+Runs when a pipeline is built.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from fpipe.tensors.closures import closure_contents
 
 
 def collect_gradient_hooks(model: nn.Module) -> Hooks:
-    """Return the hooks on gradients by parameter name; raise `CaptureError` for those that a stage cannot call."""
+    """Return the gradient hooks by parameter name; raise `CaptureError` for one that a stage cannot call."""
     own = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
     found = {name: tuple((p._backward_hooks or {}).values()) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -45,7 +48,7 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
 
 
 def require_exact_hooks(hooks: Hooks, summed: frozenset[str]) -> None:
-    """Raise `CaptureError` for hooks on a parameter for which each stage computes its own gradient."""
+    """Raise `CaptureError` for a hook on a parameter in `summed`: no stage has a microbatch's whole gradient of it."""
     for name in hooks:
         if name in summed:
             raise CaptureError(
@@ -55,7 +58,7 @@ def require_exact_hooks(hooks: Hooks, summed: frozenset[str]) -> None:
 
 
 def _reach(hook: Any) -> Iterator[Any]:
-    """Yield what a hook holds, where visible: cells, defaults, arguments, its object, and globals by name."""
+    """Yield what a hook visibly holds: cells, defaults, arguments, its object, and the globals that it names."""
     todo, seen = [hook], set[int]()
     while todo:
         one = todo.pop()

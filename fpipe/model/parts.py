@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules and functions as a graph: a model of parts, each of which names what it is called with.
+"""A model as a graph of parts: modules and functions, each with the names of its arguments.
 
-A part may be any module or function, return any tree, and be called with any leaf of the inputs and of other parts'
-results. So the model is cut where its author says, not where a tracer happens to see a boundary. A graph is an ordinary
-module: it runs its parts one by one, each after those it needs, otherwise in the order listed.
+A part may return any tree, and take any leaf of the inputs and of other parts' results. So the model is cut where its
+author says, not where a tracer happens to see a boundary. A graph is an ordinary module: it calls its parts in the
+order listed, but each after those whose results it takes.
+
+Runs when a graph is constructed and whenever it is called: in captures, and in every step if one stage holds all of it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class FromFunction(nn.Module):
 
 
 def as_part(part: Callable[..., Any]) -> nn.Module:
-    """Return a module unchanged, a function wrapped in a module."""
+    """Return a module unchanged; wrap a function in a module."""
     return part if isinstance(part, nn.Module) else FromFunction(part)
 
 
@@ -65,7 +67,7 @@ class Part:
 
 
 class ModuleGraph(nn.Module):
-    """Parts that are called with each other's results, as one module.
+    """A module that calls parts with its own inputs and with each other's results.
 
     - `parts`: by name, which is also the name of the submodule.
     - `inputs`: the names of the graph's own arguments, in order.
@@ -103,7 +105,7 @@ class ModuleGraph(nn.Module):
             self.add_module(name, as_part(parts[name].called))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the parts one by one."""
+        """Call the parts in order; return the outputs."""
         signature = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in self.inputs])
         values = dict(signature.bind(*args, **kwargs).arguments)
         for name, tree in self.arguments.items():
@@ -118,11 +120,11 @@ class ModuleGraph(nn.Module):
 
 
 class _Reference:
-    """A name, and the path from its value to the referenced part: `vision['features'][0]`."""
+    """A parsed reference such as `vision['features'][0]`: a name, and a path of items and attributes from its value."""
 
     def __init__(self, text: str, where: str) -> None:
         self.text = text
-        self.way: list[tuple[bool, Any]] = []  # whether it is an attribute, and its name or the key
+        self.way: list[tuple[bool, Any]] = []  # True and an attribute's name, or False and an item's key
         try:
             node = ast.parse(text, mode="eval").body
             while not isinstance(node, ast.Name):
@@ -136,7 +138,7 @@ class _Reference:
         self.name = node.id
 
     def of(self, values: Mapping[str, Any]) -> Any:
-        """Return the value it refers to."""
+        """Return the value that it refers to, given the `values` by name."""
         value = values[self.name]
         for attribute, key in self.way:
             value = getattr(value, key) if attribute else value[key]
@@ -156,7 +158,7 @@ def _step(node: ast.expr) -> tuple[tuple[bool, Any], ast.expr]:
 
 
 def _link(tree: Any, where: str, known: Sequence[str]) -> Any:
-    """Return the tree with strings replaced by references."""
+    """Return the tree with its strings parsed as references; raise `GraphError` for an unknown name."""
 
     def referring(leaf: Any) -> Any:
         if not isinstance(leaf, str):
@@ -217,7 +219,7 @@ def _require_used(known: Sequence[str], read: set[str], outputs: Any) -> None:
 
 
 def _order(reads: Mapping[str, Mapping[str, None]]) -> list[str]:
-    """Return the parts, each after those that it reads, otherwise as listed; raise `GraphError` for a cycle."""
+    """Return the parts as listed, but each after those that it reads; raise `GraphError` for a cycle."""
     order: list[str] = []
     while len(order) < len(reads):
         ready = [name for name in reads if name not in order and not (reads[name].keys() & reads) - {*order}]
@@ -231,7 +233,7 @@ def _order(reads: Mapping[str, Mapping[str, None]]) -> list[str]:
 
 
 def _cycle(reads: Mapping[str, Mapping[str, None]], done: Sequence[str]) -> list[str]:
-    """Return a cycle among the parts that are not done, in the direction in which values would flow."""
+    """Return a cycle among the parts that are not `done`, in the direction of data flow."""
     name = next(name for name in reads if name not in done)
     way = [name]
     while way.count(name) < 2:

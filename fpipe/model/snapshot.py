@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A snapshot of the Python state around a model, so that a run on fake tensors leaves no trace.
 
-Problem. A forward changes more than attributes. On its first call it installs hooks and buffers, and fills the dicts
-and lists of modules, helper objects, closures and globals; what it puts there may be fake.
+Problem. A forward changes more than module attributes. On its first call it may install hooks and buffers, and fill
+dicts and lists in modules, helper objects, closures and globals; in a capture, it fills them with fake tensors.
 
 Idea. Walk everything that the model's code reaches: the tables of modules, the containers and objects in them, the
-cells and defaults of functions (hooks and losses included), and the globals that those functions use. Note the contents
-of each container, one level deep, so that they can be compared and restored.
+cells and defaults of functions (hooks and losses included), and the globals that those functions use. Record the
+contents of each container, one level deep, so that they can be compared and restored.
 
-Invariant: a container that the copy of a model reaches without going through a function, and that the model itself does
-not reach, belongs to the copy; all others are `outside`, and belong to the user.
+Invariant: a container belongs to the model's copy if the copy reaches it without going through a function and the
+original does not reach it. All others are `outside`: they belong to the user.
+
+Runs when a plan is made; `restore_containers` and `restore_attributes` run in every step, `restore_model` in `verify`.
 """
 
 from __future__ import annotations
@@ -34,27 +36,27 @@ from fpipe.torch_private import FakeTensor
 NOT_SET = object()
 LEAVES = (Tensor, *PLAIN, type(None), type, ModuleType, BuiltinFunctionType, CodeType)
 LIBRARIES = frozenset({"builtins", "torch", "optree", "numpy", "logging", "threading", "_thread", "weakref", "inspect"})
-"""Packages whose objects are not opened, except modules: what they hold is not the model's."""
+"""Packages whose objects, other than modules, are not walked into: what they hold is not the model's."""
 CACHED: Any = type(functools.lru_cache(id))
 STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
 class AssignedGlobals(NamedTuple):
-    """Globals that a function assigns to, as a container."""
+    """The globals that a function assigns to, as a container."""
 
     table: dict[str, Any]
     names: tuple[str, ...]
 
 
 class ClassAttributes(NamedTuple):
-    """Attributes of a class, as a container."""
+    """Some attributes of a class, as a container."""
 
     kind: type
     names: tuple[str, ...]
 
 
 class ContainerState(NamedTuple):
-    """A container, its contents when noted, and whether it is outside the model's copy."""
+    """A container, its recorded contents, and whether it is outside the model's copy."""
 
     container: Any
     contents: tuple[Any, ...]
@@ -62,27 +64,27 @@ class ContainerState(NamedTuple):
 
     @property
     def has_changed(self) -> bool:
-        """True if its contents have changed."""
+        """True if it no longer holds the recorded objects."""
         now = contents(self.container)
         return len(now) != len(self.contents) or any(map(is_not, now, self.contents))
 
     def restore(self) -> None:
-        """Restore the contents."""
+        """Restore the recorded contents."""
         if self.has_changed:
             fill(self.container, self.contents)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a model and its loss hold in Python, by the container's identity."""
+    """The containers that a model and its loss reach, and their contents, by the container's identity."""
 
     containers: Mapping[object, ContainerState]
 
     @classmethod
     def of(cls, copied: nn.Module, shared: Collection[object], *others: object) -> Snapshot:
-        """Note what is held by a model's copy, other roots, and the functions that they all reach.
+        """Record the containers reached from a model's copy, from other roots, and through functions.
 
-        `shared` are the keys of the containers that the model itself reaches.
+        `shared` are the keys of the containers that the original model reaches.
         """
         walk = Walk()
         walk.follow([copied])
@@ -92,7 +94,7 @@ class Snapshot:
         return cls({key: ContainerState(one, contents(one), key not in mine) for key, one in walk.containers.items()})
 
     def restore(self) -> None:
-        """Restore all contents."""
+        """Restore the recorded contents of all containers."""
         for one in self.containers.values():
             one.restore()
 
@@ -101,9 +103,10 @@ class Snapshot:
 def restore_containers(
     written: Sequence[ContainerState], tensors: Sequence[Tensor], inside: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """Restore these containers on exit.
+    """Enter `inside`, and restore these containers on exit.
 
-    The copy's get their contents at capture; those `outside` get their contents on entry, if tensors are fake.
+    Those of the model's copy get their contents of the capture. Those `outside` get their contents on entry, but only
+    if some of `tensors` are fake.
     """
     fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
     before = [one._replace(contents=contents(one.container)) if one.outside else one for one in written]
@@ -118,7 +121,7 @@ def restore_containers(
 
 @contextmanager
 def restore_attributes(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Restore these module attributes on exit: every call finds the same, and no tensor is kept alive."""
+    """Restore these module attributes on exit, so that every call finds the same and no tensor stays alive."""
     missing = object()
     before = [(vars(module), name, vars(module).get(name, missing)) for module, name in touched]
     try:
@@ -133,7 +136,7 @@ def restore_attributes(touched: Sequence[tuple[nn.Module, str]]) -> Iterator[Non
 
 @contextmanager
 def restore_model(model: nn.Module) -> Iterator[None]:
-    """Restore on exit all containers that a model reaches, including its modules' tables and attributes."""
+    """On exit, restore all containers that a model reaches, including its modules' tables and attributes."""
     walk = Walk()
     walk.follow([model])
     before = [ContainerState(one, contents(one), True) for one in walk.containers.values()]
@@ -145,9 +148,9 @@ def restore_model(model: nn.Module) -> Iterator[None]:
 
 
 class Walk:
-    """Finds the `containers` that objects reach, by key, and the `functions`, which it opens once `enter` is called.
+    """A walk over objects that collects the `containers` they reach, by key, and the `functions`.
 
-    Everything seen stays alive, so that ids stay unique.
+    It goes into functions only once `enter` has been called. Everything seen stays alive, so that ids stay unique.
     """
 
     def __init__(self) -> None:
@@ -176,12 +179,12 @@ class Walk:
             stack += children(one)
 
     def enter(self) -> None:
-        """Open the functions found so far, and those found from now on."""
+        """Go into the functions found so far, and into those found later."""
         self.into = True
         self.follow([one for function in list(self.functions) for one in self._inside(function)])
 
     def _inside(self, function: FunctionType) -> list[Any]:
-        """Return what a function holds; note the globals that it assigns to."""
+        """Return what a function holds; record the globals that it assigns to."""
         names = AssignedGlobals(function.__globals__, assigned_globals(function.__code__))
         if names.names:
             self.containers[id(names.table), names.names] = names
@@ -189,7 +192,7 @@ class Walk:
 
 
 def children(one: Any) -> list[Any]:
-    """Return what an object holds; nothing for leaves and objects of libraries."""
+    """Return the objects that an object holds; none for leaves and for objects of libraries."""
     if isinstance(one, dict):
         return list(dict.values(one))
     if isinstance(one, list | tuple | set | frozenset | deque | CellType):
@@ -208,7 +211,7 @@ def children(one: Any) -> list[Any]:
 
 
 def globals_of(function: FunctionType) -> Iterator[Any]:
-    """Yield the globals that a function may change: containers, and what is defined in its own module."""
+    """Yield the globals that a function may change: containers, and objects defined in the function's module."""
     for name in {name for code in codes(function.__code__) for name in code.co_names}:
         one = function.__globals__.get(name)
         defined = getattr(one if isinstance(one, FunctionType) else type(one), "__module__", None)
@@ -217,7 +220,7 @@ def globals_of(function: FunctionType) -> Iterator[Any]:
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a function's code, and the code of functions that it defines."""
+    """Yield a code object, and those of the functions defined in it."""
     yield code
     for one in code.co_consts:
         if isinstance(one, CodeType):
@@ -233,7 +236,7 @@ def assigned_globals(code: CodeType) -> tuple[str, ...]:
 
 
 def contents(container: Any) -> tuple[Any, ...]:
-    """Return what is in a container; for dicts, keys and values alternate, for caches how often they were filled."""
+    """Return a container's contents: for a dict, keys and values in turn; for a cache, how often it was filled."""
     if isinstance(container, dict):  # bypass a subclass's own items()
         return tuple(chain.from_iterable(dict.items(container)))
     if isinstance(container, AssignedGlobals | ClassAttributes):
@@ -250,7 +253,7 @@ def contents(container: Any) -> tuple[Any, ...]:
 
 
 def fill(container: Any, parts: tuple[Any, ...]) -> None:
-    """Replace the contents of a container with `parts`; empty a cache."""
+    """Replace the contents of a container with `parts`, as `contents` returns them; clear a cache."""
     if isinstance(container, AssignedGlobals):
         _assign(container.table, zip(container.names, parts, strict=True))
     elif isinstance(container, ClassAttributes):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture without side effects: a copy of the user's model with its tensors replaced.
+"""Make a skeleton: a copy of the user's model with its tensors replaced, for a capture without side effects.
 
-Capturing a `skeleton` touches neither the user's tensors nor the modules' state, works for a model on the meta device,
-and lets the user discard the model. Shared tensors stay shared. Models that cannot be captured this way are refused
-here.
+Capturing a `skeleton` changes neither the user's tensors nor the modules' state, works for a model on the meta device,
+and lets the user free the model. Shared tensors stay shared. Models that cannot be captured this way are refused here.
 
-A stage puts its own tensors into the skeleton; everywhere else are `Absent` ones, which have no memory but report the
-original's device: a model may ask its first parameter for the device, whichever stage holds it.
+A stage puts its own tensors into the skeleton. All others are `Absent`: they have no memory but report the original's
+device, because a model may read the device of its first parameter on any stage.
+
+Runs when a pipeline is built, when a plan is made, and in `pipe.initialise`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
-    """Return a deep copy of `model` with `replace(tensor)` for every parameter and buffer, shared where they were.
+    """Return a deep copy of `model` with `replace(tensor)` for every parameter and buffer; shared ones stay shared.
 
     Raise `CaptureError` if the model cannot be copied.
     """
@@ -41,7 +42,7 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     held = [value for module in model.modules() for value in vars(module).values()]
     empty = [one for one in held if type(one) in (dict, OrderedDict, set) and not one]  # most are for hooks
     memo.update((id(one), type(one)()) for one in empty)
-    computed = [one for one in held if isinstance(one, Tensor) and one.grad_fn is not None]  # made anew by forwards
+    computed = [one for one in held if isinstance(one, Tensor) and one.grad_fn is not None]  # forwards recompute them
     memo.update((id(one), on_meta(one)) for one in computed)
     sparse = [one for one in held if isinstance(one, Tensor) and one.layout is not torch.strided]
     memo.update((id(one), one.clone()) for one in sparse)  # deepcopy cannot copy these
@@ -67,14 +68,14 @@ class Absent(Tensor):
 
     @classmethod
     def like(cls, tensor: Tensor) -> Absent:
-        """Return a stand-in for `tensor`."""
+        """Return an absent tensor with the metadata and the device of `tensor`."""
         made: Absent = Tensor._make_subclass(cls, on_meta(tensor))
         made.home = tensor.device
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of the tensor it stands for."""
+        """The device of the tensor that it replaces."""
         return self.home
 
 
@@ -86,7 +87,7 @@ def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def require_plain_tensors(model: nn.Module) -> None:
-    """Raise `CaptureError` for a lazy or sparse parameter or buffer, and for two that share memory."""
+    """Raise `CaptureError` if a parameter or buffer is lazy or sparse, or shares memory with another."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
@@ -120,9 +121,9 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def require_registered(model: nn.Module) -> None:
-    """Raise `CaptureError` for a meta tensor that is neither parameter nor buffer: it can never be filled.
+    """Raise `CaptureError` if an attribute is a meta tensor but neither parameter nor buffer: it can never be filled.
 
-    Except in modules with forward pre-hooks, which recompute such tensors (`torch.nn.utils.spectral_norm`).
+    Skip modules with forward pre-hooks, which recompute such tensors (`torch.nn.utils.spectral_norm`).
     """
     known = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     for path, module in model.named_modules():
