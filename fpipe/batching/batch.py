@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: how one is split into microbatches, and what may differ from step to step. Runs in every step.
+"""Batches, their split into microbatches, and what may differ from step to step.
 
 Problem. Arguments are split along different dimensions or not at all, the last microbatch may be smaller, and later
-batches may have other sizes. A program, though, is captured for shapes that are known before anything is sent.
+batches may have other sizes. But a program is captured for shapes that are known before anything is sent.
 
-Idea. A batch is (inputs, targets). Its `Signature` is everything about it except the values of its tensors. A new
-signature makes a new plan, on every rank independently, so shapes are never sent. A `Batching` says how batches are
-split; a `SplitBatch` is one that was.
+Idea. A batch is the pair (inputs, targets). Its `Signature` is everything about it except the values of its tensors.
+For a new signature, every rank makes a new plan independently, so shapes are never sent. A `Batching` holds the rules
+for splitting batches; a `SplitBatch` is the result.
 
-Invariants. Batches differ from the example only in sizes and in non-tensor leaves. A leaf that a rank is not given is
-as in the example; one on the meta device gives its shape. Memory is laid out as in the example.
+Invariants. Batches differ from the example only in sizes and in non-tensor leaves. A leaf that a rank is not given has
+the example's shape; a meta tensor only tells its shape. Memory is laid out as in the example.
+
+Runs when a pipeline is built and in every step.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
 
 @dataclass(frozen=True)
 class Signature:
-    """Everything about a batch except the values of its tensors, and the answers to what the model asks about these.
+    """Everything about a batch except its tensors' values, plus the answers to the model's questions about these.
 
     - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
     - `program`: the non-tensor leaves, which are part of the program; `halves`: the trees of inputs and of targets,
       which include them.
-    - `answers`: by microbatch, the answers to what the model asks about its values; empty if it asks nothing.
+    - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
     """
 
     leaves: tuple[tuple[Spec, ...], ...]
@@ -57,10 +59,11 @@ class Signature:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Everything about a microbatch except values: the specs of its leaves, the last for its scale, and the rest.
+    """Everything about a microbatch except its tensors' values.
 
-    `program` has the tree's non-tensor leaves; `structure` is the tree (inputs, targets, scale), where the scale is
-    `None` if losses are not weighted. `answers` are those to what the model asks about its values.
+    `leaves` are the specs of its tensors, in the order of the tree `structure`: (inputs, targets, scale), where the
+    scale is `None` if losses are not weighted. `program` has the non-tensor leaves. `answers` are those to the model's
+    questions so far.
     """
 
     leaves: tuple[Spec, ...]
@@ -79,11 +82,11 @@ class Microbatch:
 
 @dataclass(frozen=True, eq=False)
 class Batching:
-    """How batches are split.
+    """The rules for splitting batches.
 
     - `leaves`: the tensor leaves of (inputs, targets).
     - `example`: the signature of the example.
-    - `weight`: the weight of a microbatch, if not all weigh the same.
+    - `weight`: the function that weighs a microbatch; `None` if all weigh the same.
     """
 
     leaves: tuple[Leaf, ...]
@@ -93,9 +96,9 @@ class Batching:
 
     @classmethod
     def of(cls, inputs: Any, targets: Any, dims: Any, microbatches: int, weight: Weight | None = None) -> Batching:
-        """Return how batches like an example are split; `dims` is a prefix of the tree (inputs, targets).
+        """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
-        Raises `InputError` if the example can't be split.
+        Raise `InputError` if the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
         home = next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
@@ -114,21 +117,21 @@ class Batching:
 
     @property
     def home(self) -> torch.device:
-        """The device of the first tensor, also used for those that are on meta."""
+        """The device of the first tensor, which is also used for those whose example is on meta."""
         return self.leaves[0].spec.device if self.leaves else torch.device("cpu")
 
     def leaf_name(self, number: int) -> str:
-        """Return the name of a leaf, or of the scale, in messages."""
+        """Return the name of a leaf, or of the scale, for error messages."""
         return self.leaves[number].name if number < len(self.leaves) else "the scale of the loss"
 
     @property
     def scale(self) -> Spec | None:
-        """The spec of a microbatch's scale, if losses are weighted: an additional last leaf."""
+        """The spec of a microbatch's scale, an additional last leaf; `None` if losses are not weighted."""
         return None if self.weight is None else Spec((), (), torch.float64, self.home)
 
     @property
     def has_targets(self) -> bool:
-        """True if there are targets, even if only an empty tree of them."""
+        """True if there are targets, even if they are an empty tree."""
         return self.example.halves[1].spec != flatten(None)[1].spec
 
     def split(self, signature: Signature) -> list[Microbatch]:
@@ -149,9 +152,9 @@ class Batching:
     def split_batch(self, inputs: Any, targets: Any) -> SplitBatch:
         """Split a batch.
 
-        Pass `None` for inputs or targets that are as in the example and that this rank doesn't need; tensors on meta
-        for those that differ from it and that it doesn't need either. A leaf in another layout is copied. Raises
-        `InputError`, naming the leaf, if it can't be split or does not match the example.
+        For inputs or targets that this rank doesn't need, pass `None` if they are like the example except for values,
+        else meta tensors. A leaf in another memory layout is copied. Raise `InputError`, naming the leaf, if it can't
+        be split or does not match the example.
         """
         halves, given = [], list[Tensor | None]()
         for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
@@ -179,7 +182,7 @@ class Batching:
         return SplitBatch(self, signature, tuple(cut), tuple(memories))
 
     def difference(self, signature: Signature) -> str:
-        """Return what differs from the example."""
+        """Return a description of what differs from the example, for error messages."""
         for leaf, specs, example in zip(self.leaves, signature.leaves, self.example.leaves, strict=True):
             if specs != example:
                 got, had = (", ".join(map(str, some)) for some in (specs, example))
@@ -189,7 +192,7 @@ class Batching:
         return f"the batch: got {signature.program} besides tensors, where the example has {self.example.program}"
 
     def _require_pieces(self, signature: Signature) -> None:
-        """Raise `InputError` unless there are as many pieces as microbatches, and pieces of leaves fit together."""
+        """Raise `InputError` if a leaf has too few pieces, or if leaves would be split between different rows."""
         cut = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
         for leaf, shape in cut:
             leaf.require_pieces(shape, self.microbatches)
@@ -206,7 +209,7 @@ class Batching:
         self._require_same_pieces(signature)
 
     def _require_same_pieces(self, signature: Signature) -> None:
-        """Raise `InputError` if a function splits as many rows as another leaf has, but at other places."""
+        """Raise `InputError` if a function splits a leaf into other sizes than a leaf with as many rows."""
         pairs = zip(self.leaves, signature.leaves, strict=True)
         cut = [(leaf, sizes) for leaf, specs in pairs if (sizes := leaf.piece_sizes(specs, self.microbatches))]
         for leaf, sizes in cut:
@@ -221,7 +224,7 @@ class Batching:
 
 @dataclass(frozen=True, eq=False)
 class SplitBatch:
-    """A batch that was split: its signature, and what this process was given of each leaf, with its memory."""
+    """A split batch: its signature, and the leaves that this process was given (`known`), with their memory."""
 
     batching: Batching
     signature: Signature
@@ -229,13 +232,13 @@ class SplitBatch:
     memories: tuple[Memory, ...]
 
     def without_values(self) -> SplitBatch:
-        """Return the batch as seen by a process that was given none of it."""
+        """Return the same batch for a process that was given none of its leaves."""
         return replace(self, known=(None,) * len(self.known))
 
     def take(self, needed: Iterable[int] | None = None) -> dict[int, Sequence[Tensor]]:
-        """Return the microbatches of the `needed` leaves, including the scale; by default, of all.
+        """Return the microbatches of the `needed` leaves, by leaf number, including the scale; by default, of all.
 
-        Raises `InputError` for a leaf that this process was not given.
+        Raise `InputError` for a leaf that this process was not given.
         """
         count = len(self.known) + (self.batching.weight is not None)
         wanted = sorted(set(range(count) if needed is None else needed))
@@ -255,7 +258,7 @@ class SplitBatch:
         return leaf.parts(known, self.batching.microbatches)
 
     def _scales(self) -> list[Tensor]:
-        """Return a tensor for each microbatch, by which its loss is multiplied."""
+        """Return for each microbatch the tensor that its loss is multiplied by."""
         weight, spec = self.batching.weight, self.batching.scale
         assert weight is not None
         assert spec is not None
@@ -288,5 +291,5 @@ def _program(halves: tuple[Structure, Structure]) -> str:
 
 
 def _name_leaf(path: str) -> str:
-    """Return a leaf's name: `[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
+    """Return a leaf's name in errors: `[0][1]` in the tree (inputs, targets) is `inputs[1]`."""
     return ("inputs" if path.startswith("[0]") else "targets") + path[3:]

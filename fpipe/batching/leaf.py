@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor leaf of the batch, and how it is split into microbatches.
 
-There are three ways. Along a dimension: into pieces of equal size, except for a smaller last one if the number of
-microbatches does not divide the size, as by `torch.chunk`. Not at all: every microbatch gets the whole leaf. Or by the
-user's function.
+There are three ways to split a leaf. Along a dimension, as `torch.chunk` does: into pieces of equal size, except for a
+smaller last one if the size is not divisible by the number of microbatches. Not at all: every microbatch gets the whole
+leaf. Or by a user's function.
+
+Runs when a pipeline is built and in every step.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf as it is in the example: its name, its spec, and how it is split.
+    """A leaf of the example: its name, its spec, and the dimension or function that splits it.
 
-    A batch's value of a leaf (`known`) is one tensor, or its microbatches if a function splits it.
+    A batch's value of a leaf, `known`, is a tuple of the one whole tensor or, if a function splits it, of its
+    microbatches.
     """
 
     name: str
@@ -38,7 +41,10 @@ class Leaf:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dim: object, home: torch.device) -> Leaf:
-        """Return the leaf that `tensor` is an example of; if it is on meta, the leaf will be on `home`."""
+        """Return the leaf that `tensor` is an example of; raise `InputError` for a `dim` that it does not have.
+
+        If the tensor is on meta, the leaf will be on `home`.
+        """
         spec = replace(Spec.of(tensor), device=home if tensor.device == META else tensor.device)
         if dim is not None and not callable(dim):
             rank = len(spec.shape)
@@ -52,7 +58,7 @@ class Leaf:
         return cls(name, spec, dim)
 
     def cut(self, tensor: Tensor, microbatches: int) -> tuple[Tensor, ...]:
-        """Return the value of `tensor` (`known`) in the example's layout; raise `InputError` if it doesn't match."""
+        """Return `known` for `tensor`, in the example's memory layout; raise `InputError` if it doesn't match."""
         spec = self.spec
         if tensor.dtype != spec.dtype or tensor.device not in (spec.device, META) or tensor.dim() != len(spec.shape):
             raise InputError(
@@ -77,7 +83,7 @@ class Leaf:
     def memory(self, tensor: Tensor, known: tuple[Tensor, ...], microbatches: int) -> tuple[Tensor, ...]:
         """Return the tensors whose memory the microbatches of `tensor` would use on one device.
 
-        A leaf that every microbatch gets whole is a separate value for each: none sees what another modifies.
+        A leaf that every microbatch gets whole counts once: no microbatch sees what another modifies in it.
         """
         if callable(self.dim):
             return known if tensor.stride() == self.spec.resize(tuple(tensor.shape)).stride else (*known, tensor)
@@ -109,7 +115,7 @@ class Leaf:
         return tuple([replace(whole, shape=(*before, size, *after)) for size in sizes])
 
     def piece_sizes(self, known: Sequence[Spec], microbatches: int) -> list[int]:
-        """Return the sizes of the pieces in the split dimension (for functions, the first); none for a whole leaf."""
+        """Return the sizes of pieces along the split dimension (for a function, the first); none for a whole leaf."""
         shapes = [spec.shape for spec in self.part_specs(known, microbatches)]
         dim = self.dim if isinstance(self.dim, int) else 0
         return [] if self.dim is None or not all(shapes) else [shape[dim] for shape in shapes]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight of each microbatch.
+"""The weights of microbatches in the loss of a step.
 
 The mean of means is not the mean if microbatches hold different numbers of rows or tokens. With a weight, the loss of a
 step is the sum of `loss_i * (weight_i / total)`, where total is the sum over all microbatches.
+
+Runs in every step of a pipeline with a weight, on the ranks that compute the loss.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ Weight: TypeAlias = Callable[[Any, Any], float | Tensor]
 
 
 def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> list[float]:
-    """Return `weight_i / total` for each microbatch; inputs or targets that this rank is not given are `None`.
+    """Return `weight_i / total` for each microbatch; inputs or targets that this rank was not given are `None`.
 
-    Raises `InputError` for an invalid weight, and if all are 0.
+    Raise `InputError` if a weight is invalid, or all are 0.
 
     >>> compute_scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
     [0.75, 0.25]

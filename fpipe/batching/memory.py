@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that leaves of a batch share, if the model modifies it in place. Compared in every step of such a model.
+"""Refuse batches whose leaves share memory that the model modifies in place.
 
 Problem. A stage copies what it modifies, so that no argument is modified. On one device, everything that shares the
 memory would see the change: a target that is the input itself, the next of two overlapping windows.
 
-Idea. Sharing memory is fine as long as nothing writes to it. So leaves are only compared if the model does, and then
-byte by byte: columns of one matrix are interleaved, but share nothing.
+Idea. Sharing memory is fine as long as nothing writes to it. So leaves are compared only if the model writes to one,
+and then byte by byte: columns of one matrix are interleaved, but share nothing.
+
+Runs in every step; leaves are compared only if the model modifies one in place.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ class Memory(NamedTuple):
 
 
 def require_apart(memories: Sequence[Memory], written: Collection[int]) -> None:
-    """Raise `InputError` if a leaf that the model modifies in place shares memory that others see.
+    """Raise `InputError` if a leaf that the model modifies in place shares memory with another, or within itself.
 
-    `written` has the numbers of these leaves.
+    `written` has the numbers of the leaves that it modifies.
     """
     for name, tensors in (memories[k] for k in sorted(written) if k < len(memories)):
         if any(map(_has_inner_overlap, tensors)) or any(has_overlap(*pair) for pair in combinations(tensors, 2)):
@@ -62,7 +64,7 @@ def has_overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_inner_overlap(tensor: Tensor) -> bool:
-    """Return whether two elements share memory."""
+    """Return whether two elements of a tensor share memory."""
     if tensor.is_contiguous():
         return False
     return int(_byte_mask(tensor, *_range(tensor)).sum()) < tensor.numel() * tensor.element_size()
@@ -77,7 +79,7 @@ def _range(tensor: Tensor) -> tuple[int, int]:
 
 
 def _byte_mask(tensor: Tensor, low: int, high: int) -> Tensor:
-    """Return which of the bytes between two addresses are the tensor's."""
+    """Return a mask of the bytes between two addresses that belong to the tensor."""
     width, found = tensor.element_size(), torch.zeros(high - low, dtype=torch.bool)
     shape = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     steps = [stride * width for stride in tensor.stride()]

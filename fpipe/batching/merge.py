@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge the outputs of microbatches: the inverse of splitting, in `fpipe.batching.batch`."""
+"""Merge the outputs of microbatches: the inverse of splitting, in `fpipe.batching.batch`.
+
+Runs when a plan is made, and in every step that returns outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,21 @@ from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import Structure, broadcast
 
 MergeDim: TypeAlias = int | Callable[[Sequence[Tensor]], Any] | None
-"""A dimension, `None` if every microbatch has the same, or a function of all of them."""
+"""A dimension, `None` to take the first microbatch's, or a function of those of all microbatches."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How the tensors of a tree of outputs are merged; `dims` has one entry for each."""
+    """The rules for merging a tree of outputs; `dims` has one entry for each tensor."""
 
     structure: Structure
     dims: tuple[MergeDim, ...]
 
     @classmethod
     def of(cls, structure: Structure, dims: Any, parts: Sequence[Sequence[Spec]]) -> Merge:
-        """Return how to merge outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
+        """Return the rules for outputs whose microbatches have the specs `parts`; `dims` is a prefix of their tree.
 
-        Raises `InputError` for a dimension along which they can't be merged.
+        Raise `InputError` for a dimension along which they can't be merged.
         """
         found = broadcast("output_dims", dims, structure)
         for path, dim, specs in zip(structure.names, found, parts, strict=True):
@@ -37,12 +40,12 @@ class Merge:
         return cls(structure, tuple(found))
 
     def apply(self, columns: Sequence[Sequence[Tensor]]) -> Any:
-        """Return the tree, given the microbatches of each tensor."""
+        """Return the tree of merged outputs, given the microbatches of each tensor."""
         return self.structure.unflatten([merge(column, dim) for column, dim in zip(columns, self.dims, strict=True)])
 
 
 def merge(parts: Sequence[Tensor], dim: MergeDim = 0) -> Any:
-    """Return one leaf: its microbatches concatenated along a dimension (scalars stacked), the first, or `dim(parts)`.
+    """Return a leaf: its microbatches concatenated along `dim` (scalars stacked), the first of them, or `dim(parts)`.
 
     >>> merge([torch.zeros(2, 1), torch.ones(1, 1)]).tolist(), merge([torch.tensor(1), torch.tensor(2)]).tolist()
     ([[0.0], [0.0], [1.0]], [1, 2])
