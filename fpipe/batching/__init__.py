@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: split into microbatches, weighted, and merged."""
+"""Split batches into microbatches, weight these, and merge outputs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches, their split into microbatches, and what may differ from step to step.
+"""Split batches into microbatches, and describe what may differ from step to step.
 
 Problem. Arguments are split along different dimensions or not at all, the last microbatch may be smaller, and later
 batches may have other sizes. But a program is captured for shapes that are known before anything is sent.

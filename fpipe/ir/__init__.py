@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The intermediate representation: what a front end delivers, as plain values."""
+"""The intermediate representation that front ends deliver, as plain values."""

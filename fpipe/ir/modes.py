@@ -45,7 +45,7 @@ def current_modes() -> tuple[bool, Casts]:
 
 
 def apply_modes(items: Items, outputs: tuple[Value, ...]) -> list[Operation]:
-    """Return the operations; join each run of them that needs other modes into one operation, which enters these.
+    """Return the operations; join each run that needs special modes into one operation that enters them.
 
     An autocast region is entered once, because it casts a weight once for all of its uses.
     """

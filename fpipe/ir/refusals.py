@@ -55,7 +55,7 @@ def data_dependence_error(where: str, operator: object) -> CaptureError:
 
 
 def original_state_error(where: str) -> CaptureError:
-    """Return the error for outside code that reads state of the original model, which stages change in their copy."""
+    """Return the error for code outside the model that reads original state which stages change in their copy."""
     return CaptureError(
         f"{where}: got a use of it from outside the model, whose forward changes it, expected uses through modules "
         "only: stages run a copy of the model, and this code would see the original. Pass the module (a hook's first "

@@ -6,7 +6,7 @@ and of checkpointed functions. Either can run again: a unit repeats one torch ca
 with all of the Python code inside it.
 
 A frame can run in place of its units only if it can be called from outside: every tensor that it reads is an argument
-or module state; every tensor of its own that others use is returned or assigned to an attribute. Any other frame is
+or module state; every tensor that it makes and others use is returned or assigned to an attribute. Any other frame is
 opened: the units and frames inside it run instead.
 
 Runs when a plan is made; `Invocation`, `tensors_at`, `require_constants` and `pick` also run in every step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variants of a model that are captured and run.
+"""Variants of a model, each captured and run separately.
 
 Runs when a pipeline is built and in every step.
 """

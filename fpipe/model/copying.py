@@ -65,7 +65,7 @@ class FunctionCopies:
         return made
 
     def _cell(self, cell: CellType) -> CellType:
-        """Return an empty cell for one that holds a part, the same for all functions that share it; else the cell."""
+        """Return the cell or, if it holds a part, an empty one, the same for all functions that share the cell."""
         return self.cells.setdefault(id(cell), (cell, CellType()))[1] if self._holds_part(cell) else cell
 
     def _holds_part(self, holder: Any) -> bool:

@@ -48,7 +48,7 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
 
 
 def require_exact_hooks(hooks: Hooks, summed: frozenset[str]) -> None:
-    """Raise `CaptureError` for a hook on a parameter in `summed`: no stage has a microbatch's whole gradient of it."""
+    """Raise `CaptureError` if a hook is on a parameter in `summed`: no stage has its full gradient of a microbatch."""
     for name in hooks:
         if name in summed:
             raise CaptureError(

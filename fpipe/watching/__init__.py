@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The assumptions a pipeline makes about its surroundings when it is built, and checks that they still hold."""
+"""Check that what a pipeline assumed when it was built still holds."""

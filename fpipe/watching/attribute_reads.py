@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attributes of modules that a capture reads and writes, by module class.
+"""Record which attributes of modules a capture reads and writes, by module class.
 
-A pipeline runs a copy of the model, but a loss or a hook may close over the original. Reads of the original's modules
-are recorded one by one.
+A pipeline runs a copy of the model, but a loss or a hook may close over the original. So for reads from the original's
+modules, the module is recorded, too.
 
-Runs: when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ REGISTRATIONS = {
     "register_full_backward_hook": "_backward_hooks",
     "register_full_backward_pre_hook": "_backward_pre_hooks",
 }
-"""The attributes that methods of modules write without assigning to them."""
+"""Methods of modules, and the attribute that each writes without assigning to it."""
 
 
 @dataclass(frozen=True)
 class Reads:
     """The names of the attributes that were read and written, by class; if `read` is empty, everything counts as read.
 
-    - `original`: what was read from the original model's modules, as text.
+    - `original`: the attributes read from the original model's modules, as text.
     """
 
     read: Mapping[type, set[str]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Reads:
     original: Collection[str] = ()
 
     def of(self, kind: type, attributes: Iterable[str]) -> set[str]:
-        """Return the names that are read, and not written, of a module of this class with these attributes."""
+        """Return the names that are read and not written, for a module of this class with these `attributes`."""
         names = self.read.get(kind, set()) if self.read else set(attributes)
         return {name for name in names if not name.startswith("__")} - self.written.get(kind, set())
 
@@ -52,9 +52,9 @@ class Reads:
 
 @contextmanager
 def record_reads(originals: Mapping[int, str]) -> Iterator[Reads]:
-    """Record the attributes of modules that are read and written inside.
+    """Record the attributes of modules that are read and written inside; yield the record.
 
-    `originals`: the ids of the original model's modules, and what to call them.
+    `originals`: the names, for errors, of the original model's modules, by id.
     """
     read, written, original = defaultdict[type, set[str]](set), defaultdict[type, set[str]](set), set[str]()
     get: Any = current(nn.Module, "__getattribute__")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that a function reads, from its bytecode: globals, variables that it closes over, attributes, keys.
+"""Find the names that a function reads in its bytecode: globals, variables that it closes over, attributes, keys.
 
 A load that only feeds an update doesn't count: `calls += 1` and `seen.append(x)` don't affect the result.
 
-Runs: when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CHANGING = frozenset(
 
 @dataclass(frozen=True)
 class CodeNames:
-    """The names in some code.
+    """The names that some code reads and stores.
 
     - `outer`: the globals and free variables that it reads.
     - `attributes`: the attributes that it reads, of any object.
-    - `keys`: strings that may be keys of mappings.
-    - `stored`: attributes and variables that it assigns to.
+    - `keys`: its strings, which may be keys of mappings.
+    - `stored`: the attributes and variables that it assigns to.
     """
 
     outer: frozenset[str] = frozenset()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expectations of containers and objects: the class, and what was inside.
+"""Expectations of containers and objects: their class and their entries.
 
-Idea. Most entries are numbers, flags, strings and empty containers. `ExpectedEntries` keeps these in flat tuples, which
-C code compares; only the rest is compared entry by entry.
+Idea. Most entries are numbers, flags, strings and empty containers. `ExpectedEntries` keeps these in flat tuples that
+C code compares; only the rest is compared entry by entry in Python.
 
-Runs: made when a pipeline is built, compared in every step.
+Runs when a pipeline is built or a plan is made, to record expectations, and in every step, to compare them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IsRelevant: TypeAlias = Callable[[str, bool], bool]
 
 @dataclass(frozen=True)
 class ExpectedEntries:
-    """Expect the same values under some keys of a mapping: plain values, empty containers, and all others (`inner`).
+    """The expected values of some keys of a mapping: plain values, empty containers, and all others (`inner`).
 
     - `count`: the number of entries; `None` if others may come and go.
     - `key_format`: how errors show a key.
@@ -61,7 +61,7 @@ class ExpectedEntries:
     def of(
         cls, children: Mapping[Any, Expectation], count: int | None, key_format: str, absent: tuple[Any, ...] = ()
     ) -> ExpectedEntries:
-        """Sort the children into plain values, empty containers, and others."""
+        """Return the children, sorted into plain values, empty containers, and others."""
         plain = {key: child.value for key, child in children.items() if isinstance(child, ExpectedValue)}
         empty = {k: c.kind for k, c in children.items() if isinstance(c, ExpectedContainer) and c.is_empty}
         inner = tuple((k, child) for k, child in children.items() if k not in plain and k not in empty)
@@ -113,14 +113,15 @@ class ExpectedEntries:
             yield Difference(where, f"{len(mapping)} elements", str(self.count))
 
     def place(self, where: str, key: Any) -> str:
-        """Return what errors call an entry of what is at `where`."""
+        """Return the name, for errors, of an entry of the container named `where`."""
         return where + self.key_format.format(key if isinstance(key, str) and "[" not in self.key_format else repr(key))
 
 
 @dataclass(frozen=True, eq=False)
 class ExpectedContainer:
-    """Expect a mapping, a sequence, or an object with attributes to have the same class and the same entries.
+    """The expected class and entries of a mapping, a sequence, or an object with attributes.
 
+    - `children`: the expectations of its entries. `count`: its number of elements; `None` if others may come and go.
     - `ref`: a weak reference to it, if its class allows one.
     """
 
@@ -134,7 +135,7 @@ class ExpectedContainer:
     def of(
         cls, kind: type, children: Mapping[Any, Expectation], count: int | None, ref: Ref | None
     ) -> ExpectedContainer:
-        """Expect a container of class `kind` with these children."""
+        """Return the expectation of a container of class `kind` with these children."""
         key_format = "[{}]" if is_container(kind) else ".{}"
         return cls(kind, children, count, ref, ExpectedEntries.of(children, count, key_format))
 
@@ -155,7 +156,7 @@ class ExpectedContainer:
             yield Difference(where, value_text(value), self.kind.__name__)
 
     def select(self, is_relevant: IsRelevant, seen: set[int]) -> Expectation:
-        """Return the relevant part of it, or only its identity if it is among those `seen`; add it to these."""
+        """Return the relevant part of it, or only its identity if it is in `seen`; add it to `seen`."""
         if id(self) in seen and self.ref is not None:
             return ExpectedObject(self.ref, self.kind.__name__)
         seen.add(id(self))
@@ -175,7 +176,7 @@ class ExpectedContainer:
 def select_relevant(
     children: Mapping[Any, Expectation], is_relevant: IsRelevant, seen: set[int]
 ) -> dict[Any, Expectation]:
-    """Reduce each of the children to its relevant part."""
+    """Return the children, each reduced to its relevant part."""
     return {
         key: child.select(is_relevant, seen) if isinstance(child, ExpectedContainer) else child
         for key, child in children.items()
@@ -183,13 +184,13 @@ def select_relevant(
 
 
 class Expectations:
-    """Makes expectations; an object that is met twice gets one."""
+    """A factory of expectations; an object that is met twice gets the same one."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Any, Expectation | None]] = {}
 
     def expect(self, value: Any, depth: int = MAX_DEPTH) -> Expectation | None:
-        """Expect a value to stay as it is; return `None` if it can't be compared."""
+        """Return the expectation that a value stays as it is; `None` if it can't be compared."""
         if isinstance(value, COMPARABLE):
             return ExpectedValue(value)
         if isinstance(value, Tensor):

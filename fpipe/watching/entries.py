@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is inside a value: the elements of a container, or the attributes of a user's object."""
+"""The entries of a value: the elements of a container, or the attributes of a user's object.
+
+Runs when a pipeline is built or a plan is made, and in every step.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ import torch
 MAPPINGS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, torch.Size, deque)
 MAX_DEPTH, MAX_SIZE = 4, 256
-"""Limits on the containers and objects that are inspected."""
+"""The nesting depth and the number of entries up to which containers and objects are inspected."""
 OPEN_MODULES = frozenset({"argparse", "types", "dataclasses", "collections"})
-"""Modules of the standard library whose instances hold values of users."""
+"""Modules of the standard library whose instances hold users' values."""
 CLOSED_PACKAGES = (sys.stdlib_module_names - OPEN_MODULES) | {
     *("torch", "numpy", "optree", "packaging"),
     *("fpipe", "schedules"),
@@ -25,7 +28,7 @@ CLOSED_PACKAGES = (sys.stdlib_module_names - OPEN_MODULES) | {
 
 
 def has_entries(value: Any) -> bool:
-    """Return whether a value is a container, or an object with attributes whose class is the user's."""
+    """Return whether a value is a container, or an object with attributes and of a user's class."""
     kind = type(value)
     if is_container(kind):
         return True

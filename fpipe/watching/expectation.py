@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expectations: what a value was when the pipeline was built, in a form that is cheap to compare with what it is now.
+"""Expectations: the state of values when a pipeline was built, in a form that is cheap to compare with the current one.
 
-Problem. Before every step we must know, within microseconds, whether any of thousands of values has changed. And what
-the pipeline was built from may be freed, with all its tensors.
+Problem. Thousands of values must be checked for changes before every step, within microseconds. And a pipeline must not
+keep the model that it was built from alive, nor its tensors.
 
 Idea. Keep and compare numbers, flags and strings. Identify a tensor by a weak reference and its version, and a function
 or a module by a weak reference. Containers and plain objects are trees of these: see `fpipe.watching.containers`.
 
-Runs: made when a pipeline is built, compared in every step.
+Runs when a pipeline is built or a plan is made, to record expectations, and in every step, to compare them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ref: TypeAlias = Callable[[], Any]
 
 
 class Difference(NamedTuple):
-    """Where a value is, what it is now, and what it was."""
+    """A change: the place of a value, what it is now, and what was expected, as text."""
 
     where: str
     got: str
@@ -48,7 +48,7 @@ class Expectation(Protocol):
 
 
 class ExpectedValue(NamedTuple):
-    """Expect the same number, flag or string, or `None`."""
+    """An expected number, flag or string, or `None`."""
 
     value: Any
 
@@ -57,13 +57,13 @@ class ExpectedValue(NamedTuple):
         return value is self.value or (type(value) is type(self.value) and repr(value) == repr(self.value))
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """Yield the value if it has changed."""
+        """Yield a difference if the value has changed."""
         if not self.holds(value):
             yield Difference(where, value_text(value), value_text(self.value))
 
 
 class ExpectedObject(NamedTuple):
-    """Expect the same object, identified by a weak reference; `text` is its name in errors."""
+    """An expected object, identified by a weak reference; `text` is its name in errors."""
 
     ref: Ref
     text: str
@@ -73,14 +73,14 @@ class ExpectedObject(NamedTuple):
         return value is self.ref()
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """Yield the object if it is another one."""
+        """Yield a difference if it is another object."""
         if not self.holds(value):
             got = value_text(value)
             yield Difference(where, f"another {got}" if got == self.text else got, self.text)
 
 
 class ExpectedTensor(NamedTuple):
-    """Expect the same tensor, at the same version."""
+    """An expected tensor, identified by a weak reference, at its version."""
 
     ref: Ref
     version: int | None
@@ -91,7 +91,7 @@ class ExpectedTensor(NamedTuple):
         return value is self.ref() and version(value) == self.version
 
     def differences(self, value: Any, where: str) -> Iterator[Difference]:
-        """Yield the tensor if it is another one or has been modified."""
+        """Yield a difference if it is another tensor or has been modified."""
         if value is not self.ref():
             yield Difference(where, f"another value, {value_text(value)}", self.text)
         elif version(value) != self.version:
@@ -104,7 +104,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 def value_text(value: Any) -> str:
-    """Return how an error shows a value."""
+    """Return the text that errors show for a value."""
     if isinstance(value, COMPARABLE):
         return repr(value)
     if isinstance(value, Tensor):
@@ -113,7 +113,7 @@ def value_text(value: Any) -> str:
 
 
 def expect_object(value: Any) -> Expectation | None:
-    """Expect the same object; return `None` if its class allows no weak reference."""
+    """Return the expectation of the same object; `None` if its class allows no weak reference."""
     ref = weak_reference(value)
     return None if ref is None else ExpectedObject(ref, value_text(value))
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a pipeline was built from, and its state at that time.
+"""The state of the model that a pipeline was built from, recorded to detect later changes.
 
 Problem. A pipeline runs a copy of the model. A user who freezes a parameter of the original, or changes a dropout rate,
-expects the next step to follow.
+expects the next step to reflect that.
 
 Idea. When the pipeline is built, record every module's attributes, flags and submodules. Before each step, compare
-those that a capture has read with the original.
+those that the capture read with the original's.
 
 Invariant: modules, and the tensors and objects in them, are held by weak reference. Those that no longer exist are not
 compared.
 
-Runs: recorded when a pipeline is built, compared in every step.
+Runs when a pipeline is built or a plan is made, to record state, and in every step, to compare it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModuleState:
     """The relevant state of one module.
 
     - `ref`: a weak reference to the module. `where`: its name in errors. `kind`: its class.
-    - `attributes`: the attributes that were read.
+    - `attributes`: the attributes that the capture read.
     - `parameters`: by name, whether it requires a gradient and its number of hooks; `None` if irrelevant.
     - `buffers`: by name, whether it is a tensor rather than `None`; `None` if irrelevant.
     - `modules`: the submodules by name.
@@ -106,7 +106,7 @@ class ModuleState:
 
 
 def gradient_flags(parameters: Mapping[str, Any]) -> dict[str, tuple[bool, int] | None]:
-    """Return whether each parameter requires a gradient, and the number of hooks on it, by name."""
+    """Return the `gradient_flag` of each parameter, by name; `None` for one that is `None`."""
     return {name: None if p is None else gradient_flag(p) for name, p in parameters.items()}
 
 
@@ -122,7 +122,7 @@ def _flag_text(flag: tuple[bool, int] | None) -> str:
 
 
 def which_exist(buffers: Mapping[str, Any]) -> dict[str, bool]:
-    """Return which buffers are tensors, by name."""
+    """Return whether each buffer is a tensor rather than `None`, by name."""
     return {name: one is not None for name, one in buffers.items()}
 
 
@@ -132,7 +132,7 @@ def _presence_text(there: bool | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """The modules of a model, by name, with the attributes that each had; and the number of distinct parameters."""
+    """The states of a model's modules, by name, each with all attributes; and the number of distinct parameters."""
 
     modules: Mapping[str, tuple[ModuleState, Mapping[str, Expectation | None]]]
     parameters: int
@@ -149,12 +149,12 @@ class ModelState:
 
     @property
     def places(self) -> dict[int, str]:
-        """The ids of the modules that still exist, and what to call them."""
+        """The names, for errors, of the modules that still exist, by id."""
         found = ((state.ref(), state.where) for state, _ in self.modules.values())
         return {id(module): where for module, where in found if module is not None}
 
     def select(self, reads: Reads, is_relevant: IsRelevant, training: bool) -> tuple[ModuleState, ...]:
-        """Return the states of the modules, reduced to what `reads` covers and a plan for `training`, or not, uses."""
+        """Return the states, reduced to what `reads` contains; in evaluation, without training and gradient flags."""
         seen: set[int] = set()
 
         def select_read(state: ModuleState, known: Mapping[str, Expectation | None]) -> ModuleState:
@@ -174,7 +174,7 @@ class ModelState:
 
 
 def _is_cached(kind: type, name: str) -> bool:
-    """Return whether a name is a property that is computed when it is first read, and then kept."""
+    """Return whether an attribute is a `cached_property`, which exists only once it has been read."""
     return isinstance(getattr_static(kind, name, None), cached_property)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The namespaces that code reads besides its arguments and the model: globals, closures, class attributes.
 
-Code that runs as Python in every step sees their current values. Recorded code, in a graph or in a module that is cut,
-doesn't look again; so for that code the namespaces are recorded here and compared before each step.
+Code that runs as Python in every step reads their current values. Recorded code, in a graph or in a module that is cut,
+does not. So what it read is recorded here, and compared with the current values before each step.
 
-Runs: namespaces are found when a pipeline is built, and compared in every step.
+Runs when a plan is made, to find namespaces, and in every step, to compare them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IGNORED_TYPES = (ModuleType, logging.Logger, logging.LoggerAdapter)
 
 
 class Namespace(NamedTuple):
-    """A namespace that code reads: how to get it now, what is expected in it, and its name in errors."""
+    """A namespace that code reads: a function that returns it, the expected entries, and its name in errors."""
 
     now: Callable[[], Mapping[str, Any]]
     expected: ExpectedEntries
@@ -45,18 +45,18 @@ class Namespace(NamedTuple):
 
 
 def find_namespaces(roots: Iterable[Any], reads: Reads, reached: ReachableCode) -> tuple[Namespace, ...]:
-    """Return the namespaces, as they are now, that the code `reached` from `roots` reads."""
+    """Return the namespaces that the code `reached` from `roots` reads, as they are now."""
     return tuple(_NamespaceFinder(reads, reached).find(roots))
 
 
 class _NamespaceFinder:
-    """Finds the namespaces that reached code reads, and records the part of each that it reads."""
+    """A search for the namespaces that reached code reads, and for the part of each that it reads."""
 
     def __init__(self, reads: Reads, reached: ReachableCode) -> None:
         self.reads, self.reached, self.expectations, self.seen = reads, reached, Expectations(), set[int]()
 
     def find(self, roots: Iterable[Any]) -> Iterator[Namespace]:
-        """Yield all namespaces of which something is read."""
+        """Yield all namespaces from which something is read."""
         yield from self._closures()
         for table, used in self._globals():
             values = {name: table[name] for name in sorted(used)}
@@ -70,7 +70,7 @@ class _NamespaceFinder:
             yield from self._root(root)
 
     def _closures(self) -> Iterator[Namespace]:
-        """Yield the variables that functions close over, except functions and classes: these are reached themselves."""
+        """Yield the closures of functions, without functions and classes in them, which are reached themselves."""
         for function in self.reached.functions:
             variables = closure_variables(function)
             values = {name: one for name, one in variables.items() if not isinstance(one, FunctionType | type)}
@@ -78,7 +78,7 @@ class _NamespaceFinder:
             yield from self._namespace(partial(closure_variables, function), values, where)
 
     def _globals(self) -> Iterable[tuple[dict[str, Any], set[str]]]:
-        """Return the global namespaces, and which of their names are read."""
+        """Return the tables of globals, each with the names that are read."""
         found: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for function in self.reached.functions:
             table = function.__globals__
@@ -87,7 +87,7 @@ class _NamespaceFinder:
         return found.values()
 
     def _owners(self) -> Iterator[tuple[type | ModuleType, Collection[str]]]:
-        """Yield classes and Python modules, and which of their names are read."""
+        """Yield classes and Python modules, each with the names that are read."""
         names = self.reached.names.attributes
         for kind in self.reached.classes:
             read = names | self.reads.read.get(kind, set())
@@ -108,7 +108,7 @@ class _NamespaceFinder:
     def _namespace(
         self, now: Callable[[], Mapping[str, Any]], values: Mapping[str, Any], where: str
     ) -> Iterator[Namespace]:
-        """Yield the namespace that has these `values`, if any of them can be compared."""
+        """Yield a namespace with these `values`, if any of them can be compared."""
         children = {name: child for name, one in values.items() if (child := self._expect(name, one)) is not None}
         relevant = select_relevant(children, partial(is_relevant, self.reached), self.seen)
         expected = {
@@ -120,7 +120,7 @@ class _NamespaceFinder:
             yield Namespace(now, ExpectedEntries.of(expected, None, "{!r}"), where)
 
     def _expect(self, name: str, value: Any) -> Expectation | None:
-        """Expect a variable to stay as it is; return `None` if it can't be compared or needn't be."""
+        """Return the expectation that a variable stays as it is; `None` if it can't or needn't be compared."""
         if any(value is stand_in for stand_in in STAND_INS):  # a capture is in progress
             return None
         is_code = isinstance(value, type) or (callable(value) and type(value).__module__ in ("builtins", "functools"))
@@ -129,7 +129,7 @@ class _NamespaceFinder:
 
 
 def is_relevant(reached: ReachableCode, name: str, is_attribute: bool) -> bool:
-    """Return whether the reached code reads an attribute, or a key, of that name, and does not set it itself."""
+    """Return whether the reached code reads a key of that name, or an attribute that it does not set itself."""
     names = reached.names
     if is_attribute:
         return name in names.attributes and name not in names.stored

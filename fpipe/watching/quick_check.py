@@ -4,11 +4,11 @@
 Problem. There are thousands of modules, and comparing each with its `ModuleState` takes microseconds, most of them
 spent on scattered memory reads.
 
-Idea. Collect the state of all modules in a few long lists, each filled in one sweep. As long as the lists equal those
-from a time when all module states held, all of them still hold. If not, the module states say what differs, or that the
-difference doesn't matter.
+Idea. Collect the state of all modules in a few long lists, each filled in one sweep. If the lists equal those collected
+when all module states held, all of them still hold. If not, the module states tell what differs, or that the difference
+doesn't matter.
 
-Runs: in every step.
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _flatten, _parts = chain.from_iterable, itemgetter("_modules", "_parameters", "_
 
 @dataclass(frozen=True, eq=False)
 class QuickCheck:
-    """The lists collected when all module states held; `None` if there were no modules, or one no longer existed.
+    """A comparison with lists that were collected when all module states held.
 
     - `modules`: weak references.
     - `empty`, `absent`: for each module, the names of attributes that were empty, or did not exist.
-    - `tables`: what the other attributes were, by position, for modules that have any.
+    - `tables`: the expected values of the other attributes, for modules that have any, with the module's position.
+    - `lists`: the lists; `None` if there were no modules, or one no longer existed.
     """
 
     modules: Sequence[Callable[[], nn.Module | None]]
@@ -79,7 +80,7 @@ class QuickCheck:
 
 
 def _tensor_lists(parameters: Sequence[dict[str, Tensor | None]], buffers: Sequence[dict[str, Tensor | None]]) -> Lists:
-    """Return the names of parameters and buffers, which of them exist, and the flags and hooks of gradients."""
+    """Return the names, ids and gradient flags of parameters, and the names of buffers and which of them are `None`."""
     found = [*_flatten(map(dict.values, parameters))]
     flags = [gradient_flag(p) for p in found if p is not None]
     missing = [(name, one is None) for table in buffers for name, one in table.items()]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The users' code that can be reached from some functions, and the objects in its globals, closures and attributes.
+"""Find the users' code that some functions can reach, and the objects in its globals, closures and attributes.
 
 Follow functions through the globals and variables that their bytecode names, and through the classes of the objects
 there, but not into torch or the standard library. A value that code looks up by a computed name is missed.
 
-Runs: when a pipeline is built.
+Runs when a plan is made; `closure_variables` also runs in every step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fpipe.watching.entries import CLOSED_PACKAGES, MAX_DEPTH, MAX_SIZE, entries
 from fpipe.watching.expectation import COMPARABLE
 
 MAX_OBJECTS = 2000
-"""The number of functions and objects after which nothing more is followed."""
+"""The limit on functions and objects; nothing beyond it is followed."""
 
 
 class ReachableCode:
@@ -41,7 +41,7 @@ class ReachableCode:
         for root in roots:
             self._visit(root, MAX_DEPTH)
         count = -1
-        while count != len(self.seen) < MAX_OBJECTS:  # new functions bring new names, and those bring new functions
+        while count != len(self.seen) < MAX_OBJECTS:  # new functions add names, which lead to new functions
             count = len(self.seen)
             holders: list[type | ModuleType] = [*self.classes, *self.modules]
             for holder in holders:
@@ -64,7 +64,7 @@ class ReachableCode:
             self._visit(one, depth - 1 if has_entries(value) else MAX_DEPTH)
 
     def _successors(self, value: Any) -> Iterable[Any]:
-        """Return the values that a value leads to; record it if it belongs to a user."""
+        """Return the values that a value refers to; record the value if it is a user's."""
         if isinstance(value, MethodType):
             return value.__func__, value.__self__
         if isinstance(value, partial):
@@ -96,12 +96,12 @@ class ReachableCode:
 
 
 def is_users(value: Any) -> bool:
-    """Return whether a function or class belongs to a user or to a library of models."""
+    """Return whether a function or class is defined by a user or by a library of models."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] not in CLOSED_PACKAGES
 
 
 def closure_variables(function: FunctionType) -> dict[str, Any]:
-    """Return what a function closes over, by name, without variables that are not set yet."""
+    """Return the variables that a function closes over, by name, without those that are not set yet."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan assumed when it was captured, and what must still hold when it runs.
+"""Check before each step that what a plan assumed at capture still holds.
 
-Live in every step are the parameters and buffers that are passed, and the batch with its numbers and flags. With the
-front ends "trace" and "modules" and `backward="autograd"`, modules within a single stage run as Python, and so does the
-loss. Then everything that these read outside the model (globals, variables that they close over, class attributes,
-attributes of the loss) is live, too.
+A step uses the parameters and buffers that it is passed, and the batch with its numbers and flags. With the front ends
+"trace" and "modules" and `backward="autograd"`, modules within a single stage run as Python, and so does the loss; what
+they read outside the model (globals, variables that they close over, class attributes, attributes of the loss) is
+current, too.
 
 Everything else is recorded when the pipeline is built: the model (its modules, their attributes and flags, which
 parameters are trained) and, for code that doesn't run as Python, everything that it read outside the model. If anything
 that a capture has read changes, the next step raises an error.
 
-Not detected: values that code looks up by a computed name, state in iterators, generators and C extensions, the
-elements of large containers, tensors that share memory with a constant, and a model that no longer exists.
+Changes are not detected in values that code looks up by a computed name, in the state of iterators, generators and C
+extensions, in the elements of large containers, in tensors that share memory with a constant, and in a model that no
+longer exists.
 
-Runs: `Watcher` when a pipeline is built, `Watch` in every step.
+Runs when a plan is made, to make a `Watch`, and in every step, to check it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fpipe.watching.quick_check import QuickCheck
 from fpipe.watching.reachable_code import ReachableCode, is_users
 
 MAX_SHOWN = 5
-"""How many differences one error lists."""
+"""The number of differences that one error lists."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Watch:
         return QuickCheck.of(self.modules if self._holds() else ())
 
     def _holds(self) -> bool:
-        """Return whether no existing module has changed and, if all exist, the number of parameters is the same."""
+        """Return whether all modules that exist are unchanged and, if all exist, have as many parameters in total."""
         if not all(state.holds() for state in self.modules):
             return False
         return len(self._parameters()) == self.parameters or any(state.ref() is None for state in self.modules)
@@ -106,8 +107,9 @@ def _raise_changed(found: Sequence[Difference], when: str) -> None:
 
 @dataclass(frozen=True)
 class Watcher:
-    """Makes watches of the model that a pipeline was built from, its loss, and its stages, which may be `recorded`.
+    """A factory of watches for the model that a pipeline was built from, and its loss.
 
+    - `recorded`: True if the stages are recorded as graphs, and no module runs as Python in a step.
     - `codes`: a cache of the names in code objects.
     """
 
@@ -122,7 +124,7 @@ class Watcher:
         return frozenset() if model is None else shared_attributes(model, self.loss)
 
     def watch(self, reads: Reads, training: bool, replayed: Sequence[Call] | None) -> Watch:
-        """Return what a capture with these `reads` assumed.
+        """Return the watch over what a capture with these `reads` assumed.
 
         `replayed`: the calls whose code doesn't run as Python in a step; `None` for all.
         """
@@ -144,7 +146,7 @@ class _CapturedCode:
 
     @cached_property
     def reachable(self) -> ReachableCode:
-        """All that any of the code reaches."""
+        """The code and objects that any of the code reaches."""
         return ReachableCode([*self._roots(None), self.watcher.loss], self._names)
 
     def is_relevant(self, name: str, is_attribute: bool) -> bool:
@@ -173,7 +175,7 @@ class _CapturedCode:
 
 
 def _torch_settings(recorded: bool) -> Namespace:
-    """Return the settings of torch that steps take from the capture."""
+    """Return the namespace of torch's settings that must stay as they were at capture."""
     now = partial(captured_settings, recorded)
     values = {name: ExpectedValue(value) for name, value in now().items()}
     return Namespace(now, ExpectedEntries.of(values, None, "{}"), "torch: ")
