@@ -2,6 +2,8 @@
 """Python attributes that users set on parameters and buffers.
 
 Stages get tensors without them. A forward that reads one is refused; attributes that nothing reads don't matter.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from fpipe.patching import replace
 from fpipe.torch_private import FakeTensor
 
 MARKS: Final = "_original_attributes"
-"""The attribute in which a fake tensor keeps the names of those of its original."""
+"""The attribute of a fake tensor that holds the names of its original's attributes."""
 
 
 def marks(tensor: Tensor) -> frozenset[str]:
-    """Return the names of the attributes that users have set on a tensor, or on the original of a fake one."""
+    """Return the names of the attributes that users set on a tensor or, for a fake tensor, on its original."""
     known: frozenset[str] = vars(tensor).get(MARKS, frozenset())
     return known if isinstance(tensor, FakeTensor) else frozenset(vars(tensor))
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Return a tensor as an `nn.Parameter`, with its marks."""
+    """Return a tensor as an `nn.Parameter`; a fake tensor keeps its marks."""
     made = nn.Parameter(tensor, requires_grad)
     if isinstance(made, FakeTensor) and MARKS in vars(tensor):
         vars(made)[MARKS] = vars(tensor)[MARKS]
@@ -36,7 +38,7 @@ def as_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 @contextmanager
 def refuse_marks() -> Iterator[None]:
-    """Raise `CaptureError` inside if anyone reads an attribute that the original of a fake tensor has."""
+    """Raise `CaptureError`, inside this context, on reads of attributes that users set on a fake tensor's original."""
 
     def missing(tensor: Any, name: str) -> Any:
         if name in vars(tensor).get(MARKS, ()):

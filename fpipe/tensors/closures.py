@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with tensors in their closures as pytrees, so that they can be called again with other tensors.
+"""Functions that hold tensors, as pytrees: replace the tensors, and call the function again.
 
-A function is its code and the contents of its cells; a `functools.partial` is a function and its arguments. Functions
-without tensors stay leaves.
+A function consists of its code and the contents of its cells; a `functools.partial`, of a function and its arguments.
+Functions without tensors stay leaves.
+
+Runs when a pipeline is built; in every step, functions are rebuilt around the step's tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from fpipe.tensors.tree import NAMESPACE, flatten_all
 
 
 class Closure:
-    """A function whose cells, or arguments, are children in a pytree; unflattening makes a function again."""
+    """The pytree node of a function. Its children are the contents of the cells, or the parts of a `partial`.
+
+    Unflattening returns a function, not a `Closure`.
+    """
 
     def __init__(self, function: Any, held: tuple[Any, ...]) -> None:
         self.function, self.held = function, held
@@ -30,7 +35,7 @@ class Closure:
 
 
 def flatten_closures(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Return the leaves and treespec of a tree; functions that hold tensors are subtrees."""
+    """Return the leaves and treespec of a tree, in which functions that hold tensors are subtrees."""
     leaves, spec = flatten_all(tree)
     if not any(issubclass(kind, (partial, FunctionType)) for kind in set(map(type, leaves))):  # nearly always
         return leaves, spec
@@ -38,7 +43,7 @@ def flatten_closures(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def open_closures(tree: Any, inside: tuple[Any, ...] = ()) -> Any:
-    """Return a tree in which functions that hold tensors are subtrees; `inside` are those being opened."""
+    """Return a tree with a `Closure` for each function that holds tensors; `inside`: the functions being opened."""
     leaves, spec = flatten_all(tree)
     return optree.tree_unflatten(spec, [_open_leaf(leaf, inside) for leaf in leaves])
 
@@ -50,11 +55,11 @@ def _open_leaf(leaf: Any, inside: tuple[Any, ...]) -> Any:
     children = tuple(open_closures(child, (*inside, leaf)) for child in inner)
     leaves = flatten_all(children)[0]
     tensors, again = any(isinstance(one, Tensor) for one in leaves), any(one is leaf for one in leaves)
-    return Closure(leaf, children) if tensors and not again else leaf  # a recursive one stays a leaf
+    return Closure(leaf, children) if tensors and not again else leaf  # a recursive function stays a leaf
 
 
 def closure_contents(leaf: Any) -> tuple[Any, ...]:
-    """Return what a function holds; nothing if unknown."""
+    """Return the contents of a function's cells, or the parts of a `partial`; empty for others, or if a cell is."""
     if isinstance(leaf, partial):
         return leaf.func, leaf.args, leaf.keywords
     if not isinstance(leaf, FunctionType):
@@ -66,7 +71,7 @@ def closure_contents(leaf: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(function: Any, held: Iterable[Any]) -> Any:
-    """Return the function with these values in its cells, or as its arguments."""
+    """Return the function with these values in its cells, or as the parts of a `partial`."""
     held = tuple(held)
     if isinstance(function, partial):
         return partial(held[0], *held[1], **held[2])

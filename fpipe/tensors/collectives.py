@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of torch.distributed in a forward: `dist.all_reduce`, and others that wait for other processes.
+"""Collectives of torch.distributed in a forward, such as `dist.all_reduce`.
 
-Those that are waited for at once are ordinary torch calls that write to their arguments. A handle to wait for later is
-not a tensor, and some calls cannot be seen; a module with either is played as a whole or not at all. No stage with
-collectives is recorded as a graph. Functional collectives are ordinary operators.
+A synchronous collective is an ordinary torch call that writes to its arguments. An asynchronous one returns a handle,
+which is not a tensor; and some collectives bypass torch function modes. A module that calls either kind runs as a whole
+or not at all. A stage with collectives is never recorded as a graph. Functional collectives are ordinary operators.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from fpipe.tensors.effects import memory, written_arguments
 
 
 def written_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
-    """Return the memory that an operator writes to."""
+    """Return the memory that an operator call writes to, as identified by `memory`."""
     leaves: list[Any] = optree.tree_leaves([*written_arguments(func, args, kwargs)])  # type: ignore[arg-type]
     return {memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def has_handle(out: Any) -> bool:
-    """Return whether a call returned a handle to wait for later."""
+    """Return whether a call returned the handle of an asynchronous collective."""
     return dist.is_available() and isinstance(out, dist.Work)
 
 
 @contextmanager
 def preserve_python_generator() -> Iterator[None]:
-    """Restore Python's generator on exit: torch draws a number for every fake handle."""
+    """Restore Python's random generator on exit: torch draws a number from it for every fake handle."""
     state = random.getstate()
     try:
         yield

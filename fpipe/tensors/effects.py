@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The side effects of operators: what they write, cast and draw.
+"""The side effects of operators: writes to memory, casts, and random draws.
 
-A dispatch mode sees every operator with its schema. Version counters would miss the statistics of batch normalization,
-whose operators do not declare what they write; the table `UNDECLARED` names the positions of these arguments.
+A dispatch mode sees every operator with its schema, which declares the arguments that it writes to. The operators of
+batch normalization do not declare that they update the running statistics, and version counters miss it too; the table
+`UNDECLARED` gives the positions of these arguments.
+
+Runs when a pipeline is built, and when a new kind of batch first comes; `memory` also runs in every step.
 """
 
 from __future__ import annotations
@@ -23,18 +26,21 @@ UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "aten::miopen_batch_norm": (3, 4),
     }
 )
-TRAINING_FLAG = 5  # the position of the flag; without it, these write nothing
+TRAINING_FLAG = 5  # the position of the training flag; if false, the arguments in `UNDECLARED` are not written
 
 
 def memory(tensor: Tensor) -> int:
-    """Return an identifier of a live tensor's storage; a sparse tensor has none, and gets a unique one."""
+    """Return an identifier of a live tensor's storage; for a sparse tensor, which has none, a unique number."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
 class Effects:
-    """The memory that operators write, their casts and their draws, noted as they are called.
+    """The side effects of the operators called so far.
 
-    `observer` is called with each operator, too.
+    - `written`, `cast`: the memory that they wrote, and that of the tensors that they cast.
+    - `drawn`: the devices whose generators they drew from, in order.
+    - `foreign`: whether one took a `torch.Generator`. `unregistered`: whether one wrote to a tensor that is not fake.
+    - `observer`: called with each operator and its arguments.
     """
 
     def __init__(self) -> None:
@@ -46,7 +52,7 @@ class Effects:
         self.observer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
 
     def note_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the call of an operator."""
+        """Record an operator call that is about to run."""
         self.observer(func, args, kwargs)
         for argument in written_arguments(func, args, kwargs):
             self._write(argument)
@@ -55,7 +61,7 @@ class Effects:
         self.foreign |= torch.Generator in map(type, (*args, *kwargs.values()))
 
     def note_return(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Note that it has returned."""
+        """Record the random draws of an operator call that returned `out`."""
         self.drawn.update(dict.fromkeys(random_devices(func, args, kwargs, out)))
 
     def _write(self, argument: Any) -> None:
@@ -67,7 +73,7 @@ class Effects:
 
 
 class EffectsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the effects of the operators dispatched under it, in any fake mode."""
+    """A dispatch mode that records the effects of operators, whatever the fake mode."""
 
     supports_higher_order_operators = True
 
@@ -86,10 +92,10 @@ class EffectsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that a call of an operator writes to."""
+    """Yield the arguments that an operator call writes to."""
     if not isinstance(func, OpOverload):
         return
-    if is_collective(func) and func._schema.name.endswith("_"):  # its first argument receives, undeclared
+    if is_collective(func) and func._schema.name.endswith("_"):  # writes its first argument, undeclared
         yield from args[0] if isinstance(args[0], list | tuple) else args[:1]
         return
     if not func._schema.is_mutable and func._schema.name not in UNDECLARED:
@@ -101,12 +107,12 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def is_collective(func: Any) -> bool:
-    """Return whether an operator is one of torch.distributed's that write to their arguments and return a handle."""
+    """Return whether an operator is a collective of torch.distributed that writes to its arguments."""
     return isinstance(func, OpOverload) and func.namespace == "c10d"
 
 
 def random_devices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[torch.device]:
-    """Return the devices whose generators a call of an operator that returned `out` draws from."""
+    """Return the devices whose generators an operator call drew from; `out` is what it returned."""
     if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return []
     if _argument(func, "dropout_p", args, kwargs) == 0:
@@ -116,7 +122,7 @@ def random_devices(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a call passes for an operator's argument `name`; `None` if the operator has no such argument."""
+    """Return the value of an operator call's argument `name`, or its default; `None` if there is no such argument."""
     for position, declared in enumerate(func._schema.arguments):
         if declared.name == name:
             return args[position] if position < len(args) else kwargs.get(name, declared.default_value)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture without computing: a mode in which operators return metadata, and compute nothing."""
+"""The fake tensor mode of captures, in which operators return metadata and compute nothing.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +39,12 @@ def _is_mixed(tensor: Tensor, weight: Tensor | None) -> bool:
 
 
 def _alignments(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Return CTC's loss per sequence and its log alphas; lengths are assumed to be the longest possible."""
+    """Return CTC's loss per sequence and its log alphas, assuming the longest possible lengths."""
     time, *batch, _classes = log_probs.shape
     return log_probs.new_empty(batch), log_probs.new_empty((*batch, time, 2 * targets.shape[-1] + 1))
 
 
-# Results of operators whose shapes depend on values, in outputs that only their own backward uses.
+# Fake kernels of operators with data-dependent shapes, in outputs that only the operator's own backward uses.
 SHAPED: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         aten._ctc_loss.Tensor: _alignments,
@@ -68,27 +71,30 @@ META_KERNELS = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
-"""Operators whose meta kernels agree with every device's; torch takes another path, for symbolic sizes too."""
+"""Operators whose meta kernel returns the same metadata as every device's kernel.
+
+torch itself takes another path for them, which also handles symbolic sizes.
+"""
 
 CASTING_KERNELS = frozenset({aten.native_layer_norm.default})
-"""Those of `META_KERNELS` that some devices compute and return in float32 whatever the input dtype; others do not."""
+"""Those of `META_KERNELS` that some devices, but not all, compute and return in float32 whatever the input dtype."""
 
 
 def fake_mode() -> Fakes:
-    """Return a mode in which operators compute metadata only; it converts the model's constants as they appear."""
+    """Return a mode in which operators compute metadata only; it converts real tensors, such as constants, on use."""
     return Fakes()
 
 
 class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """torch's own mode, except that where its fake kernel differs from the real one, the fake is made here.
+    """torch's fake tensor mode, corrected where its fake kernels differ from the real ones.
 
-    torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16;
-    and it gets the memory layout of some results wrong, which shows in the last bits of a bias gradient.
+    torch's mode refuses grouped matrix multiplication, which mixtures of experts use, for dtypes other than bfloat16.
+    It also gets the memory layout of some results wrong, which changes the last bits of a bias gradient.
 
-    - `results`: cached results of operators. `states`: by device, the attributes of a fake there.
-    - `effects`: notified of the operators called, but not of those they decompose into.
-    - `answer_nonzero(tensor)`: the answer to `nonzero`, which fake tensors lack; `None` if there is none.
-    - `true_counts`: by memory, masks whose number of true elements is known: as many values were put there.
+    - `results`: the cache of operator results. `states`: by device, the attributes of a fake tensor there.
+    - `effects`: records the operators called, but not those that they decompose into; `None` to record nothing.
+    - `answer_nonzero(tensor)`: returns an assumed result of `nonzero`, which depends on values; `None` to assume none.
+    - `true_counts`: by memory, masks with a known number of true elements: that many values were assigned there.
     """
 
     def __init__(self) -> None:
@@ -100,7 +106,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.true_counts: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and type(args[0]) is FakeTensor:  # asked for most often
+        if func is DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return args[0].device
         kwargs = kwargs or {}
         effects, self.effects = self.effects, None
@@ -121,19 +127,19 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return torchs(func, types, args, kwargs)
 
         def run() -> Any:
-            with DisableTorchFunction():  # what torch calls to make fakes is not the model's
+            with DisableTorchFunction():  # calls that torch makes to create fake tensors are not the model's
                 return torchs(func, types, args, kwargs)
 
         return self.results.result(func, args, kwargs, run)
 
     @contextmanager
     def note(self, effects: Effects) -> Iterator[None]:
-        """Enter the mode and note `effects`; code compiled by torch.compile runs eagerly."""
+        """Enter the mode and record operators in `effects`; code compiled by torch.compile runs eagerly."""
         with torch.compiler.set_stance("force_eager"), self, note_effects(self, effects):
             yield
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of an operator, as fakes."""
+        """Return the result of an operator as fake tensors."""
         kwargs = kwargs or {}
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return self._grouped_mm(*args, **kwargs)
@@ -158,7 +164,10 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return apply_layout(LAYOUT_RULES[func], args, out)
 
     def _nonzero(self, tensor: Tensor) -> Any:
-        """Return the indices where a tensor is nonzero."""
+        """Return fake indices of the nonzero elements.
+
+        Raise `DynamicOutputShapeException` if their number is neither known nor assumed.
+        """
         mask, count = self.true_counts.get(memory(tensor), (None, 0))
         if mask is not None and mask.shape == tensor.shape:
             with self:
@@ -171,15 +180,18 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self.answer_nonzero(tensor)
 
     def _note_true_count(self, tensor: Tensor, indices: list[Tensor | None], values: Tensor) -> None:
-        """Note how many elements of a mask are true, if one value is put at each; its gradient selects as many."""
+        """Record how many elements of a mask are true, if each is assigned one value; the gradient selects as many."""
         mask, *others = indices
         if mask is None or mask.dtype not in (torch.bool, torch.uint8) or any(one is not None for one in others):
             return
-        if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one is put everywhere
+        if values.dim() == tensor.dim() - mask.dim() + 1 and len(values) > 1:  # else one value is broadcast
             self.true_counts[memory(mask)] = mask, len(values)
 
     def make(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """Return a fake on `device` with the metadata of `meta`; torch makes the first one there, others copy it."""
+        """Return a fake tensor on `device` with the metadata of `meta`.
+
+        torch makes the first one on each device; the others copy its attributes.
+        """
         if device not in self.states:
             self.states[device] = vars(FakeTensor(self, torch.empty(0, device="meta"), device))
         new: Any = Tensor._make_subclass(FakeTensor, meta, dispatch_device=True, device_for_backend_keys=device)
@@ -188,7 +200,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return cast("FakeTensor", new)
 
     def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
-        """Return the device of all tensors among the arguments, if they are plain fakes of this mode."""
+        """Return the one device of all tensor arguments; `None` if there are several, or some are not plain fakes."""
         if func in CASTING_KERNELS and args[0].dtype not in (torch.float32, torch.float64):
             return None
         leaves: Any = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
@@ -197,7 +209,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return devices.pop() if len(devices) == 1 else None
 
     def _kernel(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Return the result of an operator's meta kernel, as fakes on `device`."""
+        """Return the result of an operator's meta kernel as fake tensors on `device`."""
         with in_kernel_invocation_manager(self):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
@@ -211,7 +223,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def note_effects(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
-    """Note what operators do to fakes of `mode` inside, if the mode supports that."""
+    """Record in `effects` the operators that run under `mode` inside this context; no-op unless it is a `Fakes`."""
     if not isinstance(mode, Fakes):
         yield
         return
@@ -223,7 +235,7 @@ def note_effects(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a fake of a plain tensor; for one on meta, a fake on `device`."""
+    """Return a fake tensor with a tensor's metadata and marks, on the same device; for one on meta, on `device`."""
     home = device if tensor.device.type == "meta" else tensor.device
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of operators' results on fake tensors, so that they need not be computed again.
+"""A cache of operator results on fake tensors.
 
 A model's blocks are alike, and the model runs several times before the first step, so most operators are called with
-metadata seen before. torch has a cache too, but a lookup costs more than the operator. This one caches less, under
-smaller keys: only torch's own operators that write nothing, on ordinary tensors of the mode itself. The rest is left to
-torch.
+metadata seen before. torch has a cache too, but a lookup in it costs more than the operator. This one caches less,
+under smaller keys: only torch's own operators that write nothing, on ordinary fake tensors of one mode. Everything else
+is left to torch.
 
-Invariant: an operator's result follows from its arguments' metadata and the settings in the key, which hold everything
-that torch's own key does, or exclude it. Results that alias an argument's memory do so again.
+Invariant: the key determines the result. It contains the arguments' metadata and torch's settings; whatever else is in
+torch's own key rules out caching here. A result that aliased an argument's memory aliases it again.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ VALUES_DECIDE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class _UnlikeError(Exception):
-    """Raised for an argument or a result that is not cached."""
+    """An argument or a result that cannot be cached."""
 
 
 class ResultTensor(NamedTuple):
-    """A tensor that an operator returned: its metadata, and the argument whose memory it aliases, if any.
+    """A description of a tensor that an operator returned: its metadata, and what it aliases.
 
-    `itself`: whether it is that argument.
+    - `argument`: the position, among the tensor arguments, of the one whose memory it shares; `None` if it is new.
+    - `itself`: whether it is that argument.
     """
 
     shape: tuple[int, ...]
@@ -56,17 +59,17 @@ class ResultTensor(NamedTuple):
 
 
 class CachedResult(NamedTuple):
-    """The result of an operator; `kind` is list or tuple, or `FakeTensor` for a single tensor."""
+    """A description of an operator's result; `kind` is list or tuple, or `FakeTensor` for a single tensor."""
 
     kind: type
     tensors: tuple[ResultTensor | None, ...]
 
 
 class ResultCache:
-    """The cache of one mode.
+    """A cache of operator results for one mode.
 
-    - `make(meta, device)`: makes a fake of a meta tensor.
-    - `known`: for each operator, its results; `None` if they are not cached.
+    - `make(meta, device)`: returns a fake tensor on `device` with the metadata of `meta`.
+    - `known`: results by operator and key; `None` for operators that are not cached.
     """
 
     def __init__(self, mode: FakeTensorMode, make: MakeFake) -> None:
@@ -74,7 +77,7 @@ class ResultCache:
         self.known: dict[Any, dict[CacheKey, CachedResult] | None] = {}
 
     def result(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], run: Operator) -> Any:
-        """Return the result of `run()`, which calls `func(*args, **kwargs)`."""
+        """Return the result of `func(*args, **kwargs)`, from the cache or from `run()`, which calls it."""
         try:
             table = self.known[func]
         except KeyError:
@@ -83,7 +86,7 @@ class ResultCache:
             return run()
         key, tensors = [torch.get_default_dtype(), default_device()], list[Tensor]()
         try:
-            with DisableTorchFunction():  # not a call of the model
+            with DisableTorchFunction():  # these calls are not the model's
                 self._add_to_key(args, key, tensors)
                 for name, value in kwargs.items():
                     self._add_to_key((name, value), key, tensors)
@@ -98,7 +101,10 @@ class ResultCache:
         return out
 
     def _add_to_key(self, values: Sequence[Any], key: list[Any], tensors: list[Tensor]) -> None:
-        """Add what distinguishes the arguments to `key`, and the tensors among them to `tensors`."""
+        """Append the metadata or value of each argument to `key`, and the tensors among them to `tensors`.
+
+        Raise `_UnlikeError` for an argument that cannot be part of a key.
+        """
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -115,7 +121,7 @@ class ResultCache:
                 raise _UnlikeError
 
     def _describe_result(self, out: Any, tensors: Sequence[Tensor]) -> CachedResult:
-        """Return a description from which the same result can be made again."""
+        """Return a description from which an equal result can be made; raise `_UnlikeError` if there is none."""
         if type(out) is FakeTensor:
             return CachedResult(FakeTensor, (self._describe_tensor(out, tensors),))
         if type(out) not in (list, tuple):
@@ -143,7 +149,7 @@ class ResultCache:
         return ResultTensor(shape, stride, offset, tensor.dtype, tensor.fake_device, argument, bool(itself))
 
     def _make_result(self, returned: CachedResult, tensors: Sequence[Tensor]) -> Any:
-        """Make the result again; no mode is on here any longer, so meta tensors report meta."""
+        """Return the result described, as new fake tensors. No mode is active here, so meta tensors report meta."""
         out = [None if made is None else self._make_tensor(made, tensors) for made in returned.tensors]
         return out[0] if returned.kind is FakeTensor else returned.kind(out)
 
@@ -159,7 +165,7 @@ class ResultCache:
 
 
 def is_plain(tensor: Any, mode: FakeTensorMode) -> bool:
-    """Return whether a tensor is a fake of this mode without a value, fully described by sizes and strides."""
+    """Return whether a tensor is a fake of this mode without a known value, fully described by sizes and strides."""
     ours = type(tensor) is FakeTensor and tensor.fake_mode is mode and tensor.constant is None
     if not ours or tensor.layout is not torch.strided:
         return False
@@ -167,7 +173,7 @@ def is_plain(tensor: Any, mode: FakeTensorMode) -> bool:
 
 
 def _is_cacheable(func: Any) -> bool:
-    """Return whether an operator's results may be cached: it writes nothing, and no value decides its result."""
+    """Return whether an operator is one of torch's that write nothing, with results that do not depend on values."""
     return (
         isinstance(func, OpOverload)
         and func.namespace == "aten"
@@ -191,7 +197,7 @@ def _metadata(tensor: Any) -> CacheKey:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return how many bytes a tensor's elements span."""
+    """Return the number of bytes that a tensor's elements span."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)

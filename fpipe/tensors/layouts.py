@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory layout of operators' results, where torch's fake kernels get it wrong.
+"""The memory layout of operator results, where torch's fake kernels get it wrong.
 
-Problem. Many fake kernels are written in terms of other operators: the gradient of softplus is a `where` whose first
-operand is not the gradient, so the result appears laid out like another operand. Layouts decide the order in which
-kernels accumulate, which shows in the last bits, and whether a gradient can be viewed as a recorded backward views it.
+Problem. Many fake kernels are compositions of other operators. For the gradient of softplus, for example, it is a
+`where` whose first operand is not the gradient, so the result gets the layout of another operand. The layout determines
+the order in which kernels accumulate, which changes the last bits, and whether a recorded backward can view a gradient.
 
-Idea. A table says, per operator, what the real layout follows: row-major, an argument, or, as elementwise kernels do,
-all operands in an order particular to the operator.
+Idea. A table gives the layout of each operator's real kernel: row-major, that of an argument, or, for elementwise
+kernels, one that follows from all operands, in an order specific to the operator.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -21,23 +23,23 @@ from torch import Tensor
 from fpipe.torch_private import compute_elementwise_output_strides, suggest_memory_format
 
 LayoutRule: TypeAlias = Callable[[Sequence[Any], Tensor], Tensor]
-"""Returns a result for these arguments, laid out as the operator does."""
+"""Given an operator's arguments and its fake result, returns a result in the layout of the real kernel."""
 
 aten = torch.ops.aten
 
 
 def rows(args: Sequence[Any], out: Tensor) -> Tensor:
-    """Lay out in row-major order, whatever the arguments."""
+    """Return a result in row-major order, whatever the arguments."""
     return out.contiguous()
 
 
 def host_rows(args: Sequence[Any], out: Tensor) -> Tensor:
-    """Lay out in row-major order on the CPU; other devices have other kernels."""
+    """Return a result in row-major order if on the CPU; other devices have other kernels."""
     return out.contiguous() if out.device.type == "cpu" else out
 
 
 def images(position: int) -> LayoutRule:
-    """Lay out as image norms do, following the argument at `position`."""
+    """Return the rule of norms over images, which follow the memory format of the argument at `position`."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
         given = args[position]
@@ -49,7 +51,7 @@ def images(position: int) -> LayoutRule:
 
 
 def like(position: int) -> LayoutRule:
-    """Lay out like the argument at `position`, if that is dense."""
+    """Return a rule that gives results the strides of the argument at `position`, if that is dense."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
         return torch.empty_like(args[position], dtype=out.dtype)
@@ -58,7 +60,7 @@ def like(position: int) -> LayoutRule:
 
 
 def elementwise(*order: int) -> LayoutRule:
-    """Lay out as elementwise kernels do, with the arguments at these positions as operands."""
+    """Return the rule of elementwise kernels whose operands are the arguments at these positions, in this order."""
 
     def rule(args: Sequence[Any], out: Tensor) -> Tensor:
         operands = [args[k] for k in order if isinstance(args[k], Tensor)]
@@ -101,7 +103,7 @@ LAYOUT_RULES: Mapping[Any, LayoutRule] = MappingProxyType(
 
 
 def apply_layout(rule: LayoutRule, args: Sequence[Any], out: Any) -> Any:
-    """Return an operator's results; lay out the first, and those of its shape, as the operator does."""
+    """Return an operator's results, with the rule applied to the first one and to those of the same shape."""
     if isinstance(out, Tensor):
         return rule(args, out)
     first = next((one for one in out if one is not None), None)

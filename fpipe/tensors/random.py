@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keyed randomness: what a random operation draws depends on its key only.
+"""Keyed randomness: what a random operation draws depends only on its key.
 
-Problem. Dropout draws from a generator whose state depends on everything drawn before, so a pipeline, which runs in
-another order and in several processes, draws different numbers than one device.
+Problem. Dropout draws from a generator whose state depends on everything drawn before. So a pipeline, which runs
+operations in another order and in several processes, draws different numbers than one device.
 
 Idea. As in JAX, randomness is a function of a key. Here the key is (seed, microbatch, call path of the operation in
 the uncut model and its ordinal there): nothing in it depends on cuts, schedule or ranks. Before each random operation
 the device's default generator is seeded with the key, and after the step the user's generator state is restored.
 
-Inside a module that branches on data, it isn't known beforehand which operations run. There the key is that of the
-module's call: the generator is seeded when the call begins, and all operations in it draw from it in turn.
+In a module that branches on data, it is not known in advance which operations run. So one key covers the module's call:
+the generator is seeded when the call begins, and all operations in it draw in turn.
+
+Runs when a pipeline is built and in every step: labels are computed once; keys, and what is drawn, in every step.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def label(path: str, ordinal: int) -> int:
 
 
 def stream_label(path: str, call: int) -> int:
-    """Return the label of everything that one call of a module draws, from the module's path and the call's number.
+    """Return the label for all draws of one call of a module, from the module's path and the call's number.
 
     It differs from the `label` of every random operation.
     """
@@ -49,12 +51,15 @@ class Unseeded(int):
 
 
 def reseed(key: int, label: int, device: torch.device) -> None:
-    """Make the next random operation on `device` depend on `key` and `label` only."""
+    """Seed the default generator of `device`: the next random operation there depends only on `key` and `label`."""
     generator(device).manual_seed(key ^ label)
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of `device`, from which operations draw unless given another."""
+    """Return the default generator of `device`, from which operations draw unless given another.
+
+    Raise `InputError` unless `device` is a CPU or CUDA device.
+    """
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "cuda":
@@ -67,7 +72,7 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def is_fresh(device: torch.device) -> bool:
-    """Return whether nothing was drawn from the default generator of `device` since it was seeded."""
+    """Return whether nothing has been drawn from the default generator of `device` since it was seeded."""
     current = generator(device)
     fresh = torch.Generator(device).manual_seed(current.initial_seed())
     return torch.equal(current.get_state(), fresh.get_state())
@@ -80,7 +85,7 @@ def states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
 
 @contextmanager
 def repeat_draws(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Draw, inside, what was drawn starting from these states; afterwards, restore the current generator states."""
+    """Set the default generators of `devices` to these states inside this context; restore the current ones on exit."""
     with preserve_generators(devices):
         for device, state in zip(devices, states, strict=True):
             generator(device).set_state(state)
@@ -89,7 +94,7 @@ def repeat_draws(devices: Sequence[torch.device], states: Sequence[torch.Tensor]
 
 @contextmanager
 def preserve_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore the default generators of `devices` on leaving."""
+    """Restore the states of the default generators of `devices` on exit."""
     states = [(generator(device), generator(device).get_state()) for device in devices]
     try:
         yield

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's settings, which choose kernels and default dtypes for the whole process.
+"""torch's process-wide settings, which select kernels and default dtypes.
 
-Problem. A forward may change them for what it calls, as `torch.backends.mkldnn.flags` does. Modules called as they are
-do the same in every step. One that a cut goes through, or a graph of operators, would run under other settings.
+Problem. A forward may change them around some calls, as with `torch.backends.mkldnn.flags`. A module that runs as is
+does so in every step. But a module that a cut goes through, or a graph of operators, would run without the change.
 
-Idea. Compare the settings at each torch call with those at which the call of the module around it began.
+Idea. At each torch call, compare the settings with those in force when the enclosing module's call began.
+
+Runs when a pipeline is built; `captured_settings` also runs in every step.
 """
 
 from __future__ import annotations
@@ -56,14 +58,14 @@ OPERATOR_SETTINGS: Final[Mapping[str, Callable[[], Any]]] = MappingProxyType(
 
 
 class Settings(NamedTuple):
-    """Settings that choose the `kernels` of operators, and those that choose the `operators` of a function."""
+    """The settings that select the `kernels` of operators, and those that select the `operators` of a function."""
 
     kernels: tuple[Any, ...]
     operators: tuple[Any, ...]
 
 
 def settings() -> Settings:
-    """Return the settings in force."""
+    """Return the current settings."""
     return Settings(*(tuple([get() for get in table.values()]) for table in (KERNEL_SETTINGS, OPERATOR_SETTINGS)))
 
 
@@ -88,6 +90,6 @@ def changes_since(before: Settings) -> str:
 
 
 def captured_settings(recorded: bool) -> dict[str, Any]:
-    """Return the settings, by name, that steps take from the capture: with `recorded` stages, the operators too."""
+    """Return the current settings, by name, that a capture fixes: with `recorded` stages, choices of operators too."""
     found: dict[str, Any] = {"the default dtype": torch.get_default_dtype()}
     return found | {name: get() for name, get in OPERATOR_SETTINGS.items()} if recorded else found

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of a tensor, known before it exists: shape, stride, dtype, device.
+"""Tensor metadata, known before the tensor exists: shape, stride, dtype, device.
 
-Problem. A receiver must have a buffer before the value arrives, and the value must come out of it as it went in.
-That includes strides: if a transposed value arrives contiguous, a bias gradient sums it in another order, and the bits
+Problem. A receiver must allocate a buffer before the value arrives, and must end up with exactly what was sent,
+including strides: if a transposed value arrives contiguous, a bias gradient sums it in another order, and the bits
 differ.
 
-Idea. Metadata are a frozen value, found once with fake tensors. `Spec.pack` lays out exactly the elements that exist
-(a broadcast dimension once, in memory order) as contiguous bytes, without a copy if memory is dense; `Spec.unpack` is
-its inverse on the other side.
+Idea. Metadata is a frozen value, inferred once with fake tensors. `Spec.pack` returns the elements as contiguous bytes
+in memory order, those along a broadcast dimension once, without a copy if memory is dense; `Spec.unpack` is its inverse
+on the receiver.
+
+Runs when a pipeline is built and in every step.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ class Spec:
         return replace(self, shape=shape, stride=tuple(stride))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, copied into this layout if it has another.
+        """Return `tensor`, copied if its strides differ from these.
 
-        Raises `InputError` if it has another shape or dtype: the metadata were inferred under other circumstances.
+        Raise `InputError` if its shape or dtype differs: the metadata was inferred under other conditions.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise InputError(
@@ -76,12 +78,12 @@ class Spec:
         return self.allocate().copy_(tensor) if 0 not in self.stride else self.unpack(self.pack(tensor))
 
     def empty(self, device: torch.device | str | None = None) -> Tensor:
-        """Return an uninitialized tensor in this layout, without gaps and broadcast dimensions, so it is writable."""
+        """Return an uninitialized, writable tensor in this memory order, without gaps or broadcast dimensions."""
         layout = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         return torch.empty_like(layout, device=self.device if device is None else device)
 
     def buffer(self) -> Tensor:
-        """Return uninitialized bytes for what `pack` returns."""
+        """Return an uninitialized buffer for the bytes that `pack` returns."""
         return torch.empty(self._bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class Spec:
         return tensor
 
     def _without_repeats(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` without repetition along broadcast dimensions."""
+        """Return a view of `tensor` without repetition along broadcast dimensions."""
         for dim, stride in enumerate(self.stride):
             if not stride:
                 tensor = tensor.narrow(dim, 0, min(1, self.shape[dim]))
@@ -130,7 +132,7 @@ class Spec:
 
     @cached_property
     def _dense(self) -> bool:
-        """True if memory has no gaps: each dimension's stride is the product of all faster ones' sizes."""
+        """True if memory has no gaps: each dimension's stride is the product of the sizes of all faster ones."""
         expected = 1
         for dim, size in zip(reversed(self._order), reversed(self._packed), strict=True):
             if size > 1 and self.stride[dim] != expected:
@@ -144,7 +146,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class OptionalSpec(Spec):
-    """Metadata of a tensor that may be absent, depending on data; when packed, a last byte says whether it is there.
+    """Metadata of a tensor that may be absent, depending on data; the last packed byte says whether it is present.
 
     >>> spec = OptionalSpec.of(torch.zeros(2))
     >>> spec.unpack(spec.pack(torch.tensor([1.0, 2.0]))), spec.unpack(spec.pack(None))
@@ -153,15 +155,15 @@ class OptionalSpec(Spec):
 
     @property
     def whole(self) -> Spec:
-        """The metadata of the tensor if it is there."""
+        """The metadata of the tensor when present."""
         return Spec(self.shape, self.stride, self.dtype, self.device)
 
     def buffer(self) -> Tensor:
-        """Return uninitialized bytes for what `pack` returns."""
+        """Return an uninitialized buffer for the bytes that `pack` returns."""
         return torch.empty(self._bytes + 1, dtype=torch.uint8, device=self.device)
 
     def pack(self, tensor: Tensor | None) -> Tensor:
-        """Return the elements of `tensor`, or zeros if it is absent, and the byte that says which."""
+        """Return the bytes of `tensor`, or zeros if it is absent, followed by the byte that says which."""
         data = torch.zeros(self._bytes + 1, dtype=torch.uint8, device=self.device)
         if tensor is not None:
             data[:-1] = self.whole.pack(tensor)
@@ -169,7 +171,7 @@ class OptionalSpec(Spec):
         return data
 
     def unpack(self, data: Tensor) -> Any:
-        """Return the tensor, or `None` if it is absent; waits for the device that holds the bytes."""
+        """Return the tensor, or `None` if it is absent; wait for the device that holds the bytes."""
         return self.whole.unpack(data[:-1]) if data[-1] else None
 
     def __str__(self) -> str:
@@ -179,6 +181,6 @@ class OptionalSpec(Spec):
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` in row-major order, as one-dimensional bytes; a view if it is contiguous."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.stride() != (1,):  # a single element may have any
+    if flat.stride() != (1,):  # a single element may have any stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)

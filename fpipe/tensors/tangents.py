@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that carry more than values: tangents of forward-mode differentiation, and levels of torch.func.
 
-A step detaches its arguments, which would silently lose these.
+A step detaches its arguments, which would silently drop both.
+
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fpipe.torch_private import has_dual_level, is_transformed, transform_level
 def require_primal(what: str, tensors: Mapping[str, Tensor] | Mapping[int, Tensor]) -> None:
     """Raise `InputError`, naming the leaf, for a dual tensor or one inside a transform of torch.func.
 
-    If neither is active, no tensor is inspected.
+    No tensor is inspected unless one of the two is active.
     """
     dual, transformed = has_dual_level(), transform_level() is not None
     if not (dual or transformed):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees, on optree: which leaves are tensors, their names, and how two trees differ.
+"""Pytrees, built on optree: flatten trees into tensors and structure, name the leaves, and compare structures.
 
 Dataclasses, and any type that is registered as a pytree with torch (such as the outputs of Hugging Face models), are
 trees too: their types are registered with optree when first seen, in fpipe's own namespace.
+
+Runs when a pipeline is built and in every step.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ class Structure:
 
     @property
     def opaque(self) -> tuple[tuple[str, str], ...]:
-        """Path and type of the leaves that may contain tensors."""
+        """The paths and type names of the leaves that may contain tensors."""
         return tuple((self.paths[leaf], type(x).__name__) for leaf, x in self.constants if not isinstance(x, PLAIN))
 
     def unflatten(self, tensors: list[Any] | tuple[Any, ...]) -> Tree:
-        """Return the tree with `tensors` in place of the ones it had."""
+        """Return the tree with `tensors` as its tensor leaves, in order."""
         leaves = list(tensors)
         for leaf, value in self.constants:
             leaves.insert(leaf, value)
@@ -69,9 +71,9 @@ COMMON_TYPES = frozenset({Tensor, nn.Parameter, FakeTensor, *PLAIN})  # the type
 
 
 def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
-    """Return the tensors of `tree`, and the rest of it.
+    """Return the tensors of `tree`, and its structure.
 
-    Raises `InputError` for a leaf that may contain tensors, unless `opaque` leaves are allowed.
+    Raise `InputError` for a leaf that may contain tensors, unless `opaque` leaves are allowed.
     """
     leaves, spec = flatten_all(tree)
     constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)])
@@ -82,7 +84,7 @@ def flatten(tree: Tree, opaque: bool = False) -> tuple[list[Tensor], Structure]:
 
 
 def require_transparent(what: str, structure: Structure) -> None:
-    """Raise `InputError`, naming the leaf, if there is one that may contain tensors."""
+    """Raise `InputError`, naming the leaf, if a leaf that is not a tensor may contain some."""
     for path, kind in structure.opaque[:1]:
         raise InputError(
             f"{what}, at {path or 'the root'}: got {kind}, expected tensors, numbers, strings, flags or None in "
@@ -121,7 +123,10 @@ def _register(types: set[Any]) -> bool:
 
 
 def _flatten_dataclass(value: Any) -> tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the fields as stored, bypassing any attribute access that the class defines."""
+    """Return the values of the fields that are set, and their names twice: as optree's metadata and path entries.
+
+    Values are read as stored, bypassing any attribute access that the class defines.
+    """
     held = {}
     for one in fields(value):
         with suppress(AttributeError):
@@ -149,9 +154,9 @@ def _adapt(flat: Any) -> Any:
 
 
 def broadcast(what: str, prefix: Tree, structure: Structure) -> list[Any]:
-    """Return the value that `prefix` has for each tensor of a tree; in the prefix, `None` is a leaf.
+    """Return the value in `prefix` for each tensor of a tree; in the prefix, `None` is a leaf.
 
-    Raises `InputError` if it is not a prefix of the tree. `what` names the argument in errors.
+    Raise `InputError` if it is not a prefix of the tree. `what` names the argument in errors.
 
     >>> _, structure = flatten(({"x": torch.ones(1), "y": [torch.ones(2), None]}, torch.ones(3), 4))
     >>> broadcast("dims", ({"x": 1, "y": None}, 0, 0), structure)
@@ -199,7 +204,7 @@ def first_names(module: nn.Module, kind: str) -> dict[str, str]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether shape, dtype and bits are the same; unlike for `torch.equal`, nan equals nan, and 0 is not -0."""
+    """Return whether shape, dtype and bits are equal; unlike in `torch.equal`, nan equals nan, and 0 is not -0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(as_bytes(a.detach()), as_bytes(b.detach()))
