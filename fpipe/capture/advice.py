@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice for a forward that reads values, which fake tensors do not have."""
+"""Advice to users whose forward fails on fake tensors, which have no values.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ LOSS = "loss"
 
 
 def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
-    """Return the repair for an error at `where` (see `fpipe.capture.guards.places`), given what is `unsplittable`."""
+    """Return the repair for a forward that reads values.
+
+    `where`: the place of the error, as `fpipe.capture.places.module_place` writes it. `unsplittable`: names of modules
+    that run as is.
+    """
     if re.match(r"module \S+ \(", where) is None:
         where, loss = "module loss (loss)", "pass unsplittable=['loss'], and it runs as it is."
         out = "Take control flow and shapes that depend on data out of the loss; or, if shapes do not depend on it,"
@@ -32,7 +39,7 @@ def advise_on_values(where: str, unsplittable: Collection[str] = ()) -> str:
 
 
 def advise_on_errors() -> str:
-    """Return the repair for an exception that has nothing to do with values."""
+    """Return the repair for an exception that missing values do not explain, such as a failed lookup."""
     return (
         "Call the model with the example: what it raises there too is its own. What it raises here only comes of "
         "looking up something of the original's, by id, in a closure or a global: reach that through self. Or of "

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assumptions about values that fake tensors lack: false, zero, nothing found; except that all is finite.
+"""Assumed answers to reads of values, which fake tensors lack: false, zero, no indices; but values are finite.
 
-So `if not torch.isfinite(x).all()` takes the usual path, whose gradients are laid out in memory as on most batches.
+So `if not torch.isfinite(x).all()` takes the usual path, whose gradients have the memory layout of most batches.
 
-This is only for modules that always run as is: the path they take on fake tensors decides nothing but the shapes of
-their outputs; on real tensors they take the right one. torch's own checks of all elements are assumed to pass; they are
-part of what is played back, and are made then.
+Only modules that always run as is get these answers. The path that they take on fake tensors determines only the shapes
+of their outputs; in a step, they branch on the real values. torch's own checks of all elements are assumed to pass;
+they are recorded, and check the real values in every step.
+
+Runs when a pipeline is built, and when a new kind of batch first comes; recorded checks run in every step.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 FINITE = "_fpipe_finite"
-"""The attribute that marks a fake tensor as telling whether values are finite."""
+"""The attribute that marks fake results of tests for finite values."""
 
 
 FINITE_TESTS = frozenset({torch.isfinite, Tensor.isfinite})
 
 
 def _no_indices(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return the indices of nonzero elements: none."""
+    """Return empty indices, as if no element were nonzero."""
     return tensor.new_empty((0, tensor.dim()), dtype=torch.int64)
 
 
@@ -53,7 +55,7 @@ def _nowhere(condition: Tensor) -> tuple[Tensor, ...]:
 
 
 def _index(tensor: Tensor, index: Any) -> Tensor:
-    """Return what an index with masks selects: nothing."""
+    """Return the result of indexing with masks, as if they selected nothing."""
     items = index if isinstance(index, tuple) else (index,)
     return tensor[tuple(one for item in items for one in _index_items(item))]
 
@@ -66,7 +68,7 @@ def _index_items(item: Any) -> list[Any]:
 
 
 def _select_masked(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Return what `masked_select` selects: nothing."""
+    """Return the result of `masked_select`, as if the mask selected nothing."""
     return tensor.new_empty((0,))
 
 
@@ -94,14 +96,14 @@ ASSUMPTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 def call_or_raise(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call a torch function; raise the same error for all that read values, conversion to numpy included."""
+    """Return the result of a torch call; conversion of a fake tensor to numpy raises the error of all value reads."""
     if function in (Tensor.numpy, Tensor.__array__) and isinstance(args[0], FakeTensor):
         raise DataDependentOutputException(function)
     return mark_finite(function, args, function(*args, **kwargs))
 
 
 def mark_finite(function: Any, args: Any, out: Any) -> Any:
-    """Return the result of a torch call, marked if it tells whether values, or all of them, are finite."""
+    """Return the result of a torch call, marked with `FINITE` if it tests each value, or all, for being finite."""
     finite = function in FINITE_TESTS or (function in (Tensor.all, torch.all) and hasattr(args[0], FINITE))
     if finite and isinstance(out, FakeTensor):
         setattr(out, FINITE, True)
@@ -113,14 +115,14 @@ VALUE_READS = frozenset(
     | {Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist}
     | {Tensor.nonzero, torch.nonzero}
 )
-"""Calls after which execution may depend on tensor values, even if a fake tensor knows its value."""
+"""Functions after which execution may depend on tensor values, even if a fake tensor knows its value."""
 
 
 torch_check_all: Any = TENSOR_CHECK.value
 
 
 def check_all(error_type: Any, cond: Tensor, message: Any = None) -> None:
-    """Run torch's check that all elements are true; let a fake tensor pass."""
+    """Run torch's check that all elements are true; a fake tensor passes."""
     if not isinstance(cond, FakeTensor):
         torch_check_all(error_type, cond, message)
 
@@ -129,7 +131,10 @@ torch_is_all_true: Any = ARGUMENT_CHECK.value
 
 
 def check_valid(valid: Tensor) -> bool:
-    """Run torch's check of a distribution's arguments; let a fake tensor pass, and check values in every step."""
+    """Return true if a distribution's arguments are valid, otherwise raise `ValueError`.
+
+    A fake tensor passes, and is reported as a read of its values; real ones are checked in every step.
+    """
     if isinstance(valid, FakeTensor):
         report_read(valid)
     elif not torch_is_all_true(valid):
@@ -142,7 +147,7 @@ def check_valid(valid: Tensor) -> bool:
 
 @contextmanager
 def assume_values(mode: FakeTensorMode) -> Iterator[AssumedValues]:
-    """Answer reads of values from fake tensors of `mode` inside; yield a record of whether there were any."""
+    """Answer reads of values from fake tensors of `mode` with assumptions, inside this context; yield their record."""
     answers = AssumedValues()
     with (
         replace(*TENSOR_CHECK, check_all),
@@ -156,10 +161,10 @@ def assume_values(mode: FakeTensorMode) -> Iterator[AssumedValues]:
 
 
 class AssumedValues(TorchFunctionMode):
-    """Answers from `ASSUMPTIONS`.
+    """A torch function mode that answers reads of values from `ASSUMPTIONS`.
 
-    - `given`: whether it has answered: another value may lead elsewhere.
-    - `nested`: whether torch nests real tensors here, which fake ones do not support.
+    - `given`: whether it has answered any: real values may lead to another branch.
+    - `nested`: whether torch would make nested tensors here, which fake tensors do not support.
     """
 
     def __init__(self) -> None:
@@ -167,7 +172,7 @@ class AssumedValues(TorchFunctionMode):
         self.given = self.nested = False
 
     def note_nested(self) -> None:
-        """Note that real tensors are nested here."""
+        """Record that torch would make nested tensors here."""
         self.nested = True
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,14 +185,14 @@ class AssumedValues(TorchFunctionMode):
             return ASSUMPTIONS[func](*args, **(kwargs or {}))
 
     def answer_nonzero(self, tensor: Tensor) -> Tensor:
-        """Answer `nonzero` with no indices; a backward calls it where no torch function mode sees it."""
+        """Return no indices, the answer to a `nonzero` in a backward, which no torch function mode sees."""
         self.given = True
         return _no_indices(tensor)
 
 
 @contextmanager
 def _answer_nonzero(mode: FakeTensorMode, answers: AssumedValues) -> Iterator[None]:
-    """Let the mode itself answer `nonzero`, if it supports that."""
+    """Let the fake mode itself answer `nonzero` inside this context; no-op unless it is a `Fakes`."""
     if not isinstance(mode, Fakes):
         yield
         return

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: dynamo, through strict `torch.export`; it reads the model's bytecode instead of running it.
+"""Front end: dynamo, through strict `torch.export`, which reads the model's bytecode instead of running it.
 
-Problem. Dynamo bypasses any watch on a model, and silently loses what a graph cannot keep; strict export (torch
-2.13) also forgets the dtypes of autocast.
+Problem. Dynamo bypasses guards on a model, and silently drops what a graph cannot represent; strict export (torch 2.13)
+also drops the dtypes of autocast.
 
-Idea. Rehearse the model first: run it once on fake tensors, as plain Python and under watch. This refuses what a graph
-would lose, and raises the model's errors where they occur. Then let dynamo make the graph.
+Idea. First rehearse: run the model on fake tensors, as plain Python and with guards on. This refuses what a graph would
+lose, and raises the model's errors where they occur. Then let dynamo make the graph.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class _Whole(nn.Module):
 
 
 def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Structure:
-    """Return the tree of the outputs; raise `CaptureError` for what a graph would lose."""
+    """Run the model and return the tree of its outputs; raise `CaptureError` for what a graph would lose."""
     trees: list[Structure] = []
     try:
         with refuse_autocast(model):
@@ -86,7 +88,7 @@ def _rehearse(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) 
 def _export_strict(whole: _Whole, batch: Any) -> ExportedProgram:
     try:
         with warnings.catch_warnings(), show_fakes():
-            # it warns of in-place changes of buffers, but they are in the graph
+            # it warns about in-place changes of buffers, but they are in the graph
             warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
             return torch.export.export(whole, batch, strict=True)
     except PipelineError:
@@ -96,7 +98,7 @@ def _export_strict(whole: _Whole, batch: Any) -> ExportedProgram:
 
 
 def _module_being_read(error: Exception, model: nn.Module) -> str:
-    """Return the first module of the innermost class whose code dynamo was reading."""
+    """Return the place of the first module whose `forward` is the innermost one that dynamo was reading."""
     for frame in reversed(getattr(error, "real_stack", None) or []):
         for name, module in model.named_modules():
             code = type(module).forward.__code__

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a run on fake tensors look like an eager run to code that asks.
+"""Make a run on fake tensors look like an eager run to code that checks.
 
-Problem. Libraries skip work while they are traced: they keep a mask that an eager run would drop, or leave out a check.
-A stage then computes something other than one device does.
+Problem. Libraries behave differently while they are traced: they keep a mask that an eager run would drop, or skip a
+check. A stage would then compute something other than the model on one device.
 
-Idea. Nothing is traced here: modules later run as is. So unless torch asks, `isinstance(x, FakeTensor)` is answered
-with no, and `type(x)` with `Tensor`: in the modules of users and their libraries, the name `type` refers to `Type` for
-the duration. Other questions, `torch.compiler.is_compiling()` and `torch.jit.is_tracing()` among them, already get the
-answer of an eager run, because no compiler is active.
+Idea. Nothing is traced here: modules later run as is. So for all code but torch's and fpipe's,
+`isinstance(x, FakeTensor)` is false and `type(x)` is `Tensor`: during the run, the name `type` refers to `Type` in the
+modules of users and their libraries. Other checks, such as `torch.compiler.is_compiling()` and
+`torch.jit.is_tracing()`, already answer as in an eager run, because no compiler is active.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from fpipe.torch_private import FAKE_TENSOR, DataDependentOutputException, FakeT
 OURS = ("torch", "fpipe")
 """Packages that must be able to recognize fake tensors."""
 UNCONCERNED = sys.stdlib_module_names - {"__main__"} | {*OURS, "optree", "numpy", "schedules"}
-"""Packages in which no model asks for a type."""
+"""Packages whose modules keep the built-in `type`: they contain no code of models."""
 
 
 HIDING: Final = ByThread()
-"""Whether fake tensors are hidden, by thread: all threads find the stand-ins in modules."""
+"""Per thread, true while fake tensors are hidden: the stand-ins in modules are visible to all threads."""
 
 
 class _StandInMeta(type(FakeTensor)):  # type: ignore[misc]
-    """The class of `StandIn`: fake tensors are its instances, but only if torch asks."""
+    """The metaclass of `StandIn`: while fake tensors are hidden, they are its instances only for torch and fpipe."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -48,11 +50,11 @@ class _StandInMeta(type(FakeTensor)):  # type: ignore[misc]
 
 
 class StandIn(FakeTensor, metaclass=_StandInMeta):
-    """Replaces `FakeTensor` for code that looks it up while a model runs on fake tensors."""
+    """The stand-in for `FakeTensor` in modules that look it up while a model runs on fake tensors."""
 
 
 class _TypeMeta(type):
-    """The class of `Type`, which behaves like `type` in calls and instance checks."""
+    """The metaclass of `Type`, which makes it behave like `type` in calls and in instance and subclass checks."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or not isinstance(args[0], FakeTensor) or not HIDING.newest(False):
@@ -72,16 +74,16 @@ class _TypeMeta(type):
 
 
 class Type(type, metaclass=_TypeMeta):
-    """Replaces `type`: the type of fake tensors is `Tensor`."""
+    """The stand-in for `type`, with which the type of a fake tensor is `Tensor`."""
 
 
 STAND_INS = (StandIn, Type)
-"""Replacements found in modules while a model runs on fake tensors."""
+"""The objects that replace `FakeTensor` and `type` in modules while a model runs on fake tensors."""
 
 
 @contextmanager
 def hide_fakes() -> Iterator[None]:
-    """Hide from all code but torch's, inside, that tensors are fake.
+    """Hide from all code but torch's and fpipe's, inside this context, that tensors are fake.
 
     Entering takes about 10 ms; nested entry is free. Enter it once around all work on fake tensors.
     """
@@ -104,13 +106,13 @@ def hide_fakes() -> Iterator[None]:
 
 @contextmanager
 def show_fakes() -> Iterator[None]:
-    """Let dynamo, inside, find the class of fake tensors where it looks it up: it compares types."""
+    """Restore `FakeTensor` inside this context where dynamo looks it up, because it compares types."""
     with replace_value(*FAKE_TENSOR, FakeTensor):
         yield
 
 
 def tolist(tensor: Tensor) -> Any:
-    """Read all values in one call; a fake tensor's own method would read each separately."""
+    """Return all values as nested lists, in one read; a fake tensor's own method would read each separately."""
     if has_torch_function_unary(tensor):
         return handle_torch_function(tolist, (tensor,), tensor)
     if isinstance(tensor, FakeTensor):
@@ -119,7 +121,7 @@ def tolist(tensor: Tensor) -> Any:
 
 
 def _is_foreign(name: str, module: Any) -> bool:
-    """Return whether a module belongs to a user or a library of models, and defines no `type` itself."""
+    """Return whether a module belongs to a user or a library of models, and does not define `type` itself."""
     package = name.partition(".")[0]
     return package not in UNCONCERNED and getattr(module, "__dict__", {"type": None}).get("type", Type) is Type
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: `torch.export`, non-strict. It runs the model's Python once, and records the operators; see `aten`."""
+"""Front end: non-strict `torch.export`, which runs the model's Python and records the operators; see `aten`.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,17 @@ def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> 
 
 
 class Flat(nn.Module):
-    """A model and its loss as one watched module of flat tensors; `report` is called with the tree of the outputs."""
+    """A guarded model and its loss as one module that takes and returns flat tensors.
+
+    `report` is called with the tree of the outputs.
+    """
 
     def __init__(self, model: nn.Module, objective: Objective, report: Callable[[Structure], None]) -> None:
         super().__init__()
         self.model, self.objective, self.report = model, objective, report
 
     def rehearse(self, leaves: Sequence[Tensor]) -> None:
-        """Run once, so that whatever the model settles on its first call (in its configuration, say) is settled."""
+        """Run once, so that what the model does only on its first call (complete its configuration, say) is done."""
         with guard(self.model):
             self.objective(self.model, leaves)
 

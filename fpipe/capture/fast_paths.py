@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make torch's attention modules take their fast inference path on fake tensors where they do on real ones.
 
-Problem. In eval mode, where nothing requires a gradient, `TransformerEncoderLayer` and `MultiheadAttention` call one
-fused operator, whose last bits differ; but not under a torch function mode, which recording needs, nor while traced.
+Problem. In eval mode, if nothing requires a gradient, `TransformerEncoderLayer` and `MultiheadAttention` call one fused
+operator, whose results differ in the last bits. But they don't under a torch function mode, which recording needs, or
+while they are traced.
 
-Idea. They ask `torch.overrides.has_torch_function`, and whether they are being traced; answer both as in an eager run.
-`TransformerEncoder` asks, too, and would make a nested tensor of the entries that are not padding, which fake tensors
-do not support. It takes the slow path on fake tensors, and the recorder is notified.
+Idea. They call `torch.overrides.has_torch_function`, and check whether they are being traced; answer both as in an
+eager run. `TransformerEncoder` does so too, but would pack the entries that are not padding into a nested tensor, which
+fake tensors do not support. It takes the slow path on fake tensors, and the recorder is notified.
+
+Runs when a pipeline is built, and when a new kind of batch first comes; a recorded `attention` runs in every step.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ has_torch_function: Any = torch.overrides.has_torch_function
 
 @contextmanager
 def allow_fast_paths(nested: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Answer torch's modules inside as in an eager run; call `nested` where that would make nested tensors."""
+    """Answer torch's modules as in an eager run, inside this context; call `nested` where one would nest tensors."""
 
     def answered(tensors: Iterable[Any]) -> Any:
         asking = caller()
@@ -54,7 +57,7 @@ def _is_encoder(frame: FrameType) -> bool:
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
-    """Call the fused attention; if weights are not requested, drop those that fake tensors, unlike real ones, get."""
+    """Return the fused attention's results, with `None` for weights that only the fake kernel returns unrequested."""
     out, weights = FUSED[1](*args, **kwargs)
     return out, weights if _wants_weights(args, kwargs) else None
 

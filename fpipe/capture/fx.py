@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: `torch.fx`. Trace the model symbolically, then run and record its graph as a model would be.
+"""Front end: `torch.fx`. Trace the model symbolically, then run its graph and record it like a model.
 
 Problem. fx traces with proxies, which have neither shape nor value: sizes, and whatever is computed from them, are
 graph nodes just like tensors. And it cannot see anything that is not a call on a proxy: grad modes, autocast, Python's
 in-place operators (`x += 1` becomes `x = x + 1`), random numbers that do not depend on an input.
 
-Idea. Run the graph on fake tensors as `fpipe.capture.trace.front_end` runs a model. Sizes then become numbers; what is
-left are torch calls, and calls of torch's own modules, which are called as is. Every node records whether gradients
-were enabled around it, our proxies support the in-place operators, and the rest is refused by name.
+Idea. Run the graph on fake tensors as `fpipe.capture.trace.front_end` runs a model. Sizes then become numbers; only
+torch calls remain, and calls of torch's own modules, which run as is. Every node records whether gradients were enabled
+when it was traced, fpipe's proxies support the in-place operators, and everything else is refused by name.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def fx(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Capt
 
 
 class _Root(nn.Module):
-    """A model as a module of flat tensors, where fx keeps the constants that it finds."""
+    """A model as a module that takes and returns flat leaves; fx stores the constants that it finds as attributes."""
 
     def __init__(self, model: nn.Module, inputs: Structure) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class _Root(nn.Module):
         return found
 
     def around(self, model: nn.Module) -> _Root:
-        """Return the same around another copy of the model."""
+        """Return a `_Root` with the same constants around another copy of the model."""
         other = _Root(model, self.inputs)
         for name, value in vars(self).items():
             if not name.startswith("_modules"):
@@ -78,7 +80,7 @@ def _symbolic(root: _Root) -> torch.fx.Graph:
             stack.enter_context(refuse_autocast(model))
             stack.enter_context(_allow_in_place())
             stack.enter_context(_NoChance(model))
-            _ProxyTracer(len(root.inputs.names)).trace(root)  # settle what the model does on its first call
+            _ProxyTracer(len(root.inputs.names)).trace(root)  # do what the model does only on its first call
             state, versions = plain_state(model), _tensor_versions(model)
             graph = _ProxyTracer(len(root.inputs.names)).trace(root)
             require_unchanged(state, plain_state(model), "the new value would be lost")
@@ -120,7 +122,7 @@ for _function in IN_PLACE:
 
 
 class _ProxyTracer(torch.fx.Tracer):
-    """Traces a `_Root` of `count` tensors; nodes record whether gradients were enabled."""
+    """A tracer of a `_Root` of `count` tensors; its nodes record whether gradients were enabled."""
 
     proxy_buffer_attributes = True
 
@@ -145,7 +147,7 @@ class _ProxyTracer(torch.fx.Tracer):
 
 @contextmanager
 def _allow_in_place() -> Iterator[None]:
-    """Allow `self.buffer += x`, which assigns the buffer to itself."""
+    """Allow `self.buffer += x` inside this context: skip the assignment of the buffer to itself."""
     assign: Any = current(nn.Module, "__setattr__")
 
     def assigning(module: nn.Module, name: str, value: Any) -> None:
@@ -160,7 +162,7 @@ def _allow_in_place() -> Iterator[None]:
 
 
 class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses random numbers drawn while fx traces: every microbatch would get the same."""
+    """A mode that refuses random numbers drawn while fx traces: every microbatch would get the same ones."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -176,7 +178,7 @@ class _NoChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensor_versions(model: nn.Module) -> list[int]:
-    """Return how often each tensor that the model's modules hold was modified."""
+    """Return the version counter of each tensor that the model's modules hold."""
     held = [flatten(value, opaque=True)[0] for module in model.modules() for value in vars(module).values()]
     return [tensor._version for tensors in held for tensor in tensors]
 
@@ -185,7 +187,7 @@ def _tensor_versions(model: nn.Module) -> list[int]:
 
 
 class _Replay(torch.fx.Interpreter):
-    """A traced model as a function that runs node by node, and tells the recorder which module each belongs to."""
+    """A traced model as a function; it runs node by node, and tells the recorder which module each node belongs to."""
 
     def __init__(self, root: _Root, graph: torch.fx.Graph, recorder: Recorder) -> None:
         super().__init__(root, graph=graph)
@@ -200,7 +202,7 @@ class _Replay(torch.fx.Interpreter):
         return optree.tree_unflatten(self.outputs, made)
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        """Run a node under the grad mode in which it was traced."""
+        """Run a node in the grad mode that it was traced in."""
         self._enter(n)
         try:
             with torch.set_grad_enabled(n.meta["grad"]):
@@ -211,7 +213,7 @@ class _Replay(torch.fx.Interpreter):
             self._refuse(error)
 
     def _enter(self, node: torch.fx.Node) -> None:
-        """Tell the recorder which calls end and begin before `node`; it sees calls of torch's modules itself."""
+        """Notify the recorder of calls that end or begin before `node`; it sees calls of torch's modules itself."""
         if node.op in ("placeholder", "get_attr"):
             return
         stack = dict(node.meta.get("nn_module_stack") or {})

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse random numbers of Python and numpy in a forward.
+"""Refuse forwards that draw random numbers from Python or numpy.
 
-Problem. Nothing keys them by the step's seed. Where one becomes part of the captured program, every step gets the
-number drawn when the pipeline was built; elsewhere it depends on which stages run in which process.
+Problem. Such numbers don't depend on the step's seed. If one becomes part of the captured program, every step gets the
+number drawn when the pipeline was built; otherwise it depends on which stages run in which process.
 
-Idea. Compare the states of both global generators before and after a run. A comparison takes longer than many modules,
-so only a rerun, after a run that drew, compares them around each call, to name the module.
+Idea. Compare the states of both global generators before and after a run. A comparison takes longer than many modules
+do, so only if a run drew, rerun the model and compare around each call, to name the module.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ class Drawing(NamedTuple):
 
 
 class Generators:
-    """The states of Python's and, if imported, numpy's global generators when last seen.
+    """The states of Python's and, if imported, numpy's global generators at the last look.
 
-    `drawing` is the first to draw since then; `None` if nothing has.
+    `drawing`: the first draw that any look has found; `None` if there was none.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class Generators:
         self.drawing: Drawing | None = None
 
     def look(self, where: str) -> Drawing | None:
-        """Note that `where` has run since the last look; return the first drawing, if any."""
+        """Attribute any draw since the last look to `where`; return the first draw found so far, if any."""
         before, self.states = self.states, _states()
         moved = [name for name, state in self.states.items() if name in before and state != before[name]]
         if moved and self.drawing is None:
@@ -45,7 +47,7 @@ class Generators:
 
 
 def drawing_error(drawing: Drawing) -> CaptureError:
-    """Return the error for a forward that draws."""
+    """Return the error for a forward that draws from Python's or numpy's generator."""
     return CaptureError(
         f"{drawing.where}: got a forward that draws from {drawing.generator}, expected torch's random operations, "
         "which follow the step's seed: the numbers of the build would be used in every step. Draw with torch, or turn "

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what a traced graph would lose silently.
+"""Refuse what a traced graph would silently lose.
 
 Problem. A graph of operators keeps what was computed. It loses the backward of a custom `autograd.Function`, activation
 checkpointing and other saved-tensor hooks, hooks on modules, tensors and parameters, and state that the forward assigns
 to its modules.
 
 Idea. While the model runs under capture, replace the functions of torch that these go through; each replacement raises
-an error with the name of the module that called.
+an error that names the calling module.
 
-Invariant: the guard is on only while the user's forward and loss run; what the tracer itself does goes unseen.
+Invariant: the guard is on only while the user's forward and loss run; calls of the tracer itself are not checked.
 
-Runs: when a pipeline is built.
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def guard(model: nn.Module) -> Iterator[None]:
-    """Refuse, inside, whatever `model` does that the graph would lose."""
+    """Raise `CaptureError`, inside this context, for whatever `model` does that a graph would lose."""
     modules = places(model)
     refusals = _Refusals(modules)
     with (
@@ -77,7 +77,7 @@ def guard(model: nn.Module) -> Iterator[None]:
 
 
 class _Refusals:
-    """Replacements of functions of torch, which refuse to be called by `modules` (see `places`)."""
+    """Replacements for functions of torch that refuse to be called; `modules` (see `places`) names the caller."""
 
     def __init__(self, modules: Mapping[int, str]) -> None:
         self.modules = modules
@@ -101,7 +101,7 @@ class _Refusals:
         raise seeding_error(current_place(self.modules))
 
     def assignments(self, assign: Callable[..., None]) -> Callable[[nn.Module, str, object], None]:
-        """Return `assign`, the modules' `__setattr__`, refusing to change attributes of the user's modules."""
+        """Wrap `assign`, the modules' `__setattr__`: refuse changes to attributes of the user's modules."""
 
         def assign_same(module: nn.Module, name: str, value: object) -> None:
             where = self.modules.get(identity(module))
@@ -119,7 +119,7 @@ class _Refusals:
 
 @contextmanager
 def refuse_autocast(model: nn.Module) -> Iterator[None]:
-    """Refuse autocast inside, for front ends whose graphs would lose it."""
+    """Refuse autocast inside this context, for front ends whose graphs would lose it."""
     modules = places(model)
 
     def enter(_: object) -> NoReturn:
@@ -137,7 +137,7 @@ def _hook_name(hook: Any) -> str:
 
 
 class _NoForeignParameters(TorchFunctionMode):
-    """Refuses operations on real tensors that require a gradient: the captured model's are fake, or on meta."""
+    """A mode that refuses operations on real tensors that require a gradient: the model's own are fake, or on meta."""
 
     def __init__(self, modules: Mapping[int, str]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _NoForeignParameters(TorchFunctionMode):
 
 
 class _SameSettings(TorchFunctionMode):
-    """Refuses torch calls under settings of torch other than those at its beginning."""
+    """A mode that refuses torch calls under settings of torch other than those when it was created."""
 
     def __init__(self, modules: Mapping[int, str]) -> None:
         super().__init__()

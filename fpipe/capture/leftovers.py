@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that runs on fakes leave where a snapshot does not look: in caches of functions, classes and other files.
+"""Remove fake tensors that runs leave where a snapshot does not look: in function caches, classes and other files.
 
-Problem. A forward may keep a mask or a table that it made: by `functools.lru_cache`, in a dict of a class, in a global
-of another file. On fake tensors that is a fake, for the next run of a capture to find, and for the user after it.
+Problem. A forward may cache a mask or a table: with `functools.lru_cache`, in a dict of a class, or in a global of
+another file. In a run on fake tensors, the cached tensor is fake, and the capture's next run, or later the user's own
+code, finds it.
 
-Idea. Most models have none, so look for them only if a run has failed: in the files in which the classes of the model's
-modules and the loss are defined, and in all files that are not of a library if the second run of a capture has found
-such a fake. What is found is removed, and belongs to the state that later runs restore.
+Idea. Most models leave none, so the default front end searches only if a run has failed: in the files that define the
+loss and the classes of the model's modules, or, if the run found a fake tensor of an earlier run, in all files outside
+of libraries. What it finds is removed, and later runs restore those containers. Front ends that make graphs search
+after every capture.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ CONTAINER_DEPTH: Final = 4
 
 
 def remove_fakes(files: Iterable[str], kinds: Iterable[type], others: Iterable[Any] = ()) -> list[Any]:
-    """Remove fake tensors from containers in these files, classes and others; return those that held some."""
+    """Remove fake tensors from containers in these files and classes, and from `others`; return those that held any."""
     found = [one for one in (*_containers(files, kinds), *others) if _is_or_holds_fake(one)]
     for one in found:
         _empty(one)
@@ -41,24 +45,24 @@ def remove_fakes(files: Iterable[str], kinds: Iterable[type], others: Iterable[A
 
 
 def user_classes(model: nn.Module) -> set[type]:
-    """Return the user's classes of which a model's modules are."""
+    """Return the classes of a model's modules and their base classes, without those of libraries."""
     bases = {base for one in model.modules() for base in type(one).__mro__}
     return {kind for kind in bases if _is_open(kind.__module__)}
 
 
 def defining_files(kinds: Iterable[type], loss: object) -> set[str]:
-    """Return the names of the files in which classes and a loss are defined."""
+    """Return the names of the files that define these classes and the loss, without those of libraries."""
     found = {kind.__module__ for kind in kinds} | {str(getattr(loss, "__module__", "__main__"))}
     return {name for name in found if _is_open(name)}
 
 
 def user_files() -> list[str]:
-    """Return the names of all files that are not of a library."""
+    """Return the names of all imported files outside of libraries."""
     return [name for name in list(sys.modules) if _is_open(name)]
 
 
 def find_caches(*roots: object) -> list[Any]:
-    """Return the cached functions that objects reach."""
+    """Return the `functools.lru_cache` functions that are reachable from these objects."""
     walk = Walk()
     walk.enter()
     walk.follow(roots)
@@ -70,7 +74,7 @@ def _is_open(name: str) -> bool:
 
 
 def _containers(files: Iterable[str], kinds: Iterable[type]) -> Iterator[Any]:
-    """Yield containers that a forward may write to."""
+    """Yield the containers in these files and classes that a forward may write to."""
     for module in [sys.modules.get(name) for name in files]:
         yield from _of_file(module) if isinstance(module, ModuleType) else ()
     for kind in kinds:
@@ -97,7 +101,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """Yield what a global or a class attribute is, or holds in its attributes, if that is a container."""
+    """Yield the value of a global or class attribute if it is a container; if it is a plain object, its `__dict__`."""
     if isinstance(value, (*CONTAINERS, CACHED)):
         yield value
     elif isinstance(value, threading.local) or vars(object)["__getattribute__"] is type(value).__getattribute__:
@@ -106,7 +110,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _is_or_holds_fake(value: Any, depth: int = CONTAINER_DEPTH) -> bool:
-    """Return whether a value is, or has inside, a fake tensor."""
+    """Return whether a value is a fake tensor, or contains one at most `depth` containers deep."""
     if isinstance(value, FakeTensor | AssignedGlobals | ClassAttributes):
         return True
     if isinstance(value, CACHED):
@@ -117,7 +121,7 @@ def _is_or_holds_fake(value: Any, depth: int = CONTAINER_DEPTH) -> bool:
 
 
 def _empty(container: Any) -> None:
-    """Remove fake tensors from a container and from those inside it; a variable that is one becomes `None`."""
+    """Remove fake tensors from a container and those inside it; a fake global or class attribute becomes `None`."""
     if isinstance(container, AssignedGlobals):
         container.table.update(dict.fromkeys(container.names))
     elif isinstance(container, ClassAttributes):
@@ -134,7 +138,7 @@ def _empty(container: Any) -> None:
 
 
 def _remove_value(value: Any, drop: Any) -> None:
-    """Empty a container of fakes; drop anything else that is a fake or has one inside."""
+    """Remove fake tensors from a container; call `drop` for another value that is or contains one."""
     if isinstance(value, CONTAINERS):
         _empty(value)
     elif _is_or_holds_fake(value):

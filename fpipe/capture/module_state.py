@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules hold in Python besides their tensors and submodules, compared before and after a run."""
+"""The Python state of modules, besides tensors and submodules, compared before and after a run.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from fpipe.tensors.tree import Structure, flatten
 
 
 def plain_state(model: nn.Module, prefix: str = "") -> dict[str, Structure]:
-    """Return, by module and attribute, what the user's modules hold besides parameters, buffers and submodules."""
+    """Return the structure of each attribute of the user's modules, by its place; of buffers, the names only.
+
+    Parameters, submodules, backward hooks and the training flag are left out.
+    """
     return {
         f"{module_place(path, module)}, attribute {name!r}": flatten(value, opaque=True)[1]
         for path, module in model.named_modules(prefix=prefix)
@@ -24,7 +30,7 @@ def plain_state(model: nn.Module, prefix: str = "") -> dict[str, Structure]:
 
 
 def require_unchanged(before: Mapping[str, Structure], after: Mapping[str, Structure], lost: str) -> None:
-    """Raise `CaptureError`, naming the attribute, if running the model changed what its modules hold."""
+    """Raise `CaptureError`, naming the attribute, if a run changed the state of modules; `lost` says what is lost."""
     for where in {**before, **after}:
         if where not in before or where not in after or not _is_same(before[where], after[where]):
             raise CaptureError(
@@ -46,5 +52,5 @@ def is_no_change(old: object, new: object) -> bool:
 
 
 def is_torchs(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's own, which keep nothing but caches."""
+    """Return whether a module is one of torch's own, whose only Python state is caches."""
     return type(module).__module__.startswith("torch.nn.")

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Front end: modules or functions in order, or as a graph. Each part is called as is, and never cut.
+"""Front end: a sequence or a graph of modules and functions. Each part is called as is, and never cut.
 
 `[a, b, c]` means what `nn.Sequential(a, b, c)` means: each part is called with what the previous one returned, the
 first with the inputs, the loss with what the last returned. Whatever pytree a part returns is flattened into tensors;
-non-tensors must be the same for every microbatch. A tensor that a part returns untouched stays the same value, so it
-goes straight to its next user.
+non-tensors must be the same for every microbatch. A tensor that a part returns unchanged stays the same value, so it is
+sent directly to the stage that uses it next.
 
-This is the recording of `fpipe.capture.trace.front_end` with the parts sealed.
+Models are recorded as by `fpipe.capture.trace.front_end`, with the parts sealed.
+
+Runs when a pipeline is built, and when a new kind of batch first comes; an uncut `Chain` is called in every step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fpipe.model.parts import ModuleGraph, as_part
 
 
 class Chain(nn.Module):
-    """Parts in order as one module: the model that a list of parts represents."""
+    """A sequence of parts as one module: the model that a list of parts represents."""
 
     def __init__(self, parts: Sequence[Callable[..., Any]] | nn.Sequential) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class Chain(nn.Module):
             self.add_module(str(name), as_part(part))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the parts one after another."""
+        """Call the parts in order, each with what the previous one returned."""
         first, *rest = self._modules.values()
         assert first is not None, "there is a part"
         value = first(*args, **kwargs)

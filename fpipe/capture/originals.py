@@ -2,10 +2,13 @@
 """State of the original model that code outside of it reads.
 
 Problem. Stages run a copy of the model. A loss that closes over the original, or over a dict or an object that the
-original holds, doesn't see what the forward leaves there.
+original holds, doesn't see what the copy's forward stores there.
 
-Idea. Find the attributes that a run of the copy leaves different, and those that code outside reads from the original.
-If some are both, refuse. If the forward has left them as they are before the pipeline is built, there is no difference.
+Idea. Find the attributes that a run of the copy changes, and those that outside code reads from the original. If any
+attribute is in both sets, refuse. What only a model's first call changes is no obstacle if the model was called before
+the pipeline was built.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def place(path: str, module: nn.Module, name: str) -> str:
-    """Return what to call an attribute of a module in errors."""
+    """Return text that names an attribute of a module in errors."""
     return f"{module_place(path, module)}, attribute {name!r}"
 
 
 def changed_attributes(model: nn.Module, before: Snapshot, after: Snapshot) -> frozenset[str]:
-    """Return the attributes of a model's own modules that hold something else after a run than before, inside too."""
+    """Return the places of the attributes of user modules that a run changed, or whose contents it changed."""
     pairs = {
         key: (before.containers[key], one)
         for key, one in after.containers.items()
@@ -45,7 +48,7 @@ def changed_attributes(model: nn.Module, before: Snapshot, after: Snapshot) -> f
 
 
 def shared_attributes(model: nn.Module, outside: object) -> frozenset[str]:
-    """Return the attributes of a model whose contents code `outside` reaches, other than through the model."""
+    """Return the places of the attributes whose contents code `outside` reaches other than through the model."""
     mine, others = Walk(), Walk()
     mine.follow([model])
     others.seen.update({id(module): module for module in model.modules()})
@@ -56,20 +59,23 @@ def shared_attributes(model: nn.Module, outside: object) -> frozenset[str]:
 
 
 def require_own_state(moved: Collection[str], read: Collection[str]) -> None:
-    """Raise `CaptureError` if code outside reads from the original model what the forward changes in the copy."""
+    """Raise `CaptureError` if outside code reads from the original model what the forward changes in the copy.
+
+    `moved`, `read`: the places of the attributes that are changed, and of those that are read.
+    """
     for where in sorted({*moved} & {*read}):
         raise original_state_error(where)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the attributes of the user's modules: path, module and name."""
+    """Yield path, module and name of each attribute of the user's modules."""
     for path, module in model.named_modules():
         if not is_torchs(module):
             yield from [(path, module, name) for name in vars(module) if name not in TABLES]
 
 
 def _holding(model: nn.Module, containers: Collection[object]) -> Iterator[str]:
-    """Yield the attributes that are, or hold, one of these containers."""
+    """Yield the places of the attributes that are, or contain, one of these containers."""
     modules = {id(module): module for module in model.modules()}
     for path, module, name in _attributes(model):
         walk = Walk()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places in the user's code, for errors: the module, the file and the line where something happens."""
+"""Places in the user's code, as text for errors: the module, the file and the line where something happens.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from torch import nn
 
 
 def module_place(path: str, module: nn.Module) -> str:
-    """Return what to call a module in errors."""
+    """Return text that names a module, and its class, in errors."""
     return f"module {path or '(root)'} ({type(module).__name__})"
 
 
 def places(model: nn.Module, prefix: str = "") -> dict[int, str]:
-    """Return what to call each module of `model` in errors, by `identity`."""
+    """Return text that names each module of `model` in errors, by `identity`."""
     return {identity(module): module_place(path, module) for path, module in model.named_modules(prefix=prefix)}
 
 
@@ -29,7 +32,7 @@ def identity(module: object) -> int:
 
 
 def current_place(modules: Mapping[int, str], otherwise: str = "the loss") -> str:
-    """Return the innermost of `modules` (see `places`) in whose method the caller runs."""
+    """Return the innermost of `modules` (see `places`) in whose method the caller runs, or `otherwise`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         place = modules.get(identity(frame.f_locals.get("self")))
@@ -40,7 +43,7 @@ def current_place(modules: Mapping[int, str], otherwise: str = "the loss") -> st
 
 
 def blame(traceback: TracebackType | None, model: nn.Module) -> str:
-    """Return the innermost module of `model` in whose method an exception was raised."""
+    """Return the innermost module of `model` in whose method an exception was raised; if in none, the loss."""
     modules = places(model)
     place = "the loss"
     while traceback is not None:
@@ -56,7 +59,7 @@ def traceback_line(traceback: TracebackType | None) -> str:
 
 
 def current_line() -> str:
-    """Return the innermost line of the user's code that is now running, in the form of `traceback_line`."""
+    """Return the innermost line of the user's code on the current stack, in the form of `traceback_line`."""
     return next((_line_text(frame, line) for frame, line in walk_stack(None) if _is_users(frame)), "")
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front ends by name."""
+"""The front ends by name.
+
+Runs when a pipeline is built, and when a new kind of batch first comes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
 def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> FrontEnd:
     """Return the front end of that name, or the user's own; raise `InputError` for anything else.
 
-    The front end "trace" leaves the modules in `whole` uncut.
+    `whole`: names of the modules that are not to be cut; the front end "trace" lets modules in them branch on data.
     """
     if capture == "trace":
         return partial(trace_model, opaque=whole)
@@ -38,6 +41,6 @@ def find_front_end(capture: str | FrontEnd, whole: tuple[str, ...] = ()) -> Fron
 
 
 def is_eager(front_end: FrontEnd) -> bool:
-    """Return whether modules run as Python in every step, where no cut goes through them."""
+    """Return whether modules that no cut goes through run as Python in every step."""
     function = front_end.func if isinstance(front_end, partial) else front_end
     return function in (trace_model, modules)

@@ -107,7 +107,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def is_collective(func: Any) -> bool:
-    """Return whether an operator is a collective of torch.distributed that writes to its arguments."""
+    """Return whether an operator is a collective of torch.distributed that writes to its arguments: not functional."""
     return isinstance(func, OpOverload) and func.namespace == "c10d"
 
 
