@@ -200,7 +200,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return cast("FakeTensor", new)
 
     def _home(self, func: Any, args: Any, kwargs: Any) -> torch.device | None:
-        """Return the one device of all tensor arguments; `None` if there are several, or some are not plain fakes."""
+        """Return the device that all tensor arguments share; `None` if there is none, or some are not plain fakes."""
         if func in CASTING_KERNELS and args[0].dtype not in (torch.float32, torch.float64):
             return None
         leaves: Any = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]

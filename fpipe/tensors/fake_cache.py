@@ -149,7 +149,7 @@ class ResultCache:
         return ResultTensor(shape, stride, offset, tensor.dtype, tensor.fake_device, argument, bool(itself))
 
     def _make_result(self, returned: CachedResult, tensors: Sequence[Tensor]) -> Any:
-        """Return the result described, as new fake tensors. No mode is active here, so meta tensors report meta."""
+        """Return the described result. No mode is active here, so meta tensors report meta."""
         out = [None if made is None else self._make_tensor(made, tensors) for made in returned.tensors]
         return out[0] if returned.kind is FakeTensor else returned.kind(out)
 
