@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that a recorded run is in, and those that have finished."""
+"""The stack of module calls in progress in a recorded run, and the tree of all calls so far.
+
+Runs when a plan is made: once per kind of batch.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from fpipe.tensors.settings import changes_since
 
 
 class CallStack:
-    """A stack of calls; `roots` are those not inside another. Modules in `within` may depend on data.
+    """The calls of a run.
 
-    If there are `generators`, they are checked around each call.
+    - `frames`: the calls in progress, outermost first. `roots`: all calls so far that are not inside another.
+    - `within`: the names of modules in which control flow may depend on data.
+    - `paths`: the path of each module, by `id`. `names`: what errors call it.
+    - `generators`: checked around each call, if given.
     """
 
     def __init__(self, model: nn.Module, within: Collection[str], generators: Generators | None = None) -> None:
@@ -30,14 +36,14 @@ class CallStack:
         self.generators = generators
 
     def begin(self, frame: Frame) -> Frame:
-        """Begin a call inside the innermost one."""
+        """Push a call, inside the innermost one."""
         (self.frames[-1].inner if self.frames else self.roots).append(frame)
         self.frames.append(frame)
         return frame
 
     @contextmanager
     def enter(self, frame: Frame) -> Iterator[None]:
-        """Begin a call, and end it on exit."""
+        """Push a call, and pop it on exit."""
         self._look()
         self.check_settings()
         self.begin(frame)
@@ -52,7 +58,7 @@ class CallStack:
             self.generators.look(self.where)
 
     def seal(self, reason: str) -> None:
-        """Mark the innermost running module as one that cannot be opened."""
+        """Seal the innermost running module: it must run as a whole, for this reason."""
         for frame in reversed(self.frames):
             if not frame.checkpoint:
                 frame.sealed = reason
@@ -65,7 +71,7 @@ class CallStack:
             self.seal(f"a change of torch's settings ({names}) around what it calls")
 
     def note_assignment(self, module: nn.Module, name: str, value: object, values: Values) -> None:
-        """Note an assignment to an attribute."""
+        """Record an assignment to an attribute in every call in progress."""
         for frame in self.frames:
             if (module, name) not in frame.touched:
                 frame.touched.append((module, name))
@@ -81,18 +87,18 @@ class CallStack:
 
     @property
     def is_opaque(self) -> bool:
-        """True if a module is running that always runs as is, whatever happens inside."""
+        """True inside a module of `within`, which may branch on data because it is never cut."""
         return any(map(self._is_within, self.frames))
 
     @property
     def innermost(self) -> list[Frame]:
-        """The call of the innermost running module, and checkpointed functions in it."""
+        """The call of the innermost running module, then the checkpointed functions running inside it."""
         last = next((k for k, frame in enumerate(reversed(self.frames)) if not frame.checkpoint), 0)
         return self.frames[-last - 1 :]
 
     @property
     def outermost_branching(self) -> Frame:
-        """The outermost call that may branch on data, or checkpointed call that contains one."""
+        """The outermost call in progress that may branch on data or is checkpointed."""
         return next(frame for frame in self.frames if frame.checkpoint or self._is_within(frame))
 
     def _is_within(self, frame: Frame) -> bool:
@@ -109,5 +115,5 @@ class CallStack:
         return f"module {self.path or '(root)'}"
 
     def here(self) -> str:
-        """Return the innermost module in whose method the caller runs."""
+        """Return the innermost module that has a method running, for error messages."""
         return current_place(self.names, self.where)

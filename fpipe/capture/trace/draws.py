@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name a recorded run's random draws: each torch call alone, or all calls together where data decide what is drawn.
+"""Label the random draws of a recorded run: one label per torch call, or per module call that branches on data.
 
-Problem. A random call is identified by its ordinal in its module. In a module that branches on data, another branch
-makes other calls: those that the recording has not seen have no ordinal, and those after them would get another.
+Problem. The label of a draw depends on its ordinal in its module. In a module that branches on data, another branch
+draws differently: draws that were not recorded have no ordinal, and shift the ordinals of those after them.
 
-Idea. All draws in one call of such a module form a *stream*, with one name. The call is the outermost one that may
-branch, or the outermost checkpointed function around it, because that is rerun from the generator's state before it.
-Calls in streams do not advance ordinals.
+Idea. All draws in one call of such a module form a *stream*, with one label. The stream is the outermost call that may
+branch, or a checkpointed function around it, because its rerun starts from the generator state before the whole
+function. Draws in streams do not advance ordinals.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fpipe.tensors.random import label, stream_label
 
 
 class RandomCall(NamedTuple):
-    """A torch call that drew random numbers: its tick, function, module path, and the devices that it drew on."""
+    """A torch call that drew random numbers: its tick, function, module path, and the devices it drew on."""
 
     tick: int
     function: Callable[..., Any]
@@ -33,22 +35,22 @@ class RandomCall(NamedTuple):
 
 
 class Draws:
-    """A run's draws so far: `found`, in order; `streams` are the calls whose draws are named together."""
+    """The draws of a run so far: `found`, the torch calls that drew; `streams`, the calls that form streams."""
 
     def __init__(self) -> None:
         self.found: list[RandomCall] = []
         self.streams: list[Frame] = []
 
     def note(self, tick: int, function: Callable[..., Any], path: str, devices: Iterable[torch.device]) -> None:
-        """Note that a torch call in the module at `path` has drawn on these devices."""
+        """Record that a torch call in the module at `path` drew on these devices."""
         self.found.append(RandomCall(tick, function, path, tuple(devices)))
 
     def has_from(self, tick: int) -> bool:
-        """Return whether anything was drawn from `tick` on."""
+        """Return whether a torch call at `tick` or later drew."""
         return bool(self.found) and self.found[-1].tick >= tick
 
     def begin_stream(self, frame: Frame, tensors: Iterable[Tensor]) -> None:
-        """Make all draws in a call one stream; it may draw on the CPU and on the devices of `tensors`."""
+        """Make a call a stream, unless it is one; it may draw on the CPU and on the CUDA devices of `tensors`."""
         if frame.stream is None:
             devices = dict.fromkeys([torch.device("cpu"), *(tensor.device for tensor in tensors)])
             call = sum(one.path == frame.path for one in self.streams)
@@ -61,7 +63,7 @@ class Draws:
         return next((one.stream for one in self.streams if one.first_tick <= tick < one.last_tick), None)
 
     def labels(self) -> dict[int, Labels]:
-        """Return how each draw is keyed, by its tick."""
+        """Return the label and devices of each draw, by tick."""
         ordinals = Counter[str]()
         found: dict[int, Labels] = {}
         for tick, _, path, devices in self.found:
@@ -71,14 +73,14 @@ class Draws:
         return found
 
     def outside_streams(self) -> tuple[Draw, ...]:
-        """Return the draws that are keyed one by one."""
+        """Return the draws outside of streams, each with its own label."""
         labels = self.labels()
         return tuple(
             [Draw(one.tick, one.function, *labels[one.tick]) for one in self.found if not self.stream_at(one.tick)]
         )
 
     def ticks_outside_streams(self, ticks: Sequence[int]) -> Sequence[int]:
-        """Return the ticks at which no stream was running."""
+        """Return those of `ticks` at which no stream was running."""
         return [tick for tick in ticks if self.stream_at(tick) is None]
 
     @property

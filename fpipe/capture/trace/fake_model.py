@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that runs on fake tensors: its skeleton, and fresh fakes for its state and its batch in every run.
+"""Run a model's skeleton on fake tensors: fresh fakes of its parameters, buffers and batch in every run.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fpipe.tensors.fake import fake, fake_mode
 from fpipe.tensors.tree import first_names
 
 Via: TypeAlias = Callable[[nn.Module, Recorder], Callable[..., Any]]
-"""Returns what runs instead of a skeleton, given a recorder."""
+"""Given a skeleton and a recorder, returns the callable to run in place of the skeleton."""
 
 
 class FakeModel:
-    """A model whose tensors are fake.
+    """A model that runs on fake tensors.
 
-    - `skeleton`: a copy without tensors, which is what runs. `seats`: where it keeps parameters and buffers.
-    - `state`: the model's parameters and buffers. `leaves`: the example of a batch.
-    - `whole`: the modules that are never opened. `opaque`: those in which modules may branch on data.
-    - `mode`: the mode that fake tensors belong to.
+    - `skeleton`: the copy without tensors that runs. `seats`: where its modules keep parameters and buffers.
+    - `state`: the model's parameters and buffers. `leaves`: the tensors of an example microbatch.
+    - `whole`: the modules that always run as a whole. `opaque`: those that may branch on data, submodules included.
+    - `mode`: the fake tensor mode.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FakeModel:
         self.seats = find_seats(self.skeleton)
 
     def sources(self) -> dict[Value, tuple[Source, Tensor]]:
-        """Return fresh fake tensors for the model's state and for the batch."""
+        """Return fresh fake tensors for the model's state and the batch, each with its source, by value."""
         made: list[tuple[Source, Tensor]] = []
         for source, tensor in self.state:
             new = fake(self.mode, tensor, self.device)
@@ -80,7 +80,7 @@ class FakeModel:
     # ------------------------------------------------------------------------------------------------------------ seats
 
     def seats_by_value(self) -> dict[Value, list[Seat]]:
-        """Return where the skeleton keeps the tensor of each parameter and buffer."""
+        """Return the skeleton's seats of each parameter and buffer, by value."""
         return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}
 
     def seat(self, fakes: Mapping[Value, Tensor]) -> Seating:
@@ -88,7 +88,7 @@ class FakeModel:
         return Seating([(*seat, value) for value, seats in self.seats_by_value().items() for seat in seats], fakes)
 
     def remove_seat(self, seat: Seat) -> None:
-        """Leave what is in a seat there from now on."""
+        """Stop filling a seat: the tensor in it now stays there."""
         table, name = seat
         for seats in self.seats.values():
             seats[:] = [other for other in seats if (id(other[0]), other[1]) != (id(table), name)]
@@ -96,13 +96,13 @@ class FakeModel:
     # -------------------------------------------------------------------------------------------------------------- run
 
     def run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
-        """Return the loss and outputs of one run; raise `CaptureError` if it cannot be captured."""
+        """Run the model once and return its loss and outputs; raise `CaptureError` if the run cannot be captured."""
         fakes, called = recorder.values.tensors, self.via(self.skeleton, recorder)
         try:
             with self.seat(fakes), self.watch(recorder):
                 result = self._objective(recorder)(called, self._batch(recorder))
                 for error in recorder.fake_errors:
-                    raise error  # the forward swallowed it
+                    raise error  # in case the forward swallowed it
                 self._require_kept_state(recorder)
                 return result
         except PipelineError:
@@ -112,7 +112,7 @@ class FakeModel:
 
     @contextmanager
     def watch(self, recorder: Recorder) -> Iterator[None]:
-        """Enter the context in which a recorder sees what the skeleton does."""
+        """Report everything that the skeleton does inside to a recorder."""
         with self.mode.note(recorder.effects), watch_torch(recorder, self.skeleton, self.whole):
             yield
 
@@ -121,19 +121,19 @@ class FakeModel:
         return tuple(values.tensors[v] for v, source in values.sources.items() if isinstance(source, BatchLeaf))
 
     def _objective(self, recorder: Recorder) -> Objective:
-        """Return the objective, its loss in a frame as if it were a module."""
+        """Return the objective, with calls of its loss recorded as frames, like those of a module."""
         loss = self.objective.loss
         return self.objective if loss is None else replace(self.objective, loss=_in_frame(loss, recorder))
 
     def _require_kept_state(self, recorder: Recorder) -> None:
-        """Raise `CaptureError` unless what the run assigned to parameters and buffers can be kept."""
+        """Raise `CaptureError` if a tensor that the run assigned in place of a parameter or buffer would be lost."""
         recorder.reassignments.require_carried(recorder.history)
         recorder.reassignments.require_not_repeated(recorder.stack.roots, recorder.history.units)
         for value, seats in self.seats_by_value().items():
             require_in_place(recorder, value, seats)
 
     def _explain(self, error: Exception) -> CaptureError:
-        """Return the error for an exception that the model or the loss has raised."""
+        """Return the error for an exception that the model or the loss raised."""
         module = blame(error.__traceback__, self.skeleton)
         may_lack_values = not isinstance(error, LookupError | NameError | ImportError)
         repair = advise_on_values(module, self.opaque) if may_lack_values else advise_on_errors()
@@ -145,7 +145,7 @@ class FakeModel:
 
 
 def _in_frame(loss: Loss, recorder: Recorder) -> Loss:
-    """Return the loss, its calls in frames."""
+    """Return the loss as a function whose calls are recorded as frames."""
 
     def run(*args: Any) -> Tensor:
         frame = recorder.open_frame("loss", type(loss), loss, args, {})
@@ -155,7 +155,7 @@ def _in_frame(loss: Loss, recorder: Recorder) -> Loss:
 
 
 def find_seats(model: nn.Module) -> dict[Source, list[Seat]]:
-    """Return where the modules of `model` keep each parameter and buffer, under all of its names."""
+    """Return the places in which the modules of `model` keep each parameter and buffer: one for each of its names."""
     found: dict[Source, list[Seat]] = {}
     for kind, table in (("parameters", "_parameters"), ("buffers", "_buffers")):
         for name, first in first_names(model, kind).items():

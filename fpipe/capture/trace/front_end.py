@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default front end: run the model on fake tensors, record the run, and build the segments that stages run.
 
-A module that lies wholly inside one stage is called as is, with the step's parameters in place, so custom autograd
+A module that falls entirely within one stage is called as is, with the step's parameters in place, so custom autograd
 functions, checkpointing, hooks, autocast and anything else its author wrote keep working. Only the code between such
-modules runs torch call by torch call. An uncut model is called as is.
+modules is replayed one torch call at a time. If there are no cuts, the model itself is called as is.
 
-All of `fpipe.capture.trace` runs when a pipeline is built. What it builds runs in every step, from the parts in
-`fpipe.runtime.segments`.
+Runs when a plan is made: once per kind of batch. The segments that it builds run in every step.
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ def trace_model(
 ) -> Captured:
     """Capture `model` and its loss for one microbatch; see `FrontEnd`.
 
-    Modules named in `whole` are never opened. Modules inside those named in `opaque` may branch on data; one that does
-    is not opened. `via(skeleton, recorder)` returns the callable that is run instead of the skeleton.
+    Calls of modules named in `whole` always run as a whole. Modules named in `opaque`, and modules inside them, may
+    branch on data; calls that do always run as a whole, too. `via(skeleton, recorder)` returns the callable to run in
+    place of the skeleton.
     """
     fake_model = FakeModel(model, objective, leaves, whole, opaque, via)
     settling = Settling(fake_model)
@@ -53,7 +53,7 @@ def trace_model(
 
 
 def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured:
-    """Return what a recorded run delivers; check that its calls would do the same again."""
+    """Return the capture of a recorded run; raise `CaptureError` if its checkpoints cannot be rerun exactly."""
     recorder = run.recorder
     tensors, structure = flatten(run.outputs, opaque=True)
     values, tape = recorder.values, build_tape(recorder)
@@ -112,5 +112,5 @@ def _summarize(frame: Frame, builder: SegmentBuilder) -> Call:
 
 
 def _numbers(frames: Sequence[Frame], wanted: Collection[Frame]) -> frozenset[int]:
-    """Return the numbers of the `wanted` frames."""
+    """Return the indices of the `wanted` frames among `frames`."""
     return frozenset(k for k, frame in enumerate(frames) if frame in wanted)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers that a forward reassigns: `self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)`.
 
-Problem. A step puts buffers into their modules and takes them out again, so what a forward assigns there would be lost.
+Problem. A step puts buffers into their modules and takes them out again, so a tensor assigned there would be lost.
 
-Idea. After the run, compare the tensor in a buffer's place with the buffer. If it has the same shape, strides, dtype
-and device, it is the buffer's next value, and the stage that assigns it returns it. If not, it is a cache that was
-rebuilt, say for a longer sequence. That is fine as long as every run would build the same one: from constants, and from
-buffers that never change. Everything else is refused.
+Idea. After the run, compare the tensor in a buffer's place with the buffer. If shape, strides, dtype and device match,
+it is the buffer's next value, and the stage that assigns it returns it. If not, it is a rebuilt cache, for a longer
+sequence say. That is allowed if every run would rebuild the same one: from constants, and from buffers that never
+change. Anything else is refused.
 
-Invariant: an assigned tensor gets its own value, an alias of it, so the unit that makes this value is where the
-assignment happened.
+Invariant: each assignment is recorded as a unit, which makes an alias of the assigned tensor. So the position of that
+unit is where the assignment happened.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ BufferTable = dict[str, Tensor | None]
 
 
 class Reassigned(NamedTuple):
-    """A buffer that was reassigned.
+    """A reassigned buffer.
 
-    - `table`, `name`: its place. `first`: what was there before the run; `buffer`: its value, if it has one.
-    - `new`: the value that is there now. `where`: the module that assigned it.
+    - `table`, `name`: its place. `first`: the tensor there before the run. `buffer`: the value of that tensor, if it is
+      a buffer of the model.
+    - `new`: the value in its place now. `where`: the module that assigned it.
     """
 
     table: BufferTable
@@ -46,9 +49,11 @@ class Reassigned(NamedTuple):
 
 
 class Reassignments:
-    """The buffers that a run reassigns; `values` are the run's tensors, and `here` returns where it is.
+    """The buffers that a run reassigns.
 
-    - `by_place`: by the table that contains it, and its name there; `assigned`: all values that were ever assigned.
+    - `values`: the run's tensors. `here`: returns the running module, for errors.
+    - `by_place`: the reassigned buffers, by the `id` of their table and the name there. `assigned`: all values that
+      were ever assigned.
     """
 
     def __init__(self, values: Values, here: Callable[[], str]) -> None:
@@ -57,7 +62,10 @@ class Reassignments:
         self.assigned: set[Value] = set()
 
     def assign(self, module: nn.Module, name: str, value: object, call: Callable[..., Any]) -> Any:
-        """Return what to put in a buffer's place for `value`; `call` runs and records a torch call."""
+        """Record the assignment of `value` to a buffer, and return the tensor to put in its place.
+
+        `call` runs and records a torch call. Raise `CaptureError` if `value` is not a tensor, or requires a gradient.
+        """
         table, key = module._buffers, (id(module._buffers), name)
         known = self.by_place.get(key)
         first = table[name] if known is None else known.first
@@ -87,18 +95,18 @@ class Reassignments:
         )
 
     def restore(self) -> None:
-        """Restore what was in these places before the run."""
+        """Put back the tensors that were in these places before the run."""
         for one in self.by_place.values():
             one.table[one.name] = one.first
 
     @property
     def current_values(self) -> dict[Value, Value]:
-        """The value in each assigned buffer's place, by buffer."""
+        """The value now in the place of each reassigned buffer, by buffer."""
         return {one.buffer: one.new for one in self.by_place.values() if one.buffer is not None}
 
     @property
     def next_values(self) -> dict[Value, Value]:
-        """The value that each carried buffer has after the run, by buffer."""
+        """The next value of each reassigned buffer that is carried from microbatch to microbatch, by buffer."""
         return {one.buffer: one.new for one in self.by_place.values() if one.buffer is not None and self._is_alike(one)}
 
     @property
@@ -113,7 +121,7 @@ class Reassignments:
     # ---------------------------------------------------------------------------------------------------------- checks
 
     def require_carried(self, history: History) -> None:
-        """Raise `CaptureError`, naming the buffer, unless assigned tensors can be carried on, or computed again."""
+        """Raise `CaptureError`, naming the buffer, unless every assigned tensor can be carried or rebuilt."""
         written = history.written
         for one in self.caches:
             self._require_constant(one, written, history.provenance((one.new,)))
@@ -122,7 +130,7 @@ class Reassignments:
                 self._require_apart(one, written)
 
     def _require_constant(self, one: Reassigned, written: Collection[int], provenance: Provenance) -> None:
-        """Refuse a cache that another run might build differently."""
+        """Raise `CaptureError` for a cache that another run might build differently."""
         changing = {other.buffer for other in self.by_place.values()}
 
         def is_fixed(value: Value, source: Source) -> bool:
@@ -142,7 +150,7 @@ class Reassignments:
         )
 
     def _require_apart(self, one: Reassigned, written: Collection[int]) -> None:
-        """Refuse a buffer that would share memory with something that changes independently."""
+        """Raise `CaptureError` if the buffer would share memory with a tensor that changes independently."""
         storage, sources, mine = self.values.storage, self.values.sources, {one.buffer, one.new}
         others = {**sources, **{new: sources[buffer] for buffer, new in self.next_values.items()}}
         in_place = one.buffer is not None and storage[one.buffer] in written
@@ -158,7 +166,7 @@ class Reassignments:
                 )
 
     def require_not_repeated(self, frames: Sequence[Frame], units: Sequence[Unit]) -> None:
-        """Raise `CaptureError` if a checkpointed function uses such a buffer: its backward would use the new value."""
+        """Raise `CaptureError` if a checkpointed function uses a reassigned buffer: a rerun would see the new value."""
         tensors = self.values.tensors
         changing = self.assigned | {one.buffer for one in self.by_place.values()}
         for frame in outermost_checkpoints(frames):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record a model's run on fake tensors: its torch calls in order, and the module calls around them.
 
-A `TorchFunctionMode` sees every call of torch's API as the user wrote it, from any module, under the autocast and
-gradient modes in force; what the mode cannot see is brought to it (`fpipe.capture.trace.patches`). The fake mode below
-reports what each call writes and where it draws random numbers.
+A `TorchFunctionMode` sees every call of torch's API as the user wrote it, in any module, and the autocast and grad
+modes in force. `fpipe.capture.trace.patches` reports what the mode cannot see. The fake mode underneath reports which
+memory each call writes, and on which devices it draws random numbers.
 
 Whatever runs inside a torch call belongs to that call. Anything that changes how other calls run, such as saved-tensor
 hooks, seals the module whose forward contains it: that module runs as a whole or not at all.
 
-Runs when a pipeline is built. `fpipe.capture.trace.recording` turns a finished recording into a tape.
+Runs when a plan is made; `fpipe.capture.trace.recording` then turns the recording into a tape.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EFFECTS = (
     *(check_all, check_valid, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_),
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 )
-"""Torch functions whose calls matter though they return no new tensor."""
+"""Torch functions that are recorded even if they return no new tensor."""
 SEALING: Mapping[Any, str] = MappingProxyType(
     dict.fromkeys((torch.autograd.grad, torch.autograd.backward, Tensor.backward), "a backward inside its forward")
     | {Tensor.data.__set__: "an assignment to .data"}  # type: ignore[attr-defined]
@@ -56,15 +56,15 @@ SEALING: Mapping[Any, str] = MappingProxyType(
 
 
 class Recorder(TorchFunctionMode):
-    """Records while entered, inside a fake mode.
+    """Records the run made while it is entered, inside a fake mode.
 
-    - `values`: the tensors of the run. `reassignments`: buffers that it reassigns.
-    - `stack`: its module calls. `autocast`: the autocast contexts that it is in.
-    - `torch_calls`: its torch calls. `history`: those that left a unit. `hooked`: positions of the units before which
-      saved-tensor hooks were installed.
-    - `effects`: what operators do. `draws`: torch calls that draw random numbers.
-    - `questions`: what it asks about the batch.
-    - `fake_errors`: errors to raise for calls that failed because tensors are fake, in case the forward swallows them.
+    - `values`: the run's tensors. `reassignments`: the buffers that it reassigns.
+    - `stack`: its module calls. `autocast`: the autocast region that it is in.
+    - `torch_calls`: all of its torch calls. `history`: those recorded as units. `hooked`: positions of the units before
+      which saved-tensor hooks were installed.
+    - `effects`: the side effects of operators. `draws`: the torch calls that draw random numbers.
+    - `questions`: what the run asks about the batch.
+    - `fake_errors`: errors for calls that failed only because tensors are fake, in case the forward swallows them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def is_in_torch_call(self) -> bool:
-        """True while a torch call runs: whatever happens then belongs to it."""
+        """True while a torch call runs; whatever happens then belongs to that call."""
         return self.torch_calls.running is not None
 
     @property
@@ -147,9 +147,10 @@ class Recorder(TorchFunctionMode):
     # -------------------------------------------------------------------------------------------------------- questions
 
     def _answer(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return the result of a call that reads values: what eager would return if constants or the batch decide.
+        """Return what eager mode would return for a call that reads values of constants or of the batch.
 
-        In an opaque module, do not ask about the batch: the module runs as is and reads the values itself.
+        Raise `CaptureError` if other values decide. In an opaque module, which reads the values itself in every step,
+        assume a result instead if more than constants decide.
         """
         function, masks = invocation.function, deciding_masks(invocation.function, args)
         asking = Invocation(count_selected, (masks,), {}, self.values.read) if masks else invocation
@@ -163,16 +164,16 @@ class Recorder(TorchFunctionMode):
         return result_on_fakes(function, args, answer)
 
     def _assume(self, function: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return what a call that reads values is assumed to return in a module that branches on them."""
+        """Return the assumed result of a call that reads values; raise `error` if there is none."""
         if function not in ASSUMPTIONS:
             raise error
         self._note_branch()
         return ASSUMPTIONS[function](*args, **kwargs)
 
     def _note_branch(self) -> None:
-        """Note that the innermost module branches on data.
+        """Note that the innermost module, and with it every call around it, branches on data.
 
-        It may use everything that it holds and receives, and write to any of its buffers.
+        Another branch may use everything that the module holds and receives, and write to any of its buffers.
         """
         assert self.torch_calls.running is not None, "a torch call reads values"
         self.stack.seal("control flow on data")
@@ -188,7 +189,7 @@ class Recorder(TorchFunctionMode):
     # ----------------------------------------------------------------------------------------------------------- units
 
     def _record(self, invocation: Invocation, running: RunningCall, out: Any, tick: int) -> None:
-        """Add a unit for a call that has returned `out`, unless the call has left no trace."""
+        """Record a call that returned `out` as a unit, unless it had no effect."""
         require_allowed(self.effects, self.stack.here)
         if has_handle(out):
             self.stack.seal("a collective of torch.distributed that is waited for later")
@@ -205,7 +206,7 @@ class Recorder(TorchFunctionMode):
         self.history.add(self._unit(invocation, used, makes, tuple(picks)), facts)
 
     def _new_tensors(self, out: Any) -> dict[int, Tensor]:
-        """Return the returned tensors that did not exist before, by leaf, each once."""
+        """Return the new tensors among those that a call returned, each once, by leaf number."""
         returned, leaves = tensors_at(out), dict[int, int]()
         for leaf, tensor in returned.items():
             if id(tensor) not in self.values.known:
@@ -237,7 +238,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def _check_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check an operator call; seal the module if it is a collective that no torch call shows."""
+        """Check an operator call; seal the module if it is a collective outside of any torch call."""
         if not is_collective(func):
             return
         name = func._schema.name.partition("::")[2].rstrip("_")
@@ -255,19 +256,19 @@ class Recorder(TorchFunctionMode):
     def open_frame(
         self, path: str, kind: type, function: Callable[..., Any], args: Any, kwargs: Any, sealed: str = ""
     ) -> Frame:
-        """Return the frame of a call of `function` that begins now."""
+        """Return a frame for a call of `function` that begins now."""
         invocation, start = Invocation(function, args, kwargs, self.values.read), len(self.history.units)
         return Frame(path, kind, invocation, self.modes, start, first_tick=self.torch_calls.tick, sealed=sealed)
 
     def close_frame(self, frame: Frame, out: Any) -> None:
-        """Complete `frame`, whose call has returned `out`."""
+        """Complete the frame of a call that returned `out`."""
         frame.stop, frame.last_tick = len(self.history.units), self.torch_calls.tick
         frame.constants = constants_at(out)
         known = self.values.known
         frame.returned = {k: known[id(tensor)] for k, tensor in tensors_at(out).items() if id(tensor) in known}
 
     def call_in_frame(self, frame: Frame, run: Callable[[], Any]) -> Any:
-        """Run the call of a frame, and return what it returns."""
+        """Run `run` as the call of a frame, and return its result."""
         with self.stack.enter(frame):
             out = run()
             if frame.branching:
@@ -276,13 +277,13 @@ class Recorder(TorchFunctionMode):
         return out
 
     def view_others(self, frame: Frame, out: Any) -> Any:
-        """Return `out` with views in place of tensors that the call did not make; another branch may return others."""
+        """Return `out` with views in place of tensors that the call did not make: another branch may make new ones."""
         tensors, structure = flatten(out, opaque=True)
         made, known = self.history.made_since(frame.start), self.values.known
         return structure.unflatten([t if known.get(id(t)) in made else t.view_as(t) for t in tensors])
 
     def begin_call(self, path: str, kind: type) -> None:
-        """Begin a call about which nothing else is known; it never runs as a whole."""
+        """Begin a call of which only path and class are known; it never runs as a whole."""
         self.stack.begin(self.open_frame(path, kind, kind, (), {})).invocation.opaque = kind.__name__
 
     def end_call(self) -> None:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether calls do the same again when each torch call returns what it returned before.
+"""Replay calls from a tape to prove, without running operators, that they do what was recorded.
 
-Problem. Calls are rehearsed to see what Python state they find. Running their torch calls on fake tensors again, and
-recording them, takes as long as the recording itself.
+Problem. A rehearsal makes calls again to see what Python state they find. Running their torch calls on fake tensors and
+recording them takes as long as the first recording.
 
-Idea. Compare each torch call with the next one of the tape, and return what that one returned; run nothing but Python
-code. A call that is not a plain torch function on plain arguments ends the replay, and so does everything that a
-recorder must be notified of. The calls must then be recorded again to see whether they differ.
+Idea. Run only the Python code: compare each torch call with the next one on the tape, and return the recorded result.
+The replay ends at the first difference, at a call that is not a plain torch function of plain arguments, and at
+anything else that a recorder must see. It then proves nothing: the calls must be recorded again and compared.
 
-Invariant: a replay in which an operator is dispatched, or any torch call is a different one, never counts as the same.
+Invariant: a replay that dispatches an operator, or makes any other torch call than the recorded one, never succeeds.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -56,16 +58,16 @@ from fpipe.torch_private import (
 
 BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 EXECUTED = frozenset({*SEALING, Tensor.__deepcopy__})
-"""torch functions that run user code, or change their arguments."""
+"""Torch functions that run user code, or modify their arguments."""
 SETTING: Any = set_grad_enabled
-"""Sets a mode. Others that take no tensors and return `None` may set something, too."""
+"""Sets the grad mode. Other functions that take no tensors and return `None` may set a mode, too: they end a replay."""
 TENSORS = frozenset({FakeTensor, Tensor, nn.Parameter})
 NUMBERS = frozenset({bool, int, float, NoneType})
 CLASSES = (complex, str, EllipsisType, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format)
 DATA = NUMBERS.union(CLASSES)
-"""Classes of arguments in which neither code nor state can hide. Subclasses do not count."""
+"""Classes of arguments in which neither code nor state can hide; not their subclasses."""
 CHECKED = ("__call__", "__setattr__", "register_buffer")
-"""The methods of modules whose calls are compared with those of the recording."""
+"""The methods of modules whose calls are compared with the recorded ones."""
 ENDING = (
     *(*SEEDING, TENSOR_CHECK, ARGUMENT_CHECK, (torch.autograd.Function, "apply")),
     *(FUSED_ATTENTION, (torch.jit.ScriptFunction, "__call__")),
@@ -73,22 +75,22 @@ ENDING = (
     CHECKPOINT,
     *TRANSFORMS,
 )
-"""Where else recorders patch torch, except autocast contexts, which are part of each call's comparison."""
+"""The other places that a recording patches; a call there ends a replay. Autocast is compared with each torch call."""
 
 
 class DifferentError(Exception):
-    """Ends a replay."""
+    """Raised to end a replay."""
 
 
 class Replay(TorchFunctionMode):
-    """Makes calls of a tape again, inside `prepare`.
+    """Replays calls of a tape, inside `prepare`.
 
-    - `tick`: the tick of the next torch call; `coming`: for each running call, innermost last, its inner calls still to
-      come. `ended`: whether anything differed; a forward may have swallowed the exception.
-    - `expected`: by tick, the arguments of torch calls that can be compared.
-    - `attributes`: the attributes every fake tensor has.
-    - `active`: whether a call runs. Code that kept a replacement for a torch function gets torch's own afterwards.
-    - `depth`: the number of dispatch modes.
+    - `tick`: the tick of the next torch call. `coming`: for each running call, innermost last, the recorded calls
+      inside it that are still to come. `ended`: whether the replay ended; a forward may swallow the exception.
+    - `expected`: the arguments of torch calls that can be compared, by tick.
+    - `attributes`: the names of attributes that fake tensors have without the model's doing.
+    - `active`: whether a call is running. Otherwise replacements, which user code may keep, call torch's own functions.
+    - `depth`: the number of dispatch modes in force when the replay is prepared.
     """
 
     def __init__(self, model: nn.Module, tape: Tape, mode: Fakes) -> None:
@@ -107,7 +109,7 @@ class Replay(TorchFunctionMode):
 
     @contextmanager
     def prepare(self) -> Iterator[None]:
-        """Patch torch inside, in the places where a recording patches it."""
+        """Patch torch for the duration, in the places that a recording patches."""
         with ExitStack() as stack:
             stack.enter_context(self.mode.note(self.effects))
             for owner, name, function in self._replacements():
@@ -122,12 +124,12 @@ class Replay(TorchFunctionMode):
                 self._unmark()
 
     def _tensors_with_marks(self) -> list[Tensor]:
-        """Return the tensors of the tape on which someone has set attributes."""
+        """Return the tensors of the tape that carry attributes set by the model."""
         fakes = [tensor for tensor in self.tape.fakes.values() if type(tensor) is FakeTensor]
         return [tensor for tensor in fakes if not vars(tensor).keys() <= self.attributes]
 
     def _unmark(self) -> None:
-        """Remove attributes that the recording or a replay has set: the next would find them too early."""
+        """Remove attributes that the model set on tensors of the tape: the next replay would find them too early."""
         for tensor in self._tensors_with_marks():
             for name in vars(tensor).keys() - self.attributes:
                 del vars(tensor)[name]
@@ -147,11 +149,11 @@ class Replay(TorchFunctionMode):
         return end_or_call
 
     def find_unproven(self, frames: Sequence[Frame]) -> Frame | None:
-        """Make calls again; return the first that is not known to do the same, or `None` if all do."""
+        """Replay calls in order; return the first that is not proven to do what was recorded, or `None`."""
         return next((frame for frame in frames if not self._is_again(frame)), None)
 
     def _is_again(self, frame: Frame) -> bool:
-        """Make a call again, and return whether it is known to do the same."""
+        """Replay a call, and return whether it does what was recorded."""
         function, fakes = frame.invocation.function, self.tape.fakes
         self.tick, self.ended = frame.first_tick, False
         self.coming = [iter([frame] if id(function) in self.paths else frame.inner)]
@@ -166,7 +168,7 @@ class Replay(TorchFunctionMode):
                 kept = {(one.module, one.name): one.value for one in frame.assigned}
                 same: bool = all(getattr(module, name, None) is fakes[value] for (module, name), value in kept.items())
                 return bool(same and constants_at(out) == frame.constants and not self.ended)
-        except Exception:  # whatever a forward raises that misses the state it expects
+        except Exception:  # a forward that does not find the state it expects may raise anything
             return False
 
     def _run(self, frame: Frame) -> Any:
@@ -177,7 +179,7 @@ class Replay(TorchFunctionMode):
             self.active = False
 
     def end(self, *_: Any, **__: Any) -> NoReturn:
-        """End the replay: something differs, or cannot be compared."""
+        """End the replay: a call differs, or cannot be compared."""
         self.ended = True
         raise DifferentError
 
@@ -194,19 +196,19 @@ class Replay(TorchFunctionMode):
         try:
             return self._recorded_result(func, args, kwargs)
         finally:
-            if func is SETTING:  # also at the end: contexts restore the previous mode
+            if func is SETTING:  # even if the replay ended: contexts restore the previous mode
                 func(*args, **kwargs)
 
     def _recorded_result(self, function: Any, args: Any, kwargs: Any) -> Any:
         one = self.tape.returned.get(self.tick)
-        foreign = count_dispatch_modes() != self.depth  # another mode, which would see operators
+        foreign = count_dispatch_modes() != self.depth  # a new mode, which would see operators
         if self.ended or foreign or one is None or not self._is_same_call(one, function, args, kwargs):
             self.end()
         self.tick = one.last
         return one.out
 
     def _is_same_call(self, old: CallResult, function: Any, args: Any, kwargs: Any) -> bool:
-        """Compare a torch call with a recorded one."""
+        """Return whether a torch call is the recorded one, under the same modes."""
         invocation = old.invocation
         if function is not invocation.function and function != invocation.function:
             return False
@@ -216,7 +218,7 @@ class Replay(TorchFunctionMode):
         return bool(same and all(map(_is_same_argument, leaves, expected)))
 
     def _expected_arguments(self, old: CallResult) -> list[Any]:
-        """Return the arguments of a recorded call; end the replay if it must be recorded to be compared."""
+        """Return the arguments of a recorded call, cached; end the replay if it cannot be compared."""
         if self.tick not in self.expected:
             arguments = self._arguments(old)
             setting = old.out is None and not old.invocation.reads and old.invocation.function is not SETTING
@@ -250,7 +252,7 @@ class Replay(TorchFunctionMode):
         return out
 
     def _leave(self, frame: Frame, out: Any) -> None:
-        """Check a call that has returned."""
+        """End the replay unless the call, which returned `out`, did what was recorded in `frame`."""
         expected, got = {k: self.tape.fakes[v] for k, v in frame.returned.items()}, tensors_at(out)
         same = len(got) == len(expected) and all(got.get(k) is tensor for k, tensor in expected.items())
         if not same or self.tick != frame.last_tick or frame.branching or next(self.coming[-1], None) is not None:
@@ -272,7 +274,7 @@ def _is_same_argument(new: Any, old: Any) -> bool:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Return whether something is a tensor or data, or a tuple of them."""
+    """Return whether a leaf is a tensor, plain data, or a tuple of these."""
     kind = type(leaf)
     if isinstance(leaf, tuple):
         return all(map(_is_plain, leaf))
