@@ -5,9 +5,11 @@ Problem. On one device such a function changes its buffers twice per microbatch:
 backward reruns it. In a pipeline, forwards of later microbatches come in between, and buffers are threaded through
 forwards alone.
 
-Idea. What a normalization adds to its statistics depends only on the microbatch, so the second change may come before
-the next microbatch: once a stage has run forward, rerun these functions, last one first as in a backward, and discard
+Idea. What a normalization adds to its statistics depends only on the microbatch, so the second change can come before
+the next microbatch: right after a stage's forward, rerun these functions, last one first as in a backward, and discard
 everything they compute.
+
+Runs when a plan is made; the reruns are part of a stage's forward in every step.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class BufferCheckpoints:
             self._require_unread(unit, changed)
 
     def includes(self, frame: Frame) -> bool:
-        """Return whether a frame is such a function."""
+        """Return whether a frame is a checkpointed function that changes buffers and is rerun by a backward."""
         is_rerun = frame.checkpoint and any(self.tape.fakes[v].requires_grad for v in frame.returned.values())
         return is_rerun and bool(self._writers(frame))
 

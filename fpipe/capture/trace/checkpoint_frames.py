@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record checkpointed functions: each gets a frame inside that of the module that calls `torch.utils.checkpoint`.
 
-A frame ends with what its function returned, which only `checkpoint` itself knows:
+To close the frame, the recorder needs what the function returned, which only `checkpoint` itself sees:
 
     def checkpoint(function, *args, ...):                      # in torch, for use_reentrant=False
         generator = _checkpoint_without_reentrant_generator(function, ...)
@@ -10,10 +10,11 @@ A frame ends with what its function returned, which only `checkpoint` itself kno
         next(generator)                                        # removes them
         return ret
 
-The generator is replaced by `record`, which opens the frame before it yields, and afterwards reads `ret` from the frame
-of `checkpoint`, which resumed it. A reentrant checkpoint is a custom autograd function, and is replaced as one.
+`record` replaces the generator. It opens the frame before it yields; once `checkpoint` has resumed it, it reads `ret`
+from the Python frame of `checkpoint`. A reentrant checkpoint is a custom autograd function; `record_reentrant` replaces
+its `apply`.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ KIND = "activation checkpointing"
 
 
 class CheckpointFrames:
-    """Records checkpointed functions; `generate` is torch's own generator around one."""
+    """Records checkpointed functions; `generate` returns torch's own generator for one."""
 
     def __init__(self, recorder: Recorder, generate: Callable[..., Iterator[None]]) -> None:
         self.recorder, self.generate = recorder, generate
@@ -55,11 +56,11 @@ class CheckpointFrames:
             yield
         self.recorder.close_frame(frame, _result_in_checkpoint())
         if frame.stream is not None or self.recorder.draws.has_from(frame.first_tick):
-            how["preserve_rng_state"] = True  # else the rerun draws from whatever state the schedule left
+            how["preserve_rng_state"] = True  # else the rerun would draw from whatever state the schedule left
         yield from generator
 
     def record_reentrant(self, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """Run a reentrant checkpoint by a node that supports gradients of chosen inputs, and record its frame."""
+        """Run a reentrant checkpoint as a node that supports `torch.autograd.grad`, and record its frame."""
         recorder = self.recorder
         if not preserve_rng_state:
             raise CaptureError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse effects of operators that would be lost in a pipeline, or that stages cannot repeat.
+"""Refuse side effects of operators that would be lost in a pipeline, or that stages cannot repeat.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fpipe.tensors.effects import Effects
 
 
 def require_allowed(effects: Effects, here: Callable[[], str]) -> None:
-    """Raise `CaptureError` for a change of an unregistered tensor, or a draw from another generator than torch's."""
+    """Raise `CaptureError` for an in-place change of an unregistered tensor, or a draw from a non-default generator."""
     if effects.unregistered:
         raise unregistered_write_error(here())
     if effects.foreign:
@@ -31,7 +31,7 @@ def require_no_barrier(collective: str, here: Callable[[], str]) -> None:
 
 
 def require_kept(is_lost: bool, collective: str, here: Callable[[], str]) -> None:
-    """Raise `CaptureError` if what a collective writes `is_lost`."""
+    """Raise `CaptureError` if what a collective writes would be lost."""
     if is_lost:
         raise CaptureError(
             f"{here()}: got a collective ({collective}) that writes to a parameter, a buffer or a tensor from outside "

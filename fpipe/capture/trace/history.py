@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history of a run: its units, what is known of each, and how to compute values from them for real.
+"""The history of a run: its units, facts about each, and how to compute their values on real tensors.
 
-Problem. A model running on fake tensors reads a value, which they do not have.
+Problem. A model that runs on fake tensors reads a value, and fake tensors have none.
 
-Idea. The history contains every call that led to the value. If they read constants alone, run them for real there and
-then; if they read the batch too, run them on each batch at the start of its step. A value that depends on parameters,
-buffers or random numbers is unknown before the step runs.
+Idea. The history contains every call that led to the value. If these read constants alone, run them on real tensors at
+once; if they also read the batch, run them on each batch at the start of its step. A value that depends on parameters,
+buffers or random numbers cannot be known before the step runs.
 
-Invariant. The same calls run, in the same order and modes, as in the model.
+Invariant: the same calls run as in the model, in the same order and modes.
 
-Runs when a pipeline is built; what `Provenance.function` returns also runs at the start of every step.
+Runs when a plan is made; the questions about the batch that it returns are answered at the start of every step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fpipe.torch_private import without_modes
 
 
 class Facts(NamedTuple):
-    """The known facts about a unit.
+    """Facts about a unit.
 
     - `invocation`, `modes`: its function and arguments, and the modes it ran under.
     - `ticks`: the range of torch calls that it consists of.
@@ -65,7 +65,7 @@ class History:
         self.facts: dict[Unit, Facts] = {}
 
     def add(self, unit: Unit, facts: Facts) -> None:
-        """Add a unit."""
+        """Append a unit and its facts."""
         self.units.append(unit)
         self.facts[unit] = facts
 
@@ -74,7 +74,7 @@ class History:
         return {value for unit in self.units[start:] for value in unit.makes}
 
     def existing_at(self, position: int) -> set[Value]:
-        """Return the sources, and the values made before a position."""
+        """Return the values of the sources and those made before a position."""
         return {*self.values.sources, *(value for unit in self.units[:position] for value in unit.makes)}
 
     @property
@@ -97,7 +97,7 @@ class History:
         return Provenance(self, tuple(reversed(used)), found)
 
     def constants(self) -> Constants:
-        """Return what depends on neither parameters, buffers nor the batch, and is not random."""
+        """Return the values and units that depend on neither parameters, buffers, the batch nor random numbers."""
         storage = self.values.storage
         constant = {value for value, source in self.values.sources.items() if isinstance(source, Constant)}
         units: list[Unit] = []
@@ -118,7 +118,7 @@ class History:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The units that some values were computed by, in order, and the sources that these read."""
+    """The units that computed some values, in order, and the sources that they read."""
 
     history: History
     units: tuple[Unit, ...]
@@ -126,12 +126,12 @@ class Provenance:
 
     @property
     def leaves(self) -> dict[Value, int]:
-        """The leaves of the batch among the sources."""
+        """The batch leaves among the sources: their numbers, by value."""
         return {value: source.leaf for value, source in self.sources.items() if isinstance(source, BatchLeaf)}
 
     @property
     def obstacle(self) -> str:
-        """A dependency that is unknown before the step runs; empty if there is none."""
+        """The name of a dependency that is unknown before the step runs; empty if there is none."""
         for source in self.sources.values():
             if not isinstance(source, BatchLeaf | Constant):
                 return f"the {type(source).__name__.lower()} {source.name!r}"
@@ -159,7 +159,7 @@ class Provenance:
         return compute
 
     def question(self, invocation: Invocation, where: str) -> Question:
-        """Return the question that a call asks by reading values of this provenance.
+        """Return the question that a call asks by reading values with this provenance.
 
         Raise `CaptureError` if it depends on more than constants and the batch.
         """
@@ -181,7 +181,7 @@ class Provenance:
 
 @contextmanager
 def for_real() -> Iterator[None]:
-    """Compute eagerly inside, as if nothing were recorded, without gradients and outside of any autocast."""
+    """Run eagerly inside: without recording, gradients or autocast."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness: which torch calls of a run matter to its results.
+"""Liveness: find the torch calls that the results of a run depend on.
 
-A module created in a forward is initialized there: numbers are drawn, and may be overwritten at once.
+Not all are live: a module created in a forward draws its initial weights, which may be overwritten at once.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from fpipe.ir.captured import Unit, Value
 
 
 def live_units(history: History, returned: Iterable[Value]) -> list[Unit]:
-    """Return the units that lead to `returned` values, or change the memory of these or of the run's sources.
+    """Return, in order, the units on which `returned` values, or the memory of the run's sources, depend.
 
-    A unit that neither makes nor changes anything, such as a check, may raise, and so counts as live.
+    A unit that neither makes nor changes anything, such as a check, counts as live because it may raise.
     """
     storage, values = history.values.storage, set(returned)
     memory = {storage[value] for value in (*values, *history.values.sources)}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn frames and units of a tape into the operations that a segment runs.
 
-Each operation draws random numbers as if it ran alone: every torch call by its own key, and every call that branches on
-data as a whole (see `fpipe.runtime.segments.keying`).
+Each operation draws random numbers as if it ran alone: the generator is seeded for each torch call that draws, or once
+for a call that branches on data (see `fpipe.runtime.segments.keying`).
 
-Runs when a pipeline is built; the operations run in every step.
+Runs when a plan is made; the operations run in every step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fpipe.tensors.random import stream_label
 
 
 class Operations:
-    """Makes operations of a tape's frames and units; `seats` are where modules keep parameters and buffers."""
+    """Makes operations from a tape's frames and units; `seats` are where modules keep parameters and buffers."""
 
     def __init__(self, tape: Tape, usage: Usage, seats: Seats, checkpoints: BufferCheckpoints) -> None:
         self.tape, self.usage, self.seats, self.checkpoints = tape, usage, seats, checkpoints
@@ -54,14 +54,14 @@ class Operations:
         return self._key(frame, operation)
 
     def rerun(self, frame: Frame) -> Operation:
-        """Return the operation that reruns a checkpointed function as its backward does, to change buffers."""
+        """Return the operation that reruns a checkpointed function, as its backward would, to update buffers."""
         operation = answer_on_fakes(
             rerun_for_buffers(frame), self.tape.answers_between(frame.first_tick, frame.last_tick)
         )
         return seed_once(operation, self._checkpoint_labels(frame))
 
     def _key(self, frame: Frame, operation: Operation) -> Operation:
-        """Return a whole call with its random numbers keyed."""
+        """Return the operation of a whole call with its random draws keyed."""
         if frame.stream:
             return key_stream(operation, frame)
         if frame.checkpoint:
@@ -73,9 +73,9 @@ class Operations:
         return key_draws(operation, draws, inner, counts, f"module {frame.path or '(root)'}")
 
     def _checkpoint_labels(self, frame: Frame) -> Labels | None:
-        """Return how to seed a checkpointed function.
+        """Return the labels by which to seed a checkpointed function; `None` if it draws nothing.
 
-        One inside a stream is not seeded, unless it must be rerun later.
+        Inside a stream, return `None` unless the function is rerun to update buffers.
         """
         stream = self.tape.stream_at(frame.first_tick)
         if stream is None or frame.stream:
@@ -96,7 +96,7 @@ class Operations:
         return replace(frame, invocation=invocation)
 
     def _devices(self, frame: Frame) -> tuple[torch.device, ...]:
-        """Return the devices on which a frame may draw, including a frame inside a stream."""
+        """Return the devices on which a frame may draw; inside a stream, those of the stream."""
         stream = self.tape.stream_at(frame.first_tick)
         if stream is not None:
             return stream.devices
@@ -104,15 +104,15 @@ class Operations:
         return tuple(dict.fromkeys(device for draw in draws for device in draw.devices))
 
     def _parameters(self, frame: Frame) -> list[Seat]:
-        """Return the seats of the parameters that a frame may use; its module's others may be absent."""
+        """Return a seat of each trainable parameter that a frame uses; others of its module may be absent."""
         used = self.usage.read_in(frame)
         return [self.seats[v][0] for v in used if v in self.seats and self.tape.fakes[v].requires_grad]
 
 
 def require_own_casts(tape: Tape, seats: Seats, start: int, stop: int) -> None:
-    """Raise `CutError` if a weight is used in and outside of units `start` to `stop` under one autocast.
+    """Raise `CutError` if a weight is used both inside and outside of units `start` to `stop` under one autocast.
 
-    On one device autocast would cast it once for both.
+    On one device, autocast casts it once and caches the result for all uses.
     """
     for value in _cast_on_both_sides(tape, start, stop):
         if value in seats and tape.fakes[value].requires_grad:
@@ -124,7 +124,7 @@ def require_own_casts(tape: Tape, seats: Seats, start: int, stop: int) -> None:
 
 
 def _cast_on_both_sides(tape: Tape, start: int, stop: int) -> list[Value]:
-    """Return the values that one autocast region casts both for units from `start` to `stop` and for others."""
+    """Return the values that one autocast region casts both inside and outside of units `start` to `stop`."""
     sides: dict[tuple[Value, int], set[bool]] = {}
     for k, unit in enumerate(tape.units):
         region = tape.modes[unit].region

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that reentrant checkpoints get gradients with the bits of one device.
+"""Refuse reentrant checkpoints whose gradients would not have the bits of one device.
 
 A pipeline differentiates a reentrant checkpoint as one node, with its arguments and parameters as inputs
-(`fpipe.runtime.segments.reentrant`). What reaches the function in other ways is refused.
+(`fpipe.runtime.segments.reentrant`). Tensors that reach the function in any other way are refused.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations

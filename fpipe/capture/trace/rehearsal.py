@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether a module does the same when it is called without the modules of other stages.
+"""Check which module calls do the same without the calls of other stages.
 
 Problem. Modules and hooks share Python state: a list that blocks fill, a counter, a dict, a context variable. On one
-device, a block finds there what all earlier blocks left; in a stage, only what that stage's own modules left. No tensor
-need show it: the block may read a number, or the very tensor passed as its argument.
+device, a block finds what all earlier blocks left there; in a stage, only what the stage's own modules left. Tensors
+need not show it: the block may read a number, or the very tensor passed as its argument.
 
-Idea. Before a stage is used, make its calls once more, in order, on the fake tensors of the recording, and record them
-again. A call that differs from the tape in any way (a torch call, an argument, a mode, a result) must not be made as
-is. Nearly all calls do the same, which `fpipe.capture.trace.replay` establishes without recording them; the others are
-recorded and compared (`fpipe.capture.trace.comparison`).
+Idea. When a stage is built, make its calls once more, in order, on fake tensors. A call that differs from the tape in
+any way (a torch call, an argument, a mode, a result) must not run as a whole. Nearly all calls do the same, which
+`fpipe.capture.trace.replay` proves without recording them again; the others are recorded and compared
+(`fpipe.capture.trace.comparison`).
 
-Invariant: afterwards all Python state is as it was before, and the changes the calls made to it are known.
+Invariant: a rehearsal restores all Python state, and reports the changes that the calls made to it.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Rehearsal:
     """Makes calls of a tape again.
 
     - `replay` makes a `Replay`; `recorder` makes a recorder, which sees what calls do in the context `watch`.
-    - `fresh` makes new tensors for the model's state and the batch, because those of the recording belong to its
+    - `fresh` makes new fake tensors for the model's state and the batch, because those of the recording belong to its
       autograd graph; `seat` returns a context in which tensors are in their seats.
-    - `state`: the containers that hold Python state. `empty` empties the caches of functions.
+    - `state`: the containers that hold Python state. `empty` clears function caches, such as `functools.lru_cache`.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Rehearsal:
 
     @contextmanager
     def prepare(self) -> Iterator[Rehearse]:
-        """Yield the function that makes calls again; do not enter this elsewhere meanwhile."""
+        """Yield the function that makes calls again; not reentrant."""
         before = [one._replace(contents=contents(one.container)) for one in self.state]
         with torch.inference_mode(False), torch.enable_grad():
             yield partial(self._rehearse, self.replay(), before)
 
     def _rehearse(self, replay: Replay, before: Sequence[ContainerState], frames: Sequence[Frame]) -> Rehearsed:
-        """Make these calls, and restore all state.
+        """Make these calls, restore all state, and return which calls differed.
 
-        A call may differ only because an earlier one did, so a differing call that must be made as is ends the
-        rehearsal.
+        A call may differ only because an earlier one did. So stop at a differing call that cannot be opened, and report
+        it only if no earlier call differed.
         """
         try:
             with replay.prepare():
@@ -96,7 +96,7 @@ class Rehearsal:
         return found
 
     def _replay_all(self, replay: Replay, frames: Sequence[Frame]) -> dict[Frame, str]:
-        """Replay the calls; return the first that is not known to do the same, if there is one."""
+        """Replay the calls; return the first that is not proven to do the same, if any, with the reason."""
         self.empty()
         with self.seat(self.tape.fakes):
             frame = replay.find_unproven(frames)
@@ -119,7 +119,7 @@ class Rehearsal:
 
 
 def _run_up_to_twice(before: Sequence[ContainerState], differing: Callable[[], dict[Frame, str]]) -> Rehearsed:
-    """Run `differing`, which finds the calls that differ, up to twice, and restore all state as it was `before`."""
+    """Run `differing`, which finds calls that differ, again if it finds none; then restore all state to `before`."""
     changed: dict[int, ContainerState] = {}
     found: dict[Frame, str] = {}
     try:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether a checkpointed function does the same when the backward reruns it.
+"""Check that checkpointed functions do the same when the backward reruns them.
 
-Problem. By then the forward has moved on: a list that blocks fill is longer, a counter is higher. On one device the
-function finds them so, and gets gradients of something other than the forward computed; in a stage they are as before.
+Problem. By then the forward has moved on: a list that blocks fill is longer, a counter is higher. On one device, the
+rerun sees that state, and the gradients are not those of the forward; in a stage, it sees the state before the forward.
 
-Idea. Rehearse these functions from the state in which a forward begins, and from that in which it ends. If both are as
-recorded, it does not matter which of the two they find.
+Idea. Rehearse these functions in the state before the forward, and in the state after it. If they do what was recorded
+both times, it does not matter which state the rerun sees.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations

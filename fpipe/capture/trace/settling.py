@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring a model's Python state to a fixed point: each run leaves it as it found it.
+"""Bring a model's Python state to a fixed point, so that each run leaves it as it found it.
 
-Models install hooks, register buffers and fill caches on their first call. The run that is recorded comes after that,
-so that calls in a step find what they found in the recording. Tensors that the first run left behind are computed for
-real if they follow from constants alone. No other fake tensor remains.
+Models install hooks, register buffers and fill caches on their first call. The recorded run comes after that, so calls
+in a step find the state that they found in the recording. Fake tensors that the first run left behind are replaced with
+real ones if they depend on constants alone; all others are removed.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from fpipe.torch_private import FakeTensor, FakeTensorMode
 
 
 def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeTensorMode) -> None:
-    """Replace the constants that a recorded run left behind with real tensors.
+    """Replace the fake constants that a recorded run left behind with real tensors.
 
-    Remove one that cannot be computed, say on a device that this machine lacks: every run creates it again.
+    Remove those that cannot be computed, on a device that this machine lacks say: every run creates them again.
     """
     values = {id(recorder.values.tensors[value]): value for value in recorder.history.constants().values}
     for key, one in now.containers.items():
@@ -48,8 +50,8 @@ def try_constant(recorder: Recorder, value: Value) -> Tensor | None:
 def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[ContainerState, ...]:
     """End a capture: leave the model's copy as every run finds it, and restore the user's state as it was `before`.
 
-    Return the containers that any run changes, or the first run if they are the user's, with their contents after a
-    run.
+    Return the containers that every run changes, and those of the user that the first run changes, with their contents
+    between runs.
     """
     written: list[ContainerState] = []
     for key, one in settled.containers.items():
@@ -64,7 +66,7 @@ def settle(before: Snapshot, settled: Snapshot, mode: FakeTensorMode) -> tuple[C
 
 
 def _without_fakes(held: ContainerState, old: ContainerState | None, mode: FakeTensorMode) -> tuple[Any, ...]:
-    """Return the contents without fake tensors; replace those in dicts with the old value, if any."""
+    """Return a container's contents without fake tensors; in a dict, replace them with the old values, if any."""
     if not isinstance(held.container, dict):
         return tuple([part for part in held.contents if not any(True for _ in _fakes(part, mode))])
     was = {} if old is None else dict(zip(old.contents[::2], old.contents[1::2], strict=True))
@@ -76,7 +78,7 @@ def _without_fakes(held: ContainerState, old: ContainerState | None, mode: FakeT
 
 
 def _fakes(part: Any, mode: FakeTensorMode) -> Iterator[Tensor]:
-    """Yield the fake tensors that are this part of a container's contents, or inside it if it is a tuple."""
+    """Yield the fake tensors in one part of a container's contents: the part itself or, in a tuple, its items."""
     if isinstance(part, tuple):
         for one in part:
             yield from _fakes(one, mode)
@@ -93,7 +95,7 @@ def _replace_fakes(part: Any, real: Mapping[int, Tensor]) -> Any:
 
 
 def _with_inner(written: Iterable[ContainerState]) -> Iterator[ContainerState]:
-    """Yield the containers and those inside them.
+    """Yield these containers and, recursively, those inside them.
 
     A forward that begins with `self.found = []` fills a new list; if only part of it runs, that part fills the old one.
     """

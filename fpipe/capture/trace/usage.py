@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which units of a tape make and use each value, and what a call must hand to the units after it.
+"""Find which units of a tape make and use each value, and which values a call must deliver to later units.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fpipe.runtime.segments.whole_calls import Outputs
 class Usage:
     """The units of a tape that make and use its values.
 
-    `maker` is the position of the unit that makes a value, `last_use` that of the last unit that reads it; `results`
-    leave the model, and are read after the last unit.
+    `maker` is, by value, the position of the unit that makes it, `last_use` that of the last unit that reads it. The
+    `results` leave the model, and count as read after the last unit.
     """
 
     def __init__(self, tape: Tape, results: Sequence[Value]) -> None:
@@ -40,29 +40,29 @@ class Usage:
         return self.maker.get(value, -1) in range(frame.start, frame.stop)
 
     def outputs(self, frame: Frame) -> Outputs:
-        """Return where to find the values that a call makes and hands to others."""
+        """Return where a call delivers the values it makes: its result, attributes, or inner modules' results."""
         returned = {value: leaf for leaf, value in frame.returned.items() if self.is_made_in(frame, value)}
         assigned = {one.value: one for one in frame.assigned if self.is_made_in(frame, one.value)}
         assigned = {value: one for value, one in assigned.items() if value not in returned}
         return Outputs(returned, assigned, inner_outputs(frame, self._kept_inside(frame)))
 
     def lost(self, frame: Frame) -> list[Value]:
-        """Return the values that others use, and that would be lost if the frame were called as a whole."""
+        """Return the values used outside of a frame that would be lost if it were called as a whole."""
         inside = self._kept_inside(frame)
         collected = inner_outputs(frame, inside)
         return [value for value in inside if value not in collected]
 
     def _kept_inside(self, frame: Frame) -> list[Value]:
-        """Return the values made in a frame that others use, and that it neither returns nor assigns."""
+        """Return the values made in a frame and used outside of it that it neither returns nor assigns."""
         reached = {*frame.returned.values(), *(attribute.value for attribute in frame.assigned)}
         made = [value for unit in self.tape.units[frame.start : frame.stop] for value in unit.makes]
         return [value for value in made if value not in reached and self.last_use.get(value, 0) >= frame.stop]
 
 
 def inner_outputs(frame: Frame, wanted: Collection[Value]) -> Mapping[Value, InnerOutput]:
-    """Return where to find those of the `wanted` values that modules inside a call return.
+    """Return where to collect those of the `wanted` values that modules inside a call return.
 
-    None if there is a reentrant checkpoint inside, which computes them without gradients.
+    Empty if the call is or contains a reentrant checkpoint, which computes them without a graph.
     """
     if not wanted or has_reentrant(frame):
         return {}
@@ -84,7 +84,7 @@ def has_reentrant(frame: Frame) -> bool:
 
 
 def _module_frames(frame: Frame) -> Iterator[Frame]:
-    """Yield the calls of modules inside another, in the order in which they begin."""
+    """Yield the module calls inside a frame, in the order in which they begin."""
     for one in frame.inner:
         if isinstance(one.invocation.function, nn.Module):
             yield one
@@ -92,7 +92,7 @@ def _module_frames(frame: Frame) -> Iterator[Frame]:
 
 
 def stream_frames(frames: Sequence[Frame]) -> list[ModuleFrames]:
-    """Return the calls inside `frames` of each module for which any call draws from a stream."""
+    """Return all calls in `frames`, outside of streams, of each module of which at least one call is a stream."""
     found = defaultdict[nn.Module, list[Frame | None]](list)
 
     def follow(frames: Sequence[Frame]) -> None:

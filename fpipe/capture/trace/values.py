@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a recorded run, identified by `id`: the value of each, and the sources of those that no call made.
+"""The tensors of a recorded run: the value (a number) of each, and the sources of those that no call made.
 
-All tensors seen are kept alive, so that ids stay unique.
+Tensors are looked up by `id`. All of them are kept alive, so that ids stay unique.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from fpipe.torch_private import DisableTorchFunction, FakeTensor
 
 
 class KeptError(CaptureError):
-    """A run has found a fake tensor of an earlier run."""
+    """Raised if a run uses a fake tensor that an earlier run left behind."""
 
 
 class Values:
     """Numbers tensors as they appear.
 
-    `sources` are tensors whose value is known beforehand; constants that the run meets are added. `here` returns where
-    the run is.
+    `sources` are the tensors known before the run; constants are added when the run uses them. `here` returns the
+    running module, for errors.
     """
 
     def __init__(self, sources: Mapping[Value, tuple[Source, Tensor]], here: Callable[[], str]) -> None:
@@ -50,7 +52,7 @@ class Values:
         return value
 
     def know(self, tensors: Mapping[Value, Tensor]) -> None:
-        """Make these the tensors of these values from now on; the previous ones stay known."""
+        """Replace the tensors of these values; the previous ones still map to the same values."""
         self.earlier += [self.tensors[value] for value in tensors if value in self.tensors]
         with DisableTorchFunction():  # not a call of the model
             self.storage.update({value: memory(tensor) for value, tensor in tensors.items()})
@@ -63,7 +65,10 @@ class Values:
         return [self.known[id(tensor)] for tensor in tensors_at(tree).values() if id(tensor) in self.known]
 
     def read(self, tensor: Tensor) -> Value:
-        """Return the value of a tensor that is used; raise `CaptureError` if it cannot be obtained in a step."""
+        """Return the value of a tensor that the run uses; add an unknown one as a constant.
+
+        Raise `CaptureError` if it cannot be one.
+        """
         if id(tensor) in self.known:
             return self.known[id(tensor)]
         self._require_constant(tensor)
@@ -87,7 +92,7 @@ class Values:
             )
 
     def parameter(self, tensor: Any) -> str:
-        """Return the name of the parameter that `tensor` stands for; empty if none."""
+        """Return the name of the parameter that `tensor` is; empty if it is not one."""
         source = self.sources.get(self.known.get(id(tensor), -1))
         return source.name if isinstance(source, Parameter) else ""
 
