@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make calls of a tape again, record them, and compare the recording with the tape.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NESTING = 4  # how far to follow functions within functions
 
 
 class RepeatRecorder(Recorder):
-    """A recorder that knows the values of a tape, and repeats its answers."""
+    """A recorder that knows the values of a tape, and gives the tape's answers to questions again."""
 
     def __init__(self, model: nn.Module, tape: Tape, sources: Mapping[Value, Source], opaque: Collection[str]) -> None:
         super().__init__(model, {v: (source, tape.fakes[v]) for v, source in sources.items()}, opaque=opaque)
@@ -60,7 +60,7 @@ class RepeatRecorder(Recorder):
         )
 
     def _answer(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return what the call returned in the recording."""
+        """Return what the call was answered in the recording; if it was not, assume an answer or raise `error`."""
         function = invocation.function
         number = len(self.torch_calls.by_function[function]) - 1 - self.earlier.get(function, 0)
         answer = self.answers.get((function, number))
@@ -91,7 +91,7 @@ class Comparison:
                     stack.enter_context(context())
                 self._call(frame, again)
                 return self._compare_units(frame, start) or self._compare_results(frame, again)
-        except Exception as error:  # whatever a forward raises that misses the state it expects
+        except Exception as error:  # a forward that does not find the state it expects may raise anything
             return f"got {type(error).__name__}: {error}"
 
     def _call(self, frame: Frame, again: Frame) -> None:
@@ -103,12 +103,12 @@ class Comparison:
         recorder.close_frame(again, out)
 
     def _compare_units(self, frame: Frame, start: int) -> str:
-        """Compare the recorder's torch calls since unit `start` with those of the frame."""
+        """Compare torch calls recorded since unit `start` with those of the frame; describe the first difference."""
         pairs = zip_longest(self.recorder.history.units[start:], self.tape.units[frame.start : frame.stop])
         return next((_describe_difference(new, old) for new, old in pairs if not self._is_same_call(new, old)), "")
 
     def _is_same_call(self, new: Unit | None, old: Unit | None) -> bool:
-        """Compare two torch calls; map the values that the new one makes to those of the old one."""
+        """Return whether two torch calls are the same; map the values made by the new one to those of the old one."""
         if new is None or old is None or new.path != old.path or len(new.makes) != len(old.makes):
             return False
         facts = self.recorder.history.facts[new]
@@ -124,7 +124,7 @@ class Comparison:
         return isinstance(source, Constant) and _is_same_constant(source.tensor, tensor)
 
     def _compare_results(self, frame: Frame, again: Frame) -> str:
-        """Compare what was returned, inner modules included, and the contents of assigned attributes."""
+        """Compare what the call and inner modules returned, and assigned attributes; describe the first difference."""
         if frame.constants != again.constants:
             return f"got {list(again.constants.values())} returned, expected {list(frame.constants.values())}"
         for old, new in _paired_frames(frame, again):
@@ -144,7 +144,7 @@ class Comparison:
 
 
 def _paired_frames(old: Frame, again: Frame) -> Iterator[tuple[Frame, Frame]]:
-    """Yield a frame and those inside it, each with its counterpart; some have none inside `again`."""
+    """Yield a frame and the frames inside it, each with its counterpart in `again`, if it has one there."""
     alone = len(again.inner) == 1 and again.inner[0].kind is old.kind and not old.reentrant
     twin = again.inner[0] if alone else again
     stack = [(old, twin)]
@@ -163,7 +163,7 @@ def _describe_unit(unit: Unit | None) -> str:
 
 
 def _has_same_arguments(new: Invocation, old: Invocation) -> bool:
-    """Compare functions and arguments, except tensors."""
+    """Return whether functions and arguments are the same, tensors aside."""
     same = _is_same_leaf(new.function, old.function) and len(new.leaves) == len(old.leaves)
     same = same and (new.spec == old.spec or treespec_paths(new.spec) == treespec_paths(old.spec))  # closures are new
     return same and all(map(_is_same_leaf, new.leaves, old.leaves))
@@ -180,7 +180,7 @@ def _is_same_leaf(new: Any, old: Any, depth: int = NESTING) -> bool:
 
 
 def _is_same_function(new: Any, old: Any, depth: int) -> bool:
-    """Compare functions that a forward creates on every call."""
+    """Return whether two functions, which a forward may create anew on every call, have the same code and closures."""
     if isinstance(new, FunctionType) and new.__code__ is not old.__code__:
         return False
     pairs = [*zip_longest(closure_contents(new), closure_contents(old))]
@@ -192,7 +192,7 @@ def _are_same_modes(new: Modes, old: Modes) -> bool:
 
 
 def _is_same_constant(new: Tensor, old: Tensor) -> bool:
-    """Compare the values of real tensors, unseen by the recorder."""
+    """Return whether two real tensors have the same values, without the recorder's noticing."""
     if isinstance(old, FakeTensor):
         return False
     with DisableTorchFunction(), for_real():

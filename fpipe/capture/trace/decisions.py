@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that a module leaves in attributes after it has branched on data.
+"""Track numbers that a module stores in attributes after branching on data.
 
-Problem. A module in `unsplittable` runs as is, and on fake tensors it takes one path of many. If it sets an attribute
-to a number, whoever reads it elsewhere would get the number of that path in every step.
+Problem. On fake tensors, a module in `unsplittable` takes one branch of many. If it stores a number in an attribute,
+code that reads it elsewhere would get this branch's number in every step.
 
-Idea. Note such assignments and reads. The innermost call that contains both is never opened: it runs as is too, and its
-Python hands over the number that the step's data led to.
+Idea. Notice such assignments and reads, and seal the innermost call that contains both. It then runs as a whole, too,
+and its Python code reads the number that the step's data led to.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ class Decision(NamedTuple):
 
 
 class Decisions:
-    """The attributes that hold such numbers. Reads are noticed, by a patch that `exits` removes, once there are any."""
+    """The attributes that hold such numbers. The first one installs a patch to notice reads, which `exits` removes."""
 
     def __init__(self, stack: CallStack, exits: ExitStack) -> None:
         self.stack, self.exits = stack, exits
         self.made: dict[tuple[int, str], Decision] = {}
 
     def note_assignment(self, module: nn.Module, name: str, value: object) -> None:
-        """Note an assignment to an attribute of a module."""
+        """Track an attribute of a module if data decided what was assigned to it."""
         branching = self.stack.is_opaque and self.stack.outermost_branching.branching
         if not branching or not isinstance(value, PLAIN):
             self.made.pop((id(module), name), None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a call from being made as a whole, from outside of the code around it.
+"""Find what keeps a call from running as a whole, without the code around it.
 
-A whole call gets its arguments and the state put in place, and hands on what it returns, assigns to attributes, or
-returns from modules inside. It must not need or make anything else.
+A whole call gets its arguments, and the parameters and buffers put into its modules. It delivers what it returns, what
+it assigns to attributes, and what modules inside it return. It must neither need nor deliver anything else.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fpipe.ir.tape import Frame, Tape
 
 
 class Obstacles:
-    """Finds what keeps calls of a tape from being made as a whole; `sources` are the values that no unit makes."""
+    """Finds what keeps calls of a tape from running as a whole; `sources` are the values that no unit makes."""
 
     def __init__(self, tape: Tape, usage: Usage, sources: Collection[Value], checkpoints: BufferCheckpoints) -> None:
         self.tape, self.usage, self.sources, self.checkpoints = tape, usage, sources, checkpoints
 
     def find(self, frame: Frame) -> str | None:
-        """Return why a call cannot be made as a whole, as the end of a sentence, or `None` if it can."""
+        """Return why a call cannot run as a whole, as the end of a sentence; `None` if it can."""
         return self._hidden_input(frame) or self._hidden_output(frame) or self._checkpoint_inside(frame)
 
     def _hidden_input(self, frame: Frame) -> str | None:
@@ -42,7 +42,7 @@ class Obstacles:
         return f"makes a tensor that is used outside, but not returned ({self._describe(lost[0])})" if lost else None
 
     def _checkpoint_inside(self, frame: Frame) -> str | None:
-        """Return why checkpointed functions inside cannot run as their author wrote them."""
+        """Return why checkpointed functions inside cannot run as their author wrote them; `None` if they can."""
         if not frame.checkpoint and any(map(self._has_random_checkpoint, frame.inner)):
             return "draws random numbers in a checkpointed function"
         if self._takes_fast_path(frame) and self.tape.draws_between(frame.first_tick, frame.last_tick):
@@ -55,7 +55,7 @@ class Obstacles:
         return None
 
     def _takes_fast_path(self, frame: Frame) -> bool:
-        """Return whether attention takes its fast path inside, which it does not while random numbers are keyed."""
+        """Return whether attention inside takes its fast path, which it would not while random numbers are keyed."""
         return any(frame.first_tick <= tick < frame.last_tick for tick in self.tape.fused)
 
     def _has_random_checkpoint(self, frame: Frame) -> bool:
@@ -79,7 +79,7 @@ def require_open(frame: Frame, obstacle: str | None) -> None:
 
 
 def cut_error(frame: Frame, content: str, obstacle: str) -> CutError:
-    """Return the error for a call that cannot be opened because of its `content`, nor made as a whole."""
+    """Return the error for a call that can neither be opened, because of its `content`, nor run as a whole."""
     return CutError(
         f"module {frame.path or '(root)'}: got {content}, expected a call that can run as a whole, but this one "
         f"{obstacle}. Move the cut out of the module, pass what it uses as arguments, and return what others use."

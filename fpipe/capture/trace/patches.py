@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bring to a recorder what a `TorchFunctionMode` cannot see.
+"""Report to a recorder what a `TorchFunctionMode` cannot see.
 
 That is: calls of modules, custom autograd functions, checkpointed functions, function transforms, assignments to
 attributes, and contexts that change how calls inside them run: autocast, saved-tensor hooks, the choice of attention
 kernels. Each is patched at its one place in torch for the duration of the recording.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ TRANSFORMS = (
     *(Place(torch.func, name) for name in ("vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize")),
 )
 SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
-"""Where forwards find the function that seeds the generators."""
+"""The places where forwards find the function that seeds the generators."""
 UNSEEN = (CheckpointNode, SAVED_INPUTS)
-"""Autograd functions that checkpointing calls itself."""
+"""Autograd functions that checkpointing itself applies; they are not recorded."""
 
 
 @contextmanager
 def watch_torch(recorder: Recorder, model: nn.Module, whole: Collection[str]) -> Iterator[None]:
-    """Bring everything that happens inside to `recorder`; seal the modules of `model` named in `whole`."""
+    """Report everything that happens inside to `recorder`; seal the modules of `model` named in `whole`."""
     patched = TorchFunctions.now()
     with ExitStack() as stack:
         watching = Replacements(recorder, model, whole, patched, Decisions(recorder.stack, stack))
@@ -99,7 +101,7 @@ class TorchFunctions(NamedTuple):
 class Replacements:
     """Replacements for torch's functions that do the same and notify the recorder.
 
-    Code that kept a bound method may call one after the recording too; `active` is off by then.
+    User code may keep one and call it after the recording; `active` is false by then.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Replacements:
 
     @property
     def is_idle(self) -> bool:
-        """True if the recorder need not see what happens now."""
+        """True if the recorder need not see what happens now: inside a torch call, or after the recording."""
         return self.recorder.is_in_torch_call or not self.active
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
@@ -178,7 +180,7 @@ class Replacements:
         return function(*args, **kwargs) if unseen else self.recorder.call(function, args, kwargs)
 
     def _record_calls(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, and is recorded as one torch call."""
+        """Return a function that does the same, and is recorded as a single torch call."""
 
         def record(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if self.is_idle else self.recorder.call(function, args, kwargs)
@@ -209,7 +211,7 @@ class Replacements:
             self.recorder.autocast.enter()
         entered = self.torch.enter_autocast(context)
         if self.active:
-            torch.set_autocast_cache_enabled(False)  # so that every use is seen to cast; exit restores it
+            torch.set_autocast_cache_enabled(False)  # so that each use shows its own cast; exit restores it
         return entered
 
     def _exit_autocast(self, context: Any, *error: Any) -> Any:
@@ -218,7 +220,7 @@ class Replacements:
         return self.torch.exit_autocast(context, *error)
 
     def note_nesting(self) -> None:
-        """Note that the module nests real tensors, and takes another path on fake ones."""
+        """Seal the running module: it makes nested tensors of real inputs, but not of fake ones."""
         self.stack.seal("an encoder with a padding mask, which nests tensors")
 
     def _refuse_seeding(self, *_: object) -> None:
@@ -229,6 +231,6 @@ class Replacements:
 
 
 def _backward_hook(module: nn.Module) -> str:
-    """Name a hook that torch attaches to the autograd graph around a module's call; empty if it has none."""
+    """Describe a hook that torch attaches to the autograd graph around a module's call; empty if it has none."""
     hooks: list[Any] = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return f"the backward hook {getattr(hooks[0], '__qualname__', repr(hooks[0]))}" if hooks else ""

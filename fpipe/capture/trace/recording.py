@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished recording delivers: the tape, and the facts that a capture reports.
+"""Turn a finished recording into a tape, and into the facts that a capture reports.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations

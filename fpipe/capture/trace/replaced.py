@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about tensors that a capture replaces.
+"""Refuse questions about tensors that a step would answer differently than one device.
 
-In a step, the tensors in a module are the step's: parameters, but not the ones that an optimizer holds. They are
-instances of `nn.Parameter` and leaves, and what a stage receives is neither; but `.grad` cannot be answered, because on
-one device it holds the sum of earlier microbatches. And on fake tensors, calls raise that would not on real ones: a
-forward that catches the error takes another path in the capture than in a step.
+In a step, modules hold the step's parameters instead of those that an optimizer holds. They are leaves and instances of
+`nn.Parameter`, and values received from other stages are neither, as on one device. But their `.grad` differs: on one
+device, it holds the sum over earlier microbatches. Also, some calls raise on fake tensors that would not on real ones:
+a forward that catches the error takes another branch in the capture than in a step.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from fpipe.torch_private import FAKE_ERRORS, TENSOR_METHODS, FakeTensor
 
 GRAD: Any = TENSOR_METHODS["grad"]
 UNANSWERABLE: Mapping[Any, str] = MappingProxyType({GRAD.__get__: "is asked for", GRAD.__set__: "is assigned to"})
-"""What torch calls when a tensor's `.grad` is used."""
+"""The functions that torch calls when a tensor's `.grad` is used."""
 ASKING: tuple[Any, ...] = tuple(TENSOR_METHODS[name].__get__ for name in ("grad_fn", "is_leaf"))
-"""What torch calls when a tensor is asked whether it was computed."""
+"""The functions that torch calls when a tensor is asked whether it was computed."""
 ELSEWHERE = (Tensor.numpy, Tensor.__array__)
-"""Calls that fake tensors refuse with various errors."""
+"""Functions that raise various errors on fake tensors."""
 GATHERING = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
-"""Calls that copy the values of tensors in lists, where no operator shows it."""
+"""Functions that copy the values of tensors in lists without calling an operator."""
 
 
 def require_answerable(function: Any, args: Sequence[Any], name: Callable[[Any], str], here: Callable[[], str]) -> None:
     """Raise `CaptureError` for a tensor's address, values gathered from a list, or a parameter's gradient.
 
-    `name` maps a tensor to its parameter's name; `here` returns where the forward is. torch's own modules may ask, in
+    `name` maps a tensor to its parameter's name; `here` returns the running module. torch's own modules may ask, in
     `nn.Module.to` say, because they only move the tensor.
     """
     if function is Tensor.data_ptr and not _is_called_by_torch():
@@ -76,7 +78,7 @@ def _is_called_by_torch() -> bool:
 
 
 def find_fake_error(function: Any, error: Exception, here: Callable[[], str]) -> PipelineError | None:
-    """Return the error to raise if the forward catches one that a torch call raised because tensors are fake."""
+    """Return the error to raise for one that a torch call raised only because tensors are fake; `None` for others."""
     if isinstance(error, PipelineError):
         return error
     if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == FAKE_ERRORS):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that parameters and buffers stay in place while a model runs.
 
-A step puts tensors where the modules keep theirs, and takes them out again. A forward that replaces one unseen, or
-assigns to its `.data`, would lose what it put there, from the second step on.
+A step puts tensors where modules keep their own, and takes them out again. If a forward replaces one unnoticed, or
+assigns to its `.data`, the new value would be lost after the step.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fpipe.tensors.effects import memory
 
 
 def require_in_place(recorder: Recorder, value: Value, seats: Sequence[tuple[dict[str, Any], str]]) -> None:
-    """Raise `CaptureError` unless all seats of a parameter or buffer hold it, or what the run assigned there."""
+    """Raise `CaptureError` unless all seats of a parameter or buffer hold it, or the buffer that the run assigned."""
     values = recorder.values
     source, tensor = values.sources[value], values.tensors[recorder.reassignments.current_values.get(value, value)]
     if (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that a model does the same when it runs again.
 
-The first run may do more: it may fill caches from constants. Whatever depends on parameters, buffers, the batch or
-random numbers must be the same in both.
+The first run may do more: it may fill caches from constants. Calls that depend on parameters, buffers, the batch or
+random numbers must be the same in both runs.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NO_CALL = VaryingCall("", "", ())
 
 
 def require_same_run(first: Recorder, second: Recorder) -> None:
-    """Raise `CaptureError` unless the second run did the same as the first, or less.
+    """Raise `CaptureError` unless the second run did the same as the first.
 
-    It may do less because constants may have been cached.
+    It may lack calls on constants, whose results the first run may have cached.
     """
     created = _creations(second) - _creations(first)
     assigned = first.reassignments.next_values.keys() != second.reassignments.next_values.keys()
@@ -49,14 +49,14 @@ def require_same_run(first: Recorder, second: Recorder) -> None:
 
 
 def _creations(recorder: Recorder) -> Counter[tuple[str, str]]:
-    """Return how often each call, by module path and description, makes tensors from numbers alone."""
+    """Count the calls that make tensors from numbers alone, by module path and description."""
     facts = recorder.history.facts
     units = [unit for unit in facts if unit.makes and not unit.reads and facts[unit].draw is None]
     return Counter((unit.path, unit.does) for unit in units)
 
 
 def _varying_calls(recorder: Recorder) -> list[VaryingCall]:
-    """Return the live torch calls, without those on constants alone."""
+    """Return the live torch calls, except those that compute with constants alone."""
     history, sources = recorder.history, recorder.values.sources
     constant = set(history.constants().units)
     live = live_units(history, {value for frame in recorder.stack.roots for value in frame.returned.values()})
@@ -66,7 +66,7 @@ def _varying_calls(recorder: Recorder) -> list[VaryingCall]:
 
 
 def _is_same_call(first: VaryingCall, second: VaryingCall) -> bool:
-    """Compare two torch calls; a module created during the first run has no path there yet."""
+    """Return whether two torch calls match; a module created in the first run has no path of its own there yet."""
     is_inside = f"{second.path}.".startswith(f"{first.path}." if first.path else "")
     return (first.does, first.state) == (second.does, second.state) and is_inside
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the function of a segment of a tape: whole module calls where possible, torch call by torch call elsewhere.
 
-A call that lies wholly inside a segment is made as its author wrote it, unless there is an obstacle, or it would do
-something else without the Python state that other segments' calls leave. Such a call is opened: its contents run
+A call that falls entirely within a segment runs as its author wrote it, unless there is an obstacle, or it would do
+something else without the Python state that calls of other segments leave. Such a call is opened: its contents run
 instead.
 
-Runs when a pipeline is built. What its functions do in every step is in `fpipe.runtime.segments`.
+Runs when a plan is made; the functions that it builds run in every step (`fpipe.runtime.segments`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SegmentItem: TypeAlias = Frame | Unit | tuple[Modes, Operation]
 class SegmentBuilder:
     """Builds the functions of segments.
 
-    - `results`: the values that leave the model. `written`: the containers that a run of it changes.
-    - `rehearsal`: finds out what calls do without those of other segments. `rehearsals`: what it found, by the first
-      and last position of a segment.
+    - `results`: the values that leave the model. `written`: the containers that a run of the model changes.
+    - `rehearsal`: makes calls again without those of other segments. `rehearsals`: the outcomes, by the start and stop
+      of a segment.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SegmentBuilder:
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
     ) -> Function:
-        """Return a segment of the tape as a function; see `fpipe.ir.captured.Fuse`."""
+        """Return the function of a segment of the tape; see `fpipe.ir.captured.Fuse`."""
         if not units:
             return Function(compose([], inputs, outputs))
         start, stop = self.position[units[0]], self.position[units[-1]] + 1
@@ -75,7 +75,7 @@ class SegmentBuilder:
         return seat_inputs(run, seats, written, self._may_rerun(start, stop))
 
     def _may_rerun(self, start: int, stop: int) -> bool:
-        """Return whether a backward may rerun something from unit `start` to `stop`, in some branch."""
+        """Return whether a backward may rerun something between units `start` and `stop`, in any branch."""
         branching = any(frame.start < stop and start < frame.stop for frame in self.tape.streams)
         return branching or any(start <= position < stop for position in self.tape.hooked)
 
@@ -99,7 +99,7 @@ class SegmentBuilder:
     def _pieces(
         self, frames: Sequence[Frame], start: int, stop: int, differing: Mapping[Frame, str]
     ) -> Iterator[SegmentItem]:
-        """Yield the frames that are called as a whole, the contents of the others, and the units between them."""
+        """Yield the frames to call as a whole, the contents of the others, and the units between them, in order."""
         at = start
         for frame in frames:
             first, last = max(frame.start, start), min(frame.stop, stop)
@@ -131,7 +131,7 @@ class SegmentBuilder:
     # ------------------------------------------------------------------------------------------------------- rehearsals
 
     def rehearse(self, segments: Sequence[tuple[int, int]]) -> list[Rehearsed]:
-        """Return, for each segment, which calls must not be made as a whole, and what state the others change."""
+        """Return, for each segment, which calls must not run as a whole, and what state the others change; cached."""
         new = [segment for segment in segments if segment not in self.rehearsals]
         if new:
             with self.rehearsal() as rehearse:
@@ -139,12 +139,12 @@ class SegmentBuilder:
         return [self.rehearsals[segment] for segment in segments]
 
     def differing_frames(self, positions: Sequence[int]) -> frozenset[Frame]:
-        """Return the calls that could be made as a whole, but are not if the tape is cut before these units."""
+        """Return the calls that could run as a whole, but differ if the tape is cut before these units."""
         segments = [*pairwise((0, *positions, len(self.tape.units)))]
         return frozenset(frame for rehearsed in self.rehearse(segments) for frame in rehearsed.differing)
 
     def _open_differing(self, start: int, stop: int, rehearse: Rehearse) -> Rehearsed:
-        """Open calls that differ until none does; an opened call no longer changes state that others may use."""
+        """Open calls that differ until none does: an opened call no longer changes state that others use."""
         differing: dict[Frame, str] = {}
         while True:
             pieces = [*self._pieces(self.tape.frames, start, stop, differing)]

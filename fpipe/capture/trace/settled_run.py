@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a fake model until it does nothing new, and record the last run.
+"""Run a fake model twice, until its Python state has settled, and keep the second recording.
 
-Microbatches must not depend on each other, so the model runs twice: the second run may read only constants of what the
-first run left behind, and must do the same work. The second run is the one recorded: by then, whatever models do only
-on their first call (install hooks, fill caches) has happened, and stays in the skeleton.
+Microbatches must not depend on each other. So of what the first run left behind, the second may read only constants,
+and it must do the same work. By then, whatever models do only on their first call (install hooks, fill caches) has
+happened, and stays in the skeleton.
 
-Runs when a pipeline is built.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SettledRun(NamedTuple):
 class Settling:
     """Runs a fake model to a fixed point.
 
-    - `left`: what a failed run left behind elsewhere, to be watched.
-    - `caches`: the caches of functions; `filled`: those that runs have filled.
+    - `left`: containers elsewhere in which a failed run left fake tensors; the next run restores them.
+    - `caches`: function caches, such as `functools.lru_cache`. `filled`: those that runs have filled.
     """
 
     def __init__(self, model: FakeModel) -> None:
@@ -59,7 +59,7 @@ class Settling:
         self.filled: dict[int, ContainerState] = {}
 
     def run(self) -> SettledRun:
-        """Run the model; if it fails and leaves something behind, watch that and run it again."""
+        """Return the settled run; if a run fails and has left fake tensors elsewhere, remove them and try once more."""
         try:
             return copy_context().run(self._run_twice)  # discards changes to context variables
         except CaptureError as error:
@@ -100,9 +100,9 @@ class Settling:
         return SettledRun(second, loss, outputs, written, tuple(settled.containers.values()), changed)
 
     def _keep_constant_buffers(self, recorder: Recorder) -> None:
-        """Leave in place caches that a run computed from constants alone and stored in buffers.
+        """Keep the caches that a run computed from constants alone and assigned to buffers.
 
-        They are the same for every run.
+        Every run would compute the same.
         """
         constants = recorder.history.constants().values
         for one in recorder.reassignments.caches:
@@ -112,7 +112,7 @@ class Settling:
                 self.model.remove_seat((one.table, one.name))
 
     def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
-        """Return the loss and outputs of one run, and restore the buffers that it assigned.
+        """Run the model once, restore the buffers that it reassigned, and return its loss and outputs.
 
         Raise `CaptureError` if it draws from generators other than torch's.
         """
@@ -128,14 +128,14 @@ class Settling:
         return result
 
     def empty_caches(self) -> None:
-        """Empty the caches of functions that contain what a run has made."""
+        """Clear the function caches that a run has filled."""
         for one in self.caches:
             if one.has_changed:
                 self.filled[id(one.container)] = one
                 one.restore()
 
     def _find_drawing(self) -> Drawing | None:
-        """Run once more to find out who draws."""
+        """Run once more to find the module that draws."""
         generators = Generators()
         with suppress(PipelineError):
             self.model.run(self.model.recorder(generators=generators))

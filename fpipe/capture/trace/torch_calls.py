@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch calls of a run, counted by *ticks*: every call has one, in the order in which they begin.
+"""The torch calls of a run, numbered by *ticks* in the order in which they begin.
 
-Calls inside another torch call, and calls that leave no unit, are counted too. Also: the autocast contexts that a run
-is in, and the questions that it asks.
+Calls inside another torch call, and calls that leave no unit, have ticks, too. Also here: the autocast regions of a
+run, and the questions that it asks.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class TorchCalls:
     """The torch calls of a run.
 
     - `tick`: the number of calls so far. `by_function`: the ticks of each function's calls.
-    - `running`: the call that is running and is not inside another; `None` between calls.
-    - `results`: by tick, what calls not inside another have returned.
+    - `running`: the outermost running call; `None` between calls.
+    - `results`: the results of outermost calls, by tick.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class TorchCalls:
 
 
 class AutocastRegions:
-    """The outermost autocast contexts of a run, numbered from 1, because autocast caches casts until they exit."""
+    """The outermost autocast contexts of a run, numbered from 1: autocast caches casts until such a context exits."""
 
     def __init__(self) -> None:
         self.depth = self.count = 0
@@ -72,14 +74,14 @@ class AutocastRegions:
 
 
 class Questions:
-    """The questions that a run asks about the batch: `ask` answers them, `replies` are those given so far."""
+    """The questions that a run asks about the batch: `ask` answers them, `replies` are the answers so far."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
         self.replies: list[Reply] = []
 
     def note_reply(self, tick: int, function: Any, answer: Answer) -> None:
-        """Note that the torch call at `tick` got an answer."""
+        """Record the answer that the torch call at `tick` got."""
         self.replies.append(Reply(tick, function, answer))
 
     def has_reply(self, tick: int) -> bool:
