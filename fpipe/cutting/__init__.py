@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to cut: how users refer to a model's modules, and the positions among its units that they mean."""
+"""Cut a model into stages: choose the positions where stages begin, and route values between the stages."""

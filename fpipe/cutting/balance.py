@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contiguous stages of nearly equal size, where only some cuts and some stages are allowed. Runs at build time.
+"""Balance contiguous stages: make their sizes nearly equal where only some cuts and some stages are allowed.
 
 This is the chain partition problem with forbidden stages. With `n` places it is solved exactly in O(stages n^2) by
 dynamic programming. First, minimize the largest stage. Many choices may attain that minimum, for example next to one
-huge embedding. So then, among those that exceed it by no more than a given slack, minimize the number of values that
-cross cuts, and last the sum of squares.
+huge embedding. So among those that exceed it by no more than a given slack, minimize the number of values that cross
+cuts, then the sum of squared sizes.
 
-Forbidden stages are discovered by asking (`Refusal`): choose, ask, exclude what was refused, choose again.
+Forbidden stages are discovered on the way: make a choice; if it is refused, exclude the stages that the `Refusal`
+forbids, and choose again.
+
+Runs when a pipeline is built, unless the user names the cuts.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Forbidden(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why positions are refused, and the stages that are forbidden, including at least one of those refused."""
+    """The reason why positions are refused, and the stages it forbids, including at least one of those refused."""
 
     reason: str
     stages: tuple[Forbidden, ...]
@@ -45,8 +48,8 @@ def balance(
 ) -> Positions | Refusal:
     """Choose `stages - 1` of `places`, ascending positions, so that the stages are as even as possible.
 
-    `sizes` are those of the units; `crossing` is, by position, how many values cross a cut there. The largest
-    stage has at most `slack` times the least size possible. If nothing can be chosen, return the last refusal.
+    `sizes` are those of the units; `crossing` is, by position, the number of values that cross a cut there. The largest
+    stage has at most `slack` times the least size possible. If no choice is allowed, return the last refusal.
 
     >>> balance([1, 2, 3, 4, 5], [90, 10, 10, 10, 10, 10], 3, lambda positions: None, [1, 1, 1, 1, 1, 1])
     (1, 3)
@@ -75,7 +78,7 @@ def _search(
     refusal: Callable[[Positions], Refusal | None],
     weights: Callable[[Tensor], Tensor],
 ) -> Positions | Refusal:
-    """Return the positions with the least sum of weights that are not refused; exclude forbidden stages from `cost`."""
+    """Return the allowed positions with the least sum of weights; set the `cost` of forbidden stages to infinity."""
     last = Refusal("", ())
     while True:
         total, chosen = _best(weights(cost), stages, torch.add)

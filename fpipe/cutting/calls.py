@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of modules in a captured model, and how users refer to them: by name, class, pattern, or index.
 
-The front end supplies the calls; if it does not, the paths of units do. A position is that of a unit before which a
-stage may begin. The calls that begin or end there (`Mark`) identify it too, and so find it again in another capture of
-the same model: in eval mode, say, where dropout runs nothing.
+The front end supplies the calls; if it does not, they are derived from the paths of units. A position is the index of a
+unit before which a stage may begin. The calls that begin or end there (`Mark`) identify it too, so it can be found in
+another capture of the same model: in eval mode, say, where dropout runs nothing.
 
-Patterns are matched name by name between dots, as file names are: in "blocks.*" the star stands for one name, so it
-matches "blocks.3" and not "blocks.3.norm".
+A pattern matches like a file name, one dotted component at a time: the star in "blocks.*" matches one component, so the
+pattern matches "blocks.3" and not "blocks.3.norm".
+
+Runs when a plan is made, and when a pipeline is printed.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Calls:
     - `idle`: the calls that run none; a stage may begin there too, on request.
     - `sealed`: the calls inside which no stage may begin, including calls of functions that are not modules.
     - `known`: the class of every module, by all its names; `first`: the first of its names.
-    - `parts`: for a sequence, the call of each part; a part that appeared before is called once more.
+    - `parts`: for a sequence, the name of each part's call; a part that appears twice is called twice.
     """
 
     listed: tuple[Call, ...]
@@ -197,7 +199,7 @@ class Calls:
         return None
 
     def ordinals(self) -> Iterator[tuple[Call, int]]:
-        """Yield every call, and how many of the same module came before it."""
+        """Yield every call, and its ordinal among the calls of the same module."""
         count: Counter[str] = Counter()
         for call in self.listed:
             yield call, count[call.path]
@@ -228,7 +230,7 @@ def _sequence_parts(model: nn.Module, first: Mapping[str, str]) -> Mapping[str, 
 
 
 def _of_modules(calls: Iterable[Call]) -> Iterator[Call]:
-    """Yield calls that run something and are not inside one of the same path, as a function a module calls is."""
+    """Yield calls that run something; skip those inside a call of the same path, such as checkpointed functions."""
     around: dict[str, Call] = {}
     for call in calls:
         if call.start < call.stop and (call.path not in around or call.start >= around[call.path].stop):

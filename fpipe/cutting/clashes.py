@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages forbidden because one modifies in place what another uses. Runs at build time.
+"""Find stages that are forbidden because one modifies in place what another uses.
 
-`route` refuses such cuts one at a time. The reason is where a value is made, modified, and used. So one refusal forbids
-many stages, by where they begin and where they stop.
+`route` refuses such cuts one at a time. But the reason is where a value is made, modified and used, which forbids many
+stages at once: all those that begin in one range of positions and stop in another.
+
+Runs when a pipeline is built, unless the user names the cuts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fpipe.ir.observation import observe
 
 
 def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
-    """Return a function that returns why positions are refused, or `None` if they are not."""
+    """Return a function that returns why `route` refuses positions; `None` if it does not."""
     observed = observe(captured)
     results = (*(() if captured.loss is None else (captured.loss,)), *captured.outputs)
 
@@ -35,7 +37,7 @@ def refusals(captured: Captured) -> Callable[[Positions], Refusal | None]:
 def _forbidden_stages(
     captured: Captured, observed: Observed, results: tuple[Value, ...], value: Value, start: int, stop: int
 ) -> Iterator[Forbidden]:
-    """Yield the stages refused because of `value`: the one from `start` to `stop`, then all like it."""
+    """Yield the stages forbidden because of `value`: the refused one from `start` to `stop`, then all like it."""
     units, source = captured.units, captured.sources.get(value)
     if value in captured.reassigned.values():
         yield from _apart(captured, observed, value, start, stop)
@@ -57,7 +59,7 @@ def _forbidden_stages(
 
 
 def _apart(captured: Captured, observed: Observed, new: Value, start: int, stop: int) -> Iterator[Forbidden]:
-    """Yield the stages that assign the value `new` to a buffer, but don't hold all uses of that buffer."""
+    """Yield the stages that assign the value `new` to a buffer, but do not contain all uses of that buffer."""
     units, memory = captured.units, observed.storage[new]
     buffers = {buffer for buffer, value in captured.reassigned.items() if value == new}
     at = next(k for k, unit in enumerate(units) if new in unit.makes)

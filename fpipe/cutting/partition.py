@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where to cut: from the user's arguments to positions in the sequence of units. Runs at build time.
+"""Choose where to cut: turn the user's arguments into positions in the sequence of units.
 
 A partition is a tuple of ascending positions: stage `s + 1` begins at unit `partition[s]`. The user says where each
-stage begins (`Explicit`), or leaves the choice to fpipe (`Evenly`): then stages get numbers of parameters as equal as
+stage begins (`Explicit`), or leaves the choice to fpipe (`Evenly`): then the stages' parameter counts are as even as
 the allowed places permit. No stage may begin inside a call that is sealed or unsplittable.
+
+Runs when a pipeline is built; `translate_cuts` runs when the model is captured for another kind of microbatch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Explicit(NamedTuple):
 
 
 class Evenly(NamedTuple):
-    """Cuts as even as possible; if `among` is not empty, stages begin at calls that one of these selects."""
+    """Cuts as even as possible; if `among` is not empty, only at the beginnings of calls that it selects."""
 
     stages: int
     among: tuple[Selector, ...]
@@ -77,7 +79,7 @@ class Barrier(NamedTuple):
 def parse_cuts(
     cuts: CutsArgument, stages: int | None, unsplittable: Selector | Iterable[Selector], schedule: Schedule
 ) -> Cuts:
-    """Interpret the user's arguments; raise `CutError` if they do not make the schedule's stages."""
+    """Parse the user's arguments; raise `CutError` if they are invalid or do not match the schedule's stage count."""
     where: Explicit | Evenly
     items, whole = _items(cuts), _items(unsplittable)
     if cuts is None or (items and all(map(is_pattern, items))):
@@ -106,7 +108,7 @@ def parse_cuts(
 
 
 def _items(argument: Any) -> tuple[Any, ...]:
-    """Return one item, several, or none, as a tuple."""
+    """Return one item, an iterable of items, or `None`, as a tuple of items."""
     if argument is None:
         return ()
     several = isinstance(argument, Iterable) and not isinstance(argument, str | type)
@@ -147,10 +149,10 @@ def cut_evenly(
 ) -> Positions:
     """Return cuts for which the largest stage has as few parameters as possible.
 
-    Cuts are made where calls of modules begin or end, or only where the calls that `where` selects begin; never inside
-    `barriers`, nor where `refusing` refuses. If nothing was selected, the largest stage may be a tenth larger, and
-    among the remaining choices, take those whose cuts the fewest values cross, then those with the least sum of
-    squares. Raise `CutError` if there are too few places.
+    Cut where calls of modules begin or end, or only where the calls that `where` selects begin; never inside
+    `barriers`, nor where `refusing` refuses. If nothing is selected, let the largest stage be up to a tenth larger, and
+    among these choices minimize the number of values that cross cuts, then the sum of squared sizes. Raise `CutError`
+    if there are too few places.
     """
     if where.stages == 1:
         return ()
@@ -168,7 +170,7 @@ def cut_evenly(
 
 
 def translate_cuts(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:
-    """Return the positions of one capture in another capture of the same model, whose calls are `calls`.
+    """Translate `positions` in a capture with calls `known` to another capture of the same model, with calls `calls`.
 
     Raise `CutError`, naming the other capture `what`, if a stage has no operations there, or its beginning is not
     found.

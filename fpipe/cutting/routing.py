@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values each stage reads, makes, gets, and gives, once the units are cut into stages. Runs at build time.
+"""Route values between stages: find what each stage reads, makes, receives and sends once the units are cut.
 
-The rules are those of one device, stage by stage:
+The routes preserve what one device computes:
 
-- A stage reads its part of the batch directly. A buffer lives where it is used.
-- A value travels along the chain of its users in stage order, from user to user, and its cotangent back along it.
-  Each user adds its own contribution to what comes back, in the same order as one device adds them.
-- A parameter is owned by its first user. Later users hold copies, so nothing travels forward, but for its gradient they
-  treat it as a value: the cotangent goes back along the chain. Not so if its gradients are to be summed
-  (`fpipe.stages.ties`): then each of its users computes a gradient, as an owner does.
+- A stage reads its part of the batch directly. A buffer lives on the stage that uses it.
+- A value is passed from user to user in stage order, and its cotangent back along the same chain. Each user adds its
+  own contribution to the cotangent, in the order in which one device adds them.
+- A parameter is owned by its first user. Later users hold copies, so nothing is sent forward; its cotangent goes back
+  along the chain of users, like that of a value. If its gradients are summed instead (`fpipe.stages.ties`), each user
+  computes its own gradient, as an owner does.
 
 An in-place write must not change what another stage sees; if it would, the cut is refused.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Routes = Mapping[int, tuple[Value, ...]]
 
 
 class ClashError(CutError):
-    """A stage modifies memory in place that other stages use, too. `value` is in that memory. Other cuts may work."""
+    """Raised if a stage modifies memory in place that other stages use, too. `value` is in it. Other cuts may work."""
 
     def __init__(self, message: str, stage: int, value: Value) -> None:
         super().__init__(f"stage {stage}: {message}")
@@ -39,12 +41,12 @@ class Section:
     """The units of one stage, and its values. Routes are keyed by the stage at the other end, in stage order.
 
     - `parameters`, `buffers`, `constants`, `batch`: the sources that it reads.
-    - `gets`, `gives`: what travels forward, from earlier and to later stages.
-    - `results`: what leaves the pipeline here (the loss, outputs).
-    - `earlier`, `later`: the parameters that it shares with the previous and the next user, for their cotangents.
-    - `shares`: the parameters that other stages hold too, and whose gradient, or part of it, it computes.
-    - `modified`: what it modifies in place, and must therefore copy first.
-    - `reassigned`: buffers that it reassigns, and the values that they have afterwards.
+    - `gets`, `gives`: the values received from earlier stages and sent to later ones.
+    - `results`: the values that leave the pipeline here (the loss, outputs).
+    - `earlier`, `later`: the parameters whose cotangents it sends to their previous user, or receives from their next.
+    - `shares`: the parameters whose gradient, or part of it, it computes, and which other stages hold, too.
+    - `modified`: the inputs that it modifies in place, and must therefore copy first.
+    - `reassigned`: the buffers that it reassigns, and their new values.
     """
 
     units: tuple[Unit, ...]
@@ -69,12 +71,12 @@ class Section:
 
     @property
     def leaving(self) -> tuple[Value, ...]:
-        """All values that leave the stage forward, in order: results, then what each later stage is given."""
+        """All values that leave the stage in its forward, in order: results, then those sent to each later stage."""
         return (*self.results, *[value for values in self.gives.values() for value in values])
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """The values that the stage's function returns: all that it makes and that leave or become buffers, once."""
+        """The values that the stage's function returns, each once: those it makes that leave or become buffers."""
         inputs, needed = self.inputs, dict.fromkeys((*self.leaving, *self.reassigned.values()))
         return tuple(value for value in needed if value not in inputs)
 
@@ -88,7 +90,8 @@ def route(
 ) -> tuple[Section, ...]:
     """Cut the units at `partition`, and route every value; `results` leave from the last stage.
 
-    `summed` are the parameters whose gradients are summed over stages.
+    `summed` are the parameters whose gradients are summed over stages. Raise `ClashError` if an in-place write would
+    change what another stage sees.
     """
     bounds = list(pairwise([0, *partition, len(captured.units)]))
     stages = [captured.units[start:end] for start, end in bounds]
@@ -142,9 +145,9 @@ def _reassignments(
     homes: Mapping[Value, int],
     users: dict[Value, list[int]],
 ) -> Mapping[Value, Value]:
-    """Return the reassigned buffers and their new values; the stage that reassigns a buffer counts as its user.
+    """Return the reassigned buffers and their new values; make the stage that reassigns a buffer its only user.
 
-    Raises `ClashError` if another stage uses the buffer, which it would have to be sent, or modifies the new value.
+    Raise `ClashError` if another stage uses the buffer, or modifies the new value in place.
     """
     for buffer, new in captured.reassigned.items():
         home, memory = homes[new], observed.storage[new]
@@ -167,7 +170,7 @@ _Table = dict[int, dict[int, list[Value]]]
 def _routes(
     captured: Captured, homes: Mapping[Value, int], users: Mapping[Value, list[int]], summed: frozenset[str]
 ) -> tuple[_Table, _Table, _Table]:
-    """Return what each stage gives each other one: values; cotangents and gradients of shared parameters."""
+    """Return, by pair of stages, the values sent, the parameters whose cotangents come back, and those shared."""
     gives, later, shares = (defaultdict[int, dict[int, list[Value]]](lambda: defaultdict(list)) for _ in range(3))
     for value in sorted(users):
         source = captured.sources.get(value)
@@ -205,7 +208,7 @@ def _refuse_shared_writes(
     homes: Mapping[Value, int],
     users: Mapping[Value, list[int]],
 ) -> None:
-    """Raise `ClashError` if `stage` modifies something in place that was made outside it and is seen by others."""
+    """Raise `ClashError` if `stage` modifies in place a parameter, a constant, or a value that other stages see."""
     outside = [v for v in users if observed.storage[v] in memory and homes.get(v, -1) < stage]
     for value in outside:
         source = captured.sources.get(value)
@@ -239,8 +242,8 @@ def _refuse_shared_writes(
 def _refuse_stale_views(stage: int, units: Sequence[Unit], observed: Observed, leaving: frozenset[Value]) -> None:
     """Raise `ClashError` if a view leaves `stage` after its base was modified in place.
 
-    Autograd regenerates such a view's graph at its next use. That would be in another stage, and change the order of
-    sums.
+    Autograd regenerates such a view's graph at its next use. That would be in another stage, and gradients would be
+    summed in another order.
     """
     views: set[Value] = set()
     for unit in units:
