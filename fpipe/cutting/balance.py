@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balance contiguous stages: make their sizes nearly equal where only some cuts and some stages are allowed.
+"""Choose contiguous stages of nearly equal size when only some cuts and some stages are allowed.
 
 This is the chain partition problem with forbidden stages. With `n` places it is solved exactly in O(stages n^2) by
 dynamic programming. First, minimize the largest stage. Many choices may attain that minimum, for example next to one

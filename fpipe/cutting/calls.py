@@ -77,7 +77,7 @@ def selects(selector: Selector, name: str, kind: type) -> bool:
 class Calls:
     """The calls of modules that run at least one operation, each before those inside it.
 
-    - `idle`: the calls that run none; a stage may begin there too, on request.
+    - `idle`: the calls that run none; a stage may begin at one too, if the user names it.
     - `sealed`: the calls inside which no stage may begin, including calls of functions that are not modules.
     - `known`: the class of every module, by all its names; `first`: the first of its names.
     - `parts`: for a sequence, the name of each part's call; a part that appears twice is called twice.

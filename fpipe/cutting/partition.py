@@ -30,7 +30,7 @@ CutsArgument: TypeAlias = Item | type[nn.Module] | Iterable[Item | type[nn.Modul
 
 
 class Explicit(NamedTuple):
-    """Cuts where each of `at` begins: names of modules, or indices of the calls that the model itself makes."""
+    """Cuts at the beginning of each of `at`: names of modules, or indices of the calls that the model itself makes."""
 
     at: tuple[Item, ...]
 
@@ -43,13 +43,13 @@ class Evenly(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Where to cut, and the modules in whose calls no stage may begin."""
+    """The user's choice of cuts, and the modules in whose calls no stage may begin."""
 
     where: Explicit | Evenly
     unsplittable: tuple[Selector, ...] = ()
 
     def positions(self, captured: Captured, model: nn.Module) -> Positions:
-        """Return where the stages after the first begin; raise `CutError` with the reason if that is impossible."""
+        """Return the positions at which stages after the first begin; raise `CutError` if none are possible."""
         calls = Calls.of(captured, model)
         barriers = _barriers(calls, self.unsplittable)
         if isinstance(self.where, Explicit):
@@ -116,7 +116,7 @@ def _items(argument: Any) -> tuple[Any, ...]:
 
 
 def cut_explicitly(calls: Calls, at: Sequence[Item], barriers: Sequence[Barrier]) -> Positions:
-    """Return the positions of these names and indices.
+    """Return the positions at which these calls, by name or index, begin.
 
     Raise `CutError` for one that is unknown, repeated, out of order, or at which no stage can begin.
     """
@@ -196,7 +196,7 @@ def _barriers(calls: Calls, unsplittable: Iterable[Selector]) -> list[Barrier]:
 
 
 def _places(calls: Calls, among: Sequence[Selector]) -> list[int]:
-    """Return where stages after the first may begin, ascending."""
+    """Return the positions at which stages after the first may begin, ascending."""
     starts = {call.start for selector in among for call in calls.select("cuts", selector)}
     edges = starts if among else {edge for call in calls.listed for edge in (call.start, call.stop)}
     return sorted(edge for edge in edges if 0 < edge < len(calls.units))

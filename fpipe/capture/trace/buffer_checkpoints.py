@@ -6,8 +6,8 @@ backward reruns it. In a pipeline, forwards of later microbatches come in betwee
 forwards alone.
 
 Idea. What a normalization adds to its statistics depends only on the microbatch, so the second change can come before
-the next microbatch: right after a stage's forward, rerun these functions, last one first as in a backward, and discard
-everything they compute.
+the next microbatch: right after a stage's forward, rerun these functions, in reverse order as a backward would, and
+discard everything they compute.
 
 Runs when a plan is made; the reruns are part of a stage's forward in every step.
 """

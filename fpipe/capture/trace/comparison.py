@@ -40,7 +40,7 @@ CALLABLE = (BuiltinFunctionType, MethodDescriptorType, MethodType, MethodWrapper
 COMPARED_DATA = (*PLAIN, slice, range, type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 COMPARED = (*CALLABLE, *COMPARED_DATA)
 """Classes compared by value. Functions are compared by code and what they close over; anything else by class."""
-NESTING = 4  # how far to follow functions within functions
+NESTING = 4  # how many levels of functions within functions to compare
 
 
 class RepeatRecorder(Recorder):
@@ -60,7 +60,7 @@ class RepeatRecorder(Recorder):
         )
 
     def _answer(self, invocation: Invocation, tick: int, args: Any, kwargs: Any, error: Exception) -> Any:
-        """Return what the call was answered in the recording; if it was not, assume an answer or raise `error`."""
+        """Return the recorded answer to the call; if there is none, assume one, or raise `error`."""
         function = invocation.function
         number = len(self.torch_calls.by_function[function]) - 1 - self.earlier.get(function, 0)
         answer = self.answers.get((function, number))
@@ -192,7 +192,7 @@ def _are_same_modes(new: Modes, old: Modes) -> bool:
 
 
 def _is_same_constant(new: Tensor, old: Tensor) -> bool:
-    """Return whether two real tensors have the same values, without the recorder's noticing."""
+    """Return whether two real tensors have the same values, unseen by the recorder."""
     if isinstance(old, FakeTensor):
         return False
     with DisableTorchFunction(), for_real():

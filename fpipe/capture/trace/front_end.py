@@ -5,7 +5,7 @@ A module that falls entirely within one stage is called as is, with the step's p
 functions, checkpointing, hooks, autocast and anything else its author wrote keep working. Only the code between such
 modules is replayed one torch call at a time. If there are no cuts, the model itself is called as is.
 
-Runs when a plan is made: once per kind of batch. The segments that it builds run in every step.
+Runs when a plan is made; the segments that it builds run in every step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what keeps a call from running as a whole, without the code around it.
+"""Find what keeps a call from running as a whole.
 
 A whole call gets its arguments, and the parameters and buffers put into its modules. It delivers what it returns, what
 it assigns to attributes, and what modules inside it return. It must neither need nor deliver anything else.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report to a recorder what a `TorchFunctionMode` cannot see.
 
-That is: calls of modules, custom autograd functions, checkpointed functions, function transforms, assignments to
-attributes, and contexts that change how calls inside them run: autocast, saved-tensor hooks, the choice of attention
-kernels. Each is patched at its one place in torch for the duration of the recording.
+That is: calls of modules, custom autograd functions, scripted functions, checkpointed functions, function transforms,
+fused attention, torch's own checks of values, seeding, assignments to attributes, and contexts that change how calls
+inside them run: autocast and saved-tensor hooks. Each is patched at its one place in torch for the duration of the
+recording.
 
 Runs when a plan is made: once per kind of batch.
 """

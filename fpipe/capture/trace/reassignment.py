@@ -4,8 +4,8 @@
 Problem. A step puts buffers into their modules and takes them out again, so a tensor assigned there would be lost.
 
 Idea. After the run, compare the tensor in a buffer's place with the buffer. If shape, strides, dtype and device match,
-it is the buffer's next value, and the stage that assigns it returns it. If not, it is a rebuilt cache, for a longer
-sequence say. That is allowed if every run would rebuild the same one: from constants, and from buffers that never
+it is the buffer's next value, and the stage that assigns it returns it. If not, it is a rebuilt cache, such as one for
+a longer sequence. That is allowed if every run would rebuild the same one: from constants, and from buffers that never
 change. Anything else is refused.
 
 Invariant: each assignment is recorded as a unit, which makes an alias of the assigned tensor. So the position of that

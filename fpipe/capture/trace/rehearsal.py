@@ -5,7 +5,7 @@ Problem. Modules and hooks share Python state: a list that blocks fill, a counte
 device, a block finds what all earlier blocks left there; in a stage, only what the stage's own modules left. Tensors
 need not show it: the block may read a number, or the very tensor passed as its argument.
 
-Idea. When a stage is built, make its calls once more, in order, on fake tensors. A call that differs from the tape in
+Idea. When a stage is built, make its calls again, in order, on fake tensors. A call that differs from the tape in
 any way (a torch call, an argument, a mode, a result) must not run as a whole. Nearly all calls do the same, which
 `fpipe.capture.trace.replay` proves without recording them again; the others are recorded and compared
 (`fpipe.capture.trace.comparison`).

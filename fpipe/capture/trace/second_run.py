@@ -66,7 +66,7 @@ def _varying_calls(recorder: Recorder) -> list[VaryingCall]:
 
 
 def _is_same_call(first: VaryingCall, second: VaryingCall) -> bool:
-    """Return whether two torch calls match; a module created in the first run has no path of its own there yet."""
+    """Return whether two torch calls match; a module created in the first run has no path there yet."""
     is_inside = f"{second.path}.".startswith(f"{first.path}." if first.path else "")
     return (first.does, first.state) == (second.does, second.state) and is_inside
 

@@ -28,7 +28,7 @@ from fpipe.runtime.segments.keying import stream_ends
 from fpipe.runtime.segments.seats import Seats, seat_inputs
 
 SegmentItem: TypeAlias = Frame | Unit | tuple[Modes, Operation]
-"""What runs in a segment: a whole call, a torch call, or an operation before or after others."""
+"""One item of a segment: a whole call, a torch call, or an operation that begins or ends a stream."""
 
 
 class SegmentBuilder:

@@ -59,7 +59,7 @@ class Settling:
         self.filled: dict[int, ContainerState] = {}
 
     def run(self) -> SettledRun:
-        """Return the settled run; if a run fails and has left fake tensors elsewhere, remove them and try once more."""
+        """Return the settled run; if a run fails and has left fake tensors elsewhere, remove them and try again."""
         try:
             return copy_context().run(self._run_twice)  # discards changes to context variables
         except CaptureError as error:

@@ -25,7 +25,7 @@ from fpipe.torch_private import FakeTensor, FakeTensorMode
 def fill_caches(before: Snapshot, now: Snapshot, recorder: Recorder, mode: FakeTensorMode) -> None:
     """Replace the fake constants that a recorded run left behind with real tensors.
 
-    Remove those that cannot be computed, on a device that this machine lacks say: every run creates them again.
+    Remove those that cannot be computed, such as on a device that this machine lacks: every run creates them again.
     """
     values = {id(recorder.values.tensors[value]): value for value in recorder.history.constants().values}
     for key, one in now.containers.items():
