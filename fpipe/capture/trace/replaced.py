@@ -78,7 +78,7 @@ def _is_called_by_torch() -> bool:
 
 
 def find_fake_error(function: Any, error: Exception, here: Callable[[], str]) -> PipelineError | None:
-    """Return the error to raise for one that a torch call raised only because tensors are fake; `None` for others."""
+    """Return the error to raise even if the forward catches `error`; `None` if real tensors would raise it, too."""
     if isinstance(error, PipelineError):
         return error
     if not (isinstance(error, UNKNOWN) or function in ELSEWHERE or type(error).__module__ == FAKE_ERRORS):
