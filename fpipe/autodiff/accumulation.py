@@ -5,13 +5,15 @@ Problem. Adding in place saves memory and time. But a gradient may share its mem
 or with anything else that a backward returns unchanged; adding to it in place would change those, too.
 
 Idea. A sum owns its memory from the start. The first gradient is copied, unless it is *fresh*: newly computed by an
-operation that returns new memory, and returned to nobody else. How a gradient is computed is known when a pipeline is
-built (`Split.fresh`, `fpipe.autodiff.graph.ownership`), so nothing is guessed in a step. All later gradients are added
-in place, ideally as soon as each is computed and still in the processor's caches.
+operation that returns new memory, and not returned anywhere else. The operations are known when a plan is made
+(`Split.fresh`, `fpipe.autodiff.graph.ownership`), so nothing is guessed in a step. All later gradients are added in
+place, ideally as soon as each is computed and still in the processor's caches.
 
 Invariant: only sums are written, and each is the only reference to its memory.
 
 A gradient is `None` where nothing was computed. Zeros would not do, since adding 0 turns -0 into 0.
+
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def add_all(totals: Gradients, grads: Gradients) -> Gradients:
 
 
 def own_all(grads: list[Tensor | None], fresh: Container[int]) -> Gradients:
-    """Return the gradients in memory of their own: all but the `fresh` ones as copies, which replace them in `grads`.
+    """Return the gradients without shared memory: all but the `fresh` ones are copied, and replaced in `grads`.
 
     Replacing them one by one frees each before the next is copied. Of fresh ones that share memory, all but the first
     are copied, too: a compiled backward may return one tensor for two weights, if both gradients are the same product.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage differentiated by autograd, microbatch by microbatch. Runs in every step.
+"""A stage differentiated by autograd, microbatch by microbatch.
 
 Invariant: a tensor that a later stage also uses is both a root and a leaf of the backward, so autograd adds the stage's
 own contribution to the incoming cotangent in the same order as on one device.
+
+Runs in every step; also on fake tensors, to record a stage or to measure its memory.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from fpipe.torch_private import FakeTensor, count_nodes, run_backward
 class Residuals(NamedTuple):
     """The forward's state for the backward: where cotangents enter, and the leaves whose gradients are returned.
 
-    A root is `None` if no gradient can enter there: the branch taken on data produced a value without one. `start` is
-    the number of the graph's first node; `foreign` is true if the graph may reach leaves of the user's.
+    A root is `None` if no gradient can enter there: the branch that was taken made a value that requires none. `start`
+    is the number of the graph's first node; `foreign` is true if the graph may reach leaves that belong to the user.
     """
 
     start: int
@@ -51,14 +53,14 @@ class Deferred(NamedTuple):
 
 @dataclass(frozen=True)
 class Autograd:
-    """The functions of a stage, by autograd. The input half frees what it can; see `split_backward`.
+    """The functions of a stage, computed by autograd. The input half frees what it can; see `split_backward`.
 
-    - `undeferred`: the gradients that the input half computes, and why.
+    - `undeferred`: the weights whose gradients the input half computes, each with the reason.
     - `fresh`: the weights whose gradients are fresh, as `accumulation` defines it.
     - `varying`: whether the stage's operations may depend on the values of tensors.
-    - `unrecordable`: why no graph can do the same; empty if one may.
+    - `unrecordable`: why the stage can't be recorded as a graph; empty if it may be possible.
     - `hooks`: per parameter, the hooks to call with the gradient of each microbatch.
-    - `remark`: why the stage is left to autograd, if something else was requested.
+    - `remark`: why autograd differentiates the stage, if another backend was requested.
     """
 
     function: Function
@@ -78,11 +80,11 @@ class Autograd:
 
     @cached_property
     def splitter(self) -> Splitter:
-        """The splitter of the backward; it caches the graph of the last microbatch."""
+        """The splitter of this stage's backwards; it caches the last split."""
         return Splitter(self.undeferred, not self.varying)
 
     def leaves(self, params: Tensors) -> Tensors:
-        """Return fresh leaves for this step. They are `nn.Parameter`s; those that need a gradient require it."""
+        """Return new leaves for this step: `nn.Parameter`s, with hooks, that require a gradient if they are trained."""
         wanted = self.wiring.trained
         leaves = tuple([nn.Parameter(tensor.detach(), k in wanted) for k, tensor in enumerate(params)])
         for k, hooks in self.hooks.items():
@@ -93,7 +95,7 @@ class Autograd:
     def forward(
         self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
     ) -> tuple[Tensors, Tensors, Residuals | None]:
-        """Run the stage on one microbatch."""
+        """Return a microbatch's outputs, new buffers, and residuals, which are `None` if nothing needs a gradient."""
         wiring = self.wiring
         arguments = [*params, *buffers, *self.constants, *inputs]
         start, foreign = count_nodes(), any(one.requires_grad for one in arguments[len(params) :])
@@ -118,10 +120,10 @@ class Autograd:
         return outputs, tuple(new), self._residuals(start, values, given, scoped, foreign) if wiring.leaves else None
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
-        """Return the outputs and buffers of `forward`, bit for bit, and keep nothing.
+        """Return the same outputs and buffers as `forward`, bit for bit, but no residuals.
 
-        Some operators choose their kernel by whether an argument requires a gradient, so autograd records here too; but
-        whatever it would save is dropped at once.
+        Some operators choose their kernel by whether an argument requires a gradient, so autograd records here, too,
+        but the tensors that it saves are dropped at once.
         """
         with saved_tensors_hooks(_pack_nothing, _unpack_nothing):
             outputs, new, _ = self.forward(params, buffers, inputs, key)
@@ -137,7 +139,7 @@ class Autograd:
         return Residuals(start, tuple(roots), tuple([given[k] for k in wiring.leaves]), foreign, scoped)
 
     def _require_unwritten(self, arguments: Sequence[Tensor], before: Sequence[int]) -> None:
-        """Raise `InputError` if a branch modified in place what no branch did at capture: other code may read it."""
+        """Raise `InputError` for an in-place change of an argument unmodified at capture: other code may read it."""
         modified = self.wiring.modified
         for k, (tensor, version) in enumerate(zip(arguments, before, strict=True)):
             if tensor._version != version and k not in modified:
@@ -147,7 +149,7 @@ class Autograd:
                 )
 
     def _enter(self, residuals: Residuals, cotangents: Gradients) -> tuple[Residuals, Tensors]:
-        """Return the roots at which a cotangent enters, and those cotangents; the loss's is one."""
+        """Return the residuals, with only the roots at which cotangents enter, and those cotangents: 1 for the loss."""
         roots = residuals.roots
         if self.wiring.loss is not None:
             start: Any = roots[0]
@@ -158,7 +160,7 @@ class Autograd:
     def backward(
         self, residuals: Residuals | None, cotangents: Gradients, onto: Gradients = ()
     ) -> tuple[Gradients, Gradients]:
-        """Return one microbatch's gradients: cotangents for earlier stages, and those of this stage's parameters."""
+        """Return a microbatch's cotangents for earlier stages, and its gradients, added in place to `onto` if given."""
         if residuals is None:
             return (), ()
         if not onto:
@@ -172,7 +174,7 @@ class Autograd:
     def differentiate(
         self, residuals: Residuals | None, cotangents: Gradients
     ) -> tuple[Gradients, list[Tensor | None]]:
-        """Return cotangents and gradients as autograd returns them: they may share memory with anything."""
+        """Return cotangents and gradients as autograd returns them: they may share memory with other tensors."""
         if residuals is None:
             return (), []
         residuals, cotangents = self._enter(residuals, cotangents)
@@ -180,14 +182,14 @@ class Autograd:
         return self._lay_out(found[:split]), [*found[split:]]
 
     def _has_layouts(self, leaves: Tensors) -> bool:
-        """Return whether cotangents have the layout of their values; autograd would copy them into any other."""
+        """Return whether all cotangents are sent in the layouts of their values, which autograd gives to `.grad`."""
         pairs = zip(self.wiring.cotangents, leaves, strict=False)
         return all(spec.stride == leaf.stride() for spec, leaf in pairs)
 
     def _accumulate(self, residuals: Residuals, cotangents: Gradients, onto: Gradients) -> tuple[Gradients, Gradients]:
-        """Let autograd add each gradient to its sum right away, while it is in the processor's caches.
+        """Return the cotangents, and the sums, to which autograd adds each gradient while that is in the CPU's caches.
 
-        Autograd adds to `.grad` in place if that is set. The weights are leaves of this step only, so theirs can stay.
+        Autograd adds to `.grad` in place if that is set. The weights are leaves of this step only, so it can stay set.
         """
         residuals, cotangents = self._enter(residuals, cotangents)
         split = len(self.wiring.cotangents)
@@ -198,15 +200,15 @@ class Autograd:
             # Name the leaves only if the graph might reach others: autograd looks them up at every node.
             self._walk(residuals, residuals.leaves if residuals.foreign else (), cotangents, into_leaves=True)
         sums = [weight.grad for weight in weights]
-        # A first gradient may share its memory; sparse + dense makes a new tensor.
+        # The first gradient of a sum may share memory; sparse + dense makes a new tensor.
         kept = {k for k, (total, one) in enumerate(zip(onto, sums, strict=True)) if one is total}
         outgoing = self._lay_out([leaf.grad for leaf in inputs])
-        for leaf in inputs:  # one may be a parameter, whose `.grad` would be there in the next microbatch
+        for leaf in inputs:  # it may be a parameter, whose `.grad` would still be set in the next microbatch
             leaf.grad = None
         return outgoing, own_all(sums, kept)
 
     def backward_input(self, residuals: Residuals | None, cotangents: Gradients) -> tuple[Gradients, Deferred | None]:
-        """Return the cotangents for earlier stages, and what the weight half needs."""
+        """Return the cotangents for earlier stages, and the state that the weight half needs."""
         if residuals is None:
             return (), None
         residuals, cotangents = self._enter(residuals, cotangents)
@@ -218,20 +220,20 @@ class Autograd:
         return self._lay_out(found[:split]), Deferred(weights, half, found[split:])
 
     def backward_weight(self, deferred: Deferred | None, onto: Gradients = ()) -> Gradients:
-        """Return the gradients of this stage's parameters."""
+        """Return the gradients of this stage's parameters, added in place to `onto` if that is given."""
         if deferred is None:
             return ()
         weights, half, requested = deferred
         return half.grads(requested, weights, onto)
 
     def _lay_out(self, found: Sequence[Tensor | None]) -> Gradients:
-        """Return the cotangents as they are sent; autograd has checked their shapes and dtypes."""
+        """Return the cotangents in the layouts in which they are sent; autograd has checked shapes and dtypes."""
         return tuple([_with_layout(spec, one) for spec, one in zip(self.wiring.cotangents, found, strict=True)])
 
     def _grad(
         self, residuals: Residuals, leaves: tuple[Tensor | GradientEdge, ...], cotangents: Gradients
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients at `leaves`, `None` if no cotangent enters; free the graph."""
+        """Return the gradients at `leaves`, all `None` if no cotangent enters; free the graph."""
         if not leaves or not residuals.roots:
             return (None,) * len(leaves)
         return self._walk(residuals, leaves, cotangents, into_leaves=False)
@@ -239,7 +241,7 @@ class Autograd:
     def _walk(
         self, residuals: Residuals, ends: tuple[Tensor | GradientEdge, ...], cotangents: Gradients, into_leaves: bool
     ) -> tuple[Any, ...]:
-        """Call the engine as `torch.autograd.grad` or, into leaves, `backward` do, but without their checks.
+        """Call autograd's engine as `torch.autograd.grad` or, with `into_leaves`, `backward` does, but without checks.
 
         The checks cost as much as a layer.
         """
@@ -248,9 +250,9 @@ class Autograd:
             return run_backward(roots, cotangents, False, False, ends, True, accumulate_grad=into_leaves)
 
     def _backward_scope(self, given: Tensors) -> AbstractContextManager[None]:
-        """Return the context for a backward that may rerun parts of the forward; what they modify is cloned first.
+        """Return the context for a backward that may rerun parts of the forward; what these modify is cloned first.
 
-        As on one device, they find the buffers as the forward left them.
+        As on one device, reruns read the buffers as the forward left them.
         """
         if self.function.scope is None:
             return nullcontext()
@@ -259,7 +261,7 @@ class Autograd:
 
 
 def _new_buffer(new: Tensor, old: Tensor) -> Tensor:
-    """Return a copy of what is assigned to a buffer, since that may share memory with the batch."""
+    """Return a copy of a buffer's new value, which may share the batch's memory; raise `InputError` if it can't fit."""
     if new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
         got = f"{Spec.of(new)}{' that requires a gradient' if new.requires_grad else ''}"
         raise InputError(
@@ -270,7 +272,7 @@ def _new_buffer(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _pack_nothing(saved: object) -> None:
-    """Pack a saved tensor as nothing."""
+    """Drop a tensor that autograd would save."""
 
 
 def _unpack_nothing(saved: object) -> Tensor:
@@ -278,14 +280,14 @@ def _unpack_nothing(saved: object) -> Tensor:
 
 
 def _edge(tensor: Tensor) -> Tensor | GradientEdge | None:
-    """Return where a cotangent enters, if one can, without keeping the tensor's data; a leaf is returned itself."""
+    """Return the edge at which a cotangent enters, if one can, which keeps no data; for a leaf, return the leaf."""
     if not tensor.requires_grad:
         return None
     return tensor if tensor.is_leaf else get_gradient_edge(tensor)
 
 
 def _with_layout(spec: Spec, cotangent: Tensor | None) -> Tensor | None:
-    """Return a cotangent in the layout of its spec; raise `InputError` if it is missing and must not be."""
+    """Return a cotangent in the layout of its spec; raise `InputError` if it is missing, unless it is optional."""
     if cotangent is not None:
         return cotangent if cotangent.stride() == spec.stride else spec.like(cotangent)
     if isinstance(spec, OptionalSpec):

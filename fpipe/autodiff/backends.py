@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backends that differentiate a stage, by the names that users pass. Runs when a pipeline is built.
+"""The backends that differentiate a stage, by the names that users pass.
 
 - `"autograd"`: by autograd, for every microbatch. Works for every model as it is.
 - `"graph"`: forward and backward are recorded once, and from then on only torch's operators are called: the same bits
@@ -9,6 +9,8 @@
   results are close, but not the same bits.
 
 A stage that can't be recorded is left to autograd; `print(pipe)` says why.
+
+Runs when a pipeline is built (`backend_of`) and when a plan is made (`record_stage`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Backend: TypeAlias = Callable[[Autograd, Examples], StageFunctions]
 
 
 def backend_of(backward: Backward) -> Backend | None:
-    """Return how to differentiate stages, `None` for plain autograd; raise `InputError` for an unknown name."""
+    """Return the backend to differentiate stages, `None` for autograd; raise `InputError` for an unknown name."""
     if backward == "autograd":
         return None
     if backward == "graph":
@@ -63,9 +65,9 @@ def record_stage(
     eager: Autograd,
     examples: Examples,
 ) -> StageFunctions:
-    """Return the functions of a stage as phases of a graph; or `eager`, with the reason, if that fails.
+    """Return the functions of a stage as phases of a graph; if that fails, `eager`, with the reason as its remark.
 
-    `run` turns a phase into a function, and `add` into one that can be given sums to add to.
+    `run` turns a phase into a function; `add` turns it into a function that can also add its gradients to sums.
     """
     if eager.unrecordable:
         return replace(eager, remark=f"by autograd: {eager.unrecordable}")

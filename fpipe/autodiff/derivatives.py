@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How autograd's nodes compute the gradients of weights, so that it can be done later.
+"""Autograd's formulas for the gradients of weights, to compute them later than autograd would.
 
-A node computes the gradient of a weight by a few operations on what it saved and on the incoming gradient. They are
-written out here for the nodes that take nearly all of the time: products, convolutions and embeddings. Each follows
-torch's `derivatives.yaml` and `FunctionsManual.cpp`, operation by operation, so its bits are autograd's.
+A node computes the gradient of a weight from its saved tensors and the incoming gradient, in a few operations. These
+are written out here for the nodes that take nearly all of the time: matrix products, convolutions and embeddings. Each
+follows torch's `derivatives.yaml` and `FunctionsManual.cpp`, operation by operation, so the bits are autograd's.
 
-Invariant: nothing that `keep` returns carries a graph; an undetached tensor would keep everything before it alive.
+Invariant: all tensors that `keep` returns are detached; with a graph, they would keep everything before them alive.
+
+Runs when a plan is made (`derivative_of`) and, if the schedule splits backwards, in every step.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ InputIndex = NewType("InputIndex", int)
 
 
 class Operand(NamedTuple):
-    """A weight as a node reads it.
+    """A weight as an input of a node.
 
     - `weight`: which weight; `input`: which input of the node it is; `shape`: its shape there.
     - `transposed`: whether the node reads the transpose, as linear layers do.
-    - `between`: the names of other nodes between the two, starting at the weight.
+    - `between`: the names of the other nodes between weight and node, starting at the weight.
     """
 
     weight: WeightIndex
@@ -45,9 +47,9 @@ class Derivative(NamedTuple):
     """The gradients of some operands of a node: `grads(incoming, keep(node), operands)`, one for each operand.
 
     - `inputs`: the inputs of the node that it covers; any subset may be requested.
-    - `fits`: whether it holds for a node.
+    - `fits`: whether the formula applies to a node.
     - `transposes`: whether the gradient of a `transposed` operand is returned for the weight itself.
-    - `together`: whether computing one gradient without the others saves nothing.
+    - `together`: whether one operation computes all gradients, so that deferring only some saves nothing.
     - `fresh`: whether the gradients are always new memory, here and in autograd.
     """
 
@@ -61,7 +63,7 @@ class Derivative(NamedTuple):
 
 
 def _plain(node: AutogradNode) -> bool:
-    """Return whether the node has no scaling factors (alpha, beta)."""
+    """Return whether the node's scaling factors (alpha, beta) are 1."""
     return bool(node._saved_alpha == 1 and node._saved_beta == 1)
 
 
@@ -70,9 +72,9 @@ def _nothing(node: AutogradNode) -> Kept:
 
 
 def _bias(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """Return the gradient of a bias: the engine sums over broadcast dimensions, for most only the first.
+    """Return the gradient of a bias, summed over broadcast dimensions (usually the first) as by autograd's engine.
 
-    Without any, it is the incoming gradient itself.
+    If none was broadcast, return the incoming gradient itself.
     """
     shape = operands[0].shape
     rows = incoming.dim() == len(shape) + 1 and 1 not in shape
@@ -80,7 +82,7 @@ def _bias(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence
 
 
 def _left(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """`mm_mat1_backward`: the result has the operand's layout."""
+    """Return the gradient of the left factor in its layout, as `mm_mat1_backward` does."""
     right, strides = kept
     (operand,) = operands
     if strides == (1, operand.shape[0]):
@@ -91,7 +93,7 @@ def _left(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence
 
 
 def _right(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """`mm_mat2_backward`: the result has the operand's layout."""
+    """Return the gradient of the right factor in its layout, as `mm_mat2_backward` does."""
     left, strides = kept
     (operand,) = operands
     if strides == (1, operand.shape[0]):
@@ -144,7 +146,7 @@ def _of_embedding(node: AutogradNode) -> Kept:
 
 
 def _to_signed(index: int) -> int:
-    """Return an index that torch returns as if it were unsigned."""
+    """Return the signed value of an index that torch returns as unsigned."""
     return index - 2**64 if index >= 2**63 else index
 
 
@@ -183,5 +185,5 @@ DERIVATIVES: Mapping[str, Sequence[Derivative]] = MappingProxyType(
 
 
 def derivative_of(name: str, input: InputIndex) -> Derivative | None:
-    """Return the derivative by one input of a node, if it is among these."""
+    """Return the derivative by one input of the nodes with this name, or `None` if none is written out here."""
     return next((derivative for derivative in DERIVATIVES.get(name, ()) if input in derivative.inputs), None)

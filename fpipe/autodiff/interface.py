@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of a stage, whatever differentiates it, and which of their tensors is which.
+"""The interface of a stage's functions, whatever differentiates the stage, and the roles of their tensors.
 
-A tensor is known here by its position. Each kind of position has its own type, so that one cannot be taken for another.
-`Wiring` is made when a pipeline is built, and read in every step.
+Tensors are identified by position. Each kind of position has its own type, so that they can't be mixed up.
+
+Runs when a plan is made; the `Wiring` is read in every step.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ WeightIndex = NewType("WeightIndex", int)
 class Wiring:
     """The role of every tensor inside a stage: positions among the arguments and outputs of its function.
 
-    - `parameters`, `buffers`: how many there are.
-    - `trained`: arguments that are parameters and need a gradient; `differentiated`: received values that need one.
-    - `inner`: those of them that the function must not see as leaves, since they aren't leaves on one device: autocast
-      caches its casts of leaves, and then their gradients are summed before they are cast back.
+    - `parameters`, `buffers`: the number of each.
+    - `trained`: the parameters that need a gradient; `differentiated`: the received values that need one.
+    - `inner`: received values that the function must not see as leaves, since they aren't leaves on one device:
+      autocast caches its casts of leaves, so their gradients would be summed before they are cast back.
     - `modified`: arguments that the function modifies in place; they are cloned first.
-    - `reassigned`: buffers that are assigned anew, and the outputs that they become.
-    - `passed`: arguments that are needed after the function: values passed on, shared parameters.
-    - `outputs`: what leaves the stage, in order, and its layout.
-    - `loss`: where the backward starts, on the stage that computes the loss.
-    - `roots`: where cotangents enter, in the order in which they are received.
-    - `leaves`: arguments whose gradients are returned: first those for earlier stages, laid out as `cotangents`, then
-      the stage's own.
+    - `reassigned`: buffers that are reassigned, each with the output that replaces it.
+    - `passed`: arguments that are still needed after the function returns: values passed on, shared parameters.
+    - `outputs`: the outputs that leave the stage, in order, each with its spec.
+    - `loss`: the output at which the backward starts, on the stage that computes the loss; else `None`.
+    - `roots`: the outputs at which cotangents enter, in the order in which these are received.
+    - `leaves`: arguments whose gradients the backward returns: first the cotangents for earlier stages, laid out as
+      `cotangents`, then the gradients of the stage's own parameters.
     """
 
     parameters: int
@@ -66,11 +67,11 @@ class Wiring:
 
 
 class StageFunctions(Protocol):
-    """The functions of a stage, as described in `fpipe.stages.stage`. They don't modify their arguments."""
+    """The functions of a stage, as described in `fpipe.stages.stage`. They modify no argument but `onto`."""
 
     @property
     def undeferred(self) -> Mapping[WeightIndex, str]:
-        """The gradients that the input half computes, and why."""
+        """The weights whose gradients the input half computes, each with the reason."""
 
     @property
     def remark(self) -> str:
@@ -78,7 +79,7 @@ class StageFunctions(Protocol):
 
     @property
     def below_autograd(self) -> bool:
-        """True if autograd has nothing to do in any of the functions."""
+        """True if none of the functions uses autograd."""
 
     def leaves(self, params: Tensors) -> Tensors:
         """Return the parameters in the form that `forward` takes."""
@@ -86,16 +87,16 @@ class StageFunctions(Protocol):
     def forward(
         self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int
     ) -> tuple[Tensors, Tensors, Any | None]:
-        """Return outputs, buffers, and residuals, which are `None` if nothing needs a gradient."""
+        """Return outputs, new buffers, and residuals, which are `None` if nothing needs a gradient."""
 
     def evaluate(self, params: Tensors, buffers: Tensors, inputs: Tensors, key: int) -> tuple[Tensors, Tensors]:
-        """Return the outputs and buffers of `forward`, bit for bit, and keep nothing."""
+        """Return the same outputs and buffers as `forward`, bit for bit, but no residuals."""
 
     def backward(self, residuals: Any, cotangents: Gradients, onto: Gradients = ()) -> tuple[Gradients, Gradients]:
-        """Return cotangents for earlier stages, and gradients; or `onto`, with the gradients added to it in place."""
+        """Return the cotangents for earlier stages, and the gradients, added in place to `onto` if that is given."""
 
     def backward_input(self, residuals: Any, cotangents: Gradients) -> tuple[Gradients, Any]:
-        """Return cotangents for earlier stages, and what the weight half needs."""
+        """Return the cotangents for earlier stages, and the state that the weight half needs."""
 
     def backward_weight(self, deferred: Any, onto: Gradients = ()) -> Gradients:
-        """Return gradients; or `onto`, with the gradients added to it in place."""
+        """Return the gradients, added in place to `onto` if that is given."""

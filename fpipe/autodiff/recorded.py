@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage recorded once as a graph: the functions of `autograd`, without autograd. Runs in every step.
+"""A stage recorded once as a graph: the same functions as in `autograd`, without autograd.
 
-What one function keeps for another is a list of tensors; the function that uses it empties it.
+State that one function keeps for another is a list of tensors, which the other function empties.
+
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from fpipe.ir.captured import Tensors
 class Recorded:
     """The functions of a stage, as phases of a graph.
 
-    - `views` takes the parameters and returns what `forward` takes as its parameters.
-    - `evaluation` makes the forward that keeps nothing.
+    - `views` takes the parameters and returns them in the form that `forward` takes.
+    - `evaluation` returns the forward without residuals.
     - `below_autograd`: whether the functions call the recorded operators and nothing else.
-    - `undeferred`: the gradients that the input half computes, and why.
-    - `remark`: how the phases are run.
+    - `undeferred`: the weights whose gradients the input half computes, each with the reason.
+    - `remark`: a note for users on how the phases are run.
     """
 
     views: PhaseFunction
@@ -38,7 +40,7 @@ class Recorded:
 
     @cached_property
     def evaluate(self) -> PhaseFunction:
-        """The forward that keeps nothing, made at its first use."""
+        """The forward without residuals, generated at its first use."""
         return self.evaluation()
 
     def leaves(self, params: Tensors) -> Tensors:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded stage whose only cotangent may be absent, depending on data. Without it, nothing is computed.
+"""Skip the backward of a recorded stage if its only cotangent is absent, which may depend on data.
 
-A graph is recorded with all cotangents of a stage. If a stage has several, some may arrive and others not, so autograd
-differentiates it. Wrapped at build time, runs in every step.
+A graph is recorded with all cotangents of a stage. A stage with several, of which only some may arrive, can't be
+recorded, so `fpipe.stages.assembly` leaves it to autograd.
+
+Runs when a plan is made; the functions that it returns run in every step.
 """
 
 from __future__ import annotations
@@ -48,5 +50,5 @@ def skip_absent(stage: Recorded, wiring: Wiring) -> Recorded:
 
 
 def _is_sum(onto: Gradients) -> bool:
-    """Return whether there is a sum; a stage's gradients arrive all together or not at all."""
+    """Return whether `onto` holds sums; a stage has gradients for all of its parameters or for none."""
     return bool(onto) and onto[0] is not None

@@ -4,17 +4,20 @@
 Problem. If autograd is called twice, it keeps all that the forward saved until the second call, and walks most of the
 graph twice.
 
-Idea. Call it once, for everything except the gradients of the *deferred* weights, and in addition for the gradients
-that enter the nodes that would compute those. Since nobody requests the weights' gradients from these nodes, they skip
-them. Their saved tensors are kept, and `derivatives` does their work later. So only the inputs of linear layers and the
-gradients of their outputs are held between the halves.
+Idea. Call it once: for everything except the gradients of the *deferred* weights, and for the gradients that enter the
+nodes that would compute those. These nodes skip the weights' gradients, since they are not requested. The tensors that
+the nodes saved are kept, and `derivatives` does their work later. So only the inputs of linear layers and the gradients
+of their outputs are held between the halves.
 
-A weight is deferred if only one node uses it, and `derivatives` has that node. Views and casts in between don't count;
-autograd does them, later. All other weights get their gradients in the first half, which is always correct.
+A weight is deferred if only one node uses it, and `derivatives` supports that node. Views and casts in between are
+allowed; autograd differentiates them in the second half. All other weights get their gradients in the first half, which
+is always correct.
 
-A stage makes the same graph for every microbatch. So it is searched once, and from then on only a `Trail` is followed.
-If that notices another graph, it is searched again. It is always searched if the stage reads the values of tensors,
-since its graph may depend on them.
+A stage makes the same graph for every microbatch, so it is searched once, and from then on a `Trail` is followed. A
+graph that doesn't match is searched again. If the stage reads the values of tensors, its graph may depend on them, so
+every graph is searched.
+
+Runs when a plan is made and, if the schedule splits backwards, in every step.
 """
 
 from __future__ import annotations
@@ -59,10 +62,10 @@ class Task(NamedTuple):
 class Split(NamedTuple):
     """A stage's backward in two parts.
 
-    - `trail`: how to find the nodes in the next microbatch's graph.
-    - `now`: the weights whose gradients the first half computes, its first requests; `reasons`: why.
+    - `trail`: finds the nodes in the next microbatch's graph.
+    - `now`: the weights whose gradients the first half computes, its first requests; `reasons`: the reason for each.
     - `sites`: the nodes whose incoming gradients are its other requests.
-    - `tasks`: what the second half computes from these.
+    - `tasks`: the gradients that the second half computes from these.
     """
 
     trail: Trail
@@ -73,19 +76,19 @@ class Split(NamedTuple):
 
     @property
     def fresh(self) -> frozenset[WeightIndex]:
-        """The weights whose gradients are fresh (see `accumulation`): one operation alone computes each of them."""
+        """The weights whose gradients are fresh (see `accumulation`): a single operation computes each of them."""
         return frozenset(operand.weight for task in self.tasks for operand in task.operands if task.derivative.fresh)
 
     def nodes(self, graph: AutogradGraph, weights: Sequence[Tensor]) -> list[AutogradNode] | None:
-        """Return the nodes of the trail, as far as needed, or `None` if the graph is another one."""
+        """Return the trail's nodes, none if there are no tasks, or `None` if the graph is not the one searched."""
         return self.trail.follow(graph, weights) if self.tasks else []
 
 
 class Half(NamedTuple):
     """The state kept for the second half.
 
-    - `tasks`: what to compute, each with what it needs.
-    - `onward`: where autograd continues, for weights that operands are computed from.
+    - `tasks`: the tasks, each with what its node saved.
+    - `onward`: the edges from which autograd continues, to weights that are viewed or cast before their use.
     """
 
     split: Split
@@ -93,9 +96,9 @@ class Half(NamedTuple):
     onward: Mapping[WeightIndex, GradientEdge]
 
     def grads(self, requested: Gradients, weights: Sequence[Tensor], onto: Gradients = ()) -> Gradients:
-        """Return the sums `onto` plus the gradients of all weights, each added as soon as it is computed.
+        """Return the gradients of all weights, each added to its sum in `onto` as soon as it is computed.
 
-        `requested` are the gradients that the first half computed. A node that received no gradient produces none.
+        `requested` has the gradients that the first half computed. A node that received no gradient produces none.
         """
         totals: list[Tensor | None] = [*onto] if onto else [None] * len(weights)
         late: list[tuple[WeightIndex, Tensor, bool]] = []
@@ -120,11 +123,11 @@ class Half(NamedTuple):
 
 
 class Splitter:
-    """Splits the backwards of one stage, whose graphs are alike.
+    """The splitter of one stage's backwards, which caches the last split.
 
-    - `refused`: the weights that are never deferred, each with the reason.
-    - `alike`: whether all graphs are the same.
-    - `split`: the split of the last graph.
+    - `refused`: the weights never to defer, each with the reason.
+    - `alike`: whether all graphs should be the same, so that the cached split may be reused.
+    - `split`: the split of the last graph that was searched.
     """
 
     def __init__(self, refused: Mapping[WeightIndex, str], alike: bool) -> None:
@@ -132,10 +135,10 @@ class Splitter:
         self.split: Split | None = None
 
     def half(self, graph: AutogradGraph, weights: Sequence[Tensor]) -> tuple[Edges, Half]:
-        """Return the edges whose gradients the first half must request after those of `split.now`, and what to keep.
+        """Return the edges whose gradients the first half must request after those of `split.now`, and the state kept.
 
-        Call it while the graph still has what it saved. Don't keep the edges: they keep the whole graph alive, and the
-        tensors at its leaves.
+        Call it before the graph's saved tensors are freed. Don't keep the edges: they keep the whole graph alive, and
+        the tensors at its leaves.
         """
         nodes = self.split.nodes(graph, weights) if self.split is not None and self.alike else None
         if self.split is None or nodes is None:
@@ -154,7 +157,7 @@ class Splitter:
 
 
 class Use(NamedTuple):
-    """How the only node that uses a weight does so."""
+    """The only use of a weight: the node, the derivative that covers it, and the weight as the node's operand."""
 
     node: AutogradNode
     derivative: Derivative
@@ -162,7 +165,7 @@ class Use(NamedTuple):
 
 
 def search(graph: AutogradGraph, weights: Sequence[Tensor], refused: Mapping[WeightIndex, str]) -> Split:
-    """Return what the backward can defer; the `refused` weights are not deferred, each for the reason given."""
+    """Return the split that defers as many weights as possible, except the `refused`, for the reasons given."""
     found = _Search(graph, weights)
     reasons, tasks = dict(refused), dict[tuple[AutogradNode, Derivative], list[Operand]]()
     for k, weight in enumerate(weights):
@@ -210,7 +213,7 @@ class _Search:
                 self.users[after].append((node, InputIndex(k)))
 
     def use(self, weight: Tensor, index: WeightIndex) -> Use | str:
-        """Return the only use of a weight, or why its gradient cannot be deferred."""
+        """Return the only use of a weight, or the reason why its gradient can't be deferred."""
         node = self.weights.get(index)
         between: list[str] = []
         while node is not None:
@@ -234,7 +237,7 @@ class _Search:
     def split(
         self, tasks: Mapping[tuple[AutogradNode, Derivative], Sequence[Operand]], reasons: Mapping[WeightIndex, str]
     ) -> Split:
-        """Return the split with these tasks; `reasons` has all other weights."""
+        """Return the split with these tasks; `reasons` says why all other weights are not deferred."""
         sites = list(dict.fromkeys(node for node, _ in tasks))
         weights = [operand.weight for operands in tasks.values() for operand in operands]
         trail, indices = self._trail(sites, weights)
@@ -282,7 +285,7 @@ class _Search:
 
 
 def _refusal(node: AutogradNode, derivative: Derivative, weight: Tensor) -> str:
-    """Return why the gradient that this node computes can't be deferred; empty if it can."""
+    """Return the reason why the gradient that this node computes can't be deferred; empty if it can."""
     if weight.is_complex():
         return "complex"
     if any(getattr(node, name).unpack_hook is not None for name in dir(node) if name.startswith("_raw_saved_")):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shortest paths through an autograd graph to the nodes that matter. Followed in every step.
+"""The shortest paths through an autograd graph to the nodes that a split backward needs.
 
 A stage makes the same graph for every microbatch, so the paths found in one graph lead to the same nodes in the next.
-Following them verifies that: the classes of the nodes on the paths, how many nodes autograd made before those that
-matter, and the weights at the ends must be the same.
+Following them checks that the graph is the same: the classes of the nodes on the paths, the sequence numbers of the
+roots and deferred nodes, counted from the graph's start, and the weights at the ends must match.
+
+Runs when a plan is made and, if the schedule splits backwards, in every step.
 """
 
 from __future__ import annotations
@@ -23,24 +25,24 @@ NodeIndex = NewType("NodeIndex", int)
 
 
 class AutogradGraph(NamedTuple):
-    """An autograd graph: the nodes from number `start` up to those of `roots`."""
+    """An autograd graph: the nodes from sequence number `start` to those of `roots`."""
 
     roots: Sequence[Root]
     start: int
 
     def nodes(self) -> list[AutogradNode]:
-        """Return the nodes of the roots; a leaf's is the one that accumulates its gradient."""
+        """Return the node of each root; for a leaf, the one that accumulates its gradient."""
         return [r.node if isinstance(r, GradientEdge) else r.grad_fn or get_gradient_edge(r).node for r in self.roots]
 
 
 class Trail(NamedTuple):
-    """The shortest paths from the roots of a graph to the nodes that matter, and the marks by which it is recognized.
+    """The shortest paths from the roots of a graph to the nodes that a split needs, and how to recognize the graph.
 
     Nodes are numbered as they are reached, the roots first.
 
-    - `hops`: from which node to follow which of its inputs, in order.
+    - `hops`: the nodes to continue from, in order, and which of their inputs to follow.
     - `kinds`: the class of every node.
-    - `ages`: how many nodes autograd had made, since the graph's start, before each root and each deferred node.
+    - `ages`: the sequence number of each root and each deferred node, counted from the graph's start.
     - `weights`: the nodes that accumulate the gradients of weights.
     """
 
@@ -50,7 +52,7 @@ class Trail(NamedTuple):
     weights: tuple[tuple[NodeIndex, WeightIndex], ...]
 
     def follow(self, graph: AutogradGraph, weights: Sequence[Tensor]) -> list[AutogradNode] | None:
-        """Return the nodes, or `None` if the graph differs from the one that was searched."""
+        """Return the trail's nodes, or `None` if the graph differs from the one that was searched."""
         nodes = graph.nodes()
         try:
             for node, inputs in self.hops:
