@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a phase of a stage to a function: a line of Python for each node. Generated at build time, run in every step.
+"""Generate a function from a phase of a stage: a line of Python for each node.
 
-The function empties the lists of tensors that were kept for it, and deletes every value after its last use; so nothing
+The function empties the lists of tensors that were kept for it, and deletes every value after its last use, so nothing
 lives longer than needed. Operators are called as directly as Python allows: by torch's own binding if one maps to
 exactly this operator (`DIRECT`), else bypassing the dispatcher's Python frame.
 
-Outputs are copied if their layout is not the inferred one: fake tensors can be wrong about it.
+Outputs are copied if their layout is not the inferred one, since fake tensors can be wrong about it.
+
+Runs when a plan is made, if stages are recorded; the functions that it generates run in every step.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ NUMBERED = frozenset(
         aten.div.Scalar,
     }
 )
-"""Operators of two tensors; given a number, they convert it to a tensor in every call."""
+"""Operators of two tensors that, given a number, convert it to a tensor in every call."""
 
 
 def generate(phase: Phase) -> PhaseFunction:
@@ -75,7 +77,7 @@ def generate(phase: Phase) -> PhaseFunction:
 
 
 def generate_adding(phase: Phase) -> PhaseFunction:
-    """Return the phase as a function with an optional last argument: a sum per tensor of the last group it gives.
+    """Return the phase as a function with an optional last argument: a sum for each tensor of its last result group.
 
     It adds each tensor to its sum as soon as it is computed (at the end, if the phase writes anything in place), and
     returns the sums. Without sums it returns the tensors themselves.
@@ -84,7 +86,7 @@ def generate_adding(phase: Phase) -> PhaseFunction:
 
 
 def _compile(phase: Phase, alone: PhaseFunction | None) -> PhaseFunction:
-    """Return the function. If sums may be passed, `alone` is the function to run without them."""
+    """Return the phase as a function. If it can take sums, `alone` is the function to call without them."""
     adding = alone is not None
     sums = tuple(f"s{k}" for k in range(len(phase.gives[-1] or ()))) if adding else ()
     writer, last = _Writer(phase), _last_uses(phase, adding)
@@ -99,7 +101,7 @@ def _compile(phase: Phase, alone: PhaseFunction | None) -> PhaseFunction:
 
 
 def _additions(phase: Phase, sums: tuple[str, ...]) -> dict[Node | None, list[tuple[str, Node]]]:
-    """Return which gradient is added to which sum after which node; `None` is the beginning."""
+    """Return the additions after each node, as pairs of sum and gradient; those under `None` come first."""
     writes = any(written_nodes(node) for node in phase.nodes)
     found: dict[Node | None, list[tuple[str, Node]]] = {}
     for total, grad in zip(sums, phase.gives[-1] or (), strict=False):
@@ -113,7 +115,7 @@ def _tuple(entries: Iterable[str]) -> str:
 
 
 def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
-    """Return, for each node, the values last used there that are not returned; under `None`, those never used.
+    """Return the values to delete after each node: last used there, and not returned. Under `None`: those never used.
 
     If anything is written in place, gradients that are added to sums are used until the end.
     """
@@ -132,7 +134,7 @@ def _last_uses(phase: Phase, adding: bool) -> dict[Node | None, list[Node]]:
 
 
 class _Writer:
-    """Writes the lines of a phase; `namespace` holds the objects that they refer to."""
+    """The writer of a phase's lines; `namespace` has the objects that they refer to."""
 
     def __init__(self, phase: Phase) -> None:
         self.phase = phase
@@ -141,13 +143,13 @@ class _Writer:
         self.known: dict[Any, str] = {}
 
     def function(self, lines: Iterable[str]) -> PhaseFunction:
-        """Compile the lines, of which the first is the signature, to a function."""
+        """Return the function compiled from these lines, of which the first is its signature."""
         exec(compile("\n    ".join(lines), "<stage>", "exec"), self.namespace)
         made: PhaseFunction = self.namespace["run"]
         return made
 
     def beginning(self, sums: Sequence[str], alone: PhaseFunction | None) -> list[str]:
-        """Return the lines that unpack the groups, and the sums if there may be any; without sums they run `alone`."""
+        """Return the signature, and the lines that unpack the groups and the sums; without sums they call `alone`."""
         takes = self.phase.takes
         groups = [self.names[group] if isinstance(group, Node) else f"g{k}" for k, group in enumerate(takes)]
         lines = [f"def run({', '.join(groups)}{', onto=()' if alone else ''}):"]
@@ -174,7 +176,7 @@ class _Writer:
         return f"{name} if {name}.stride() == {self._bind(spec.stride)} else {self._bind(spec.like)}({name})"
 
     def call(self, node: Node) -> str:
-        """Return the line of a node."""
+        """Return the line that runs a node."""
         name = self.names[node]
         if is_item(node):
             return f"{name} = {self.names[node.all_input_nodes[0]]}[{node.args[1]}]"
@@ -204,7 +206,7 @@ class _Writer:
 
 
 def _target(node: Node) -> Any:
-    """Return what to call; for methods, that of `Tensor`."""
+    """Return the callable for a node that has the least overhead."""
     target: Any = node.target
     if target in DIRECT and isinstance(node.args[0], Node):
         return DIRECT[target]
@@ -212,7 +214,7 @@ def _target(node: Node) -> Any:
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """Return a call's arguments in torch's fastest form: an int for a list of one dimension, a tensor for a number."""
+    """Return a call's arguments in the form fastest for torch: an int for a list of one, a tensor for a number."""
     if node.target is aten.sum.dim_IntList and isinstance(node.args[1], list) and len(node.args[1]) == 1:
         return (node.args[0], *node.args[1], *node.args[2:])
     if node.target in NUMBERED and (number := _as_tensor(node)) is not None:
@@ -221,9 +223,9 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 
 
 def _as_tensor(node: Node) -> Tensor | None:
-    """Return the second argument, if it is a number, as the tensor that the kernel would make of it.
+    """Return the second argument, if it is a number, as the tensor to which the kernel would convert it.
 
-    There is none for reduced-precision floats and for accelerators: their kernels read the number unrounded.
+    Return `None` for reduced-precision floats and on accelerators, where kernels use the number unrounded.
     """
     number, made, taken = node.args[1], value_of(node), node.args[0]
     value = value_of(taken) if isinstance(taken, Node) else None

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a phase of a stage to a function, through a backend of `torch.compile`. Compiled at build time.
+"""Compile a phase of a stage to a function, with a backend of `torch.compile`.
 
-A compiler fuses operators and so adds in a different order: the results are close, but not the same bits. It can't
+A compiler fuses operators and so sums in a different order: the results are close, but not the same bits. It can't
 reseed generators, so a phase that draws random numbers is not compiled.
+
+Runs when a plan is made, if stages are compiled; the compiled functions run in every step.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[
 
 
 def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the phase as a function compiled by `compiler`; operator by operator if there is nothing to compile."""
+    """Return the phase as a function compiled by `compiler`; not compiled if it has no nodes or seeds a generator."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
         return generate(phase)
     takes = [node for node in phase.inputs if "val" in node.meta]
@@ -35,9 +37,9 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
 
     def call(*groups: Any) -> Any:
         taken = [value for group in groups if isinstance(group, tuple | list) for value in group]
-        given = [value for value in taken if isinstance(value, Tensor)]  # not the key
+        given = [value for value in taken if isinstance(value, Tensor)]  # all but the key
         del taken
-        if any(isinstance(tensor, FakeTensor) for tensor in given):  # kernels would read memory that isn't there
+        if any(isinstance(tensor, FakeTensor) for tensor in given):  # kernels would read memory that they lack
             return plain(*groups)
         for group in groups:
             if isinstance(group, list):
@@ -50,9 +52,9 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
 
 
 def compile_adding(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the same function with an optional last argument: sums, to which it adds the last group.
+    """Return the phase as a compiled function with an optional last argument: sums, to which it adds the last group.
 
-    Without it, the last group is copied: a compiler may drop a copy, or return one tensor for two equal results.
+    Without sums, it copies the last group: a compiler may drop a copy, or return one tensor for two equal results.
     """
     run, count = compile_phase(phase, compiler), len(phase.takes)
 
@@ -69,7 +71,7 @@ def compile_adding(phase: Phase, compiler: Compiler) -> PhaseFunction:
 
 
 def _regroup(phase: Phase, tensors: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the groups that a phase gives; the first gets the phase's layouts."""
+    """Return a phase's results in groups, the first of them in the phase's layouts."""
     left = iter(tensors)
     kinds: list[Any] = [type(group) for group in phase.gives]
     groups = [
@@ -89,7 +91,7 @@ def _module(phase: Phase, takes: Sequence[Node]) -> GraphModule:
         to[node].meta = node.meta
 
     def copy_operand(node: Node) -> Node:
-        """Return a node's copy; a constant is copied at its first use."""
+        """Return a node's copy; a constant becomes a buffer of the module at its first use."""
         if node not in to:
             holder.register_buffer(str(node.target), node.meta[CONSTANT])
             to[node] = graph.get_attr(str(node.target))

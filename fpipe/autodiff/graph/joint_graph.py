@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage's forward and backward, recorded once as a single graph of torch's operators, at build time.
+"""A stage's forward and backward, recorded once as a single graph of torch's operators.
 
 Problem. Autograd builds and walks the same graph for every microbatch of every step.
 
@@ -7,9 +7,11 @@ Idea. The functions of `autograd` are run once on fake tensors, forward and full
 recorded below autograd. The recording holds autograd's formulas in autograd's order, so replaying it gives the same
 bits; whatever modules do to their backward (custom functions, checkpoints, hooks) is recorded as it happened.
 
-Other effects of Python code are not recorded: a stage always repeats what it did then. In the graph, as in the stage,
-the generator is seeded before each random operator. Recording uses key 0, and `random.reseed` xors key and label, so
-the seed found there is the label.
+Other side effects of Python code are not recorded; the stage always repeats the recording. In the graph, as in the
+stage, the generator is seeded before each random operator. Recording uses key 0, and `random.reseed` xors key and
+label, so the seed seen while recording is the label.
+
+Runs when a plan is made, if stages are recorded.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ from fpipe.torch_private import TENSOR_METHODS, FakeTensor, FakeTensorMode, Torc
 SET_DATA: Any = TENSOR_METHODS["data"].__set__
 """The function that torch calls to assign to a tensor's `.data`."""
 CONSTANT = "constant"
-"""The key in a node's `meta` for the tensor that it represents, if that is one of the model's own."""
+"""The key in a node's `meta` under which a constant node stores its tensor."""
 
 
 class Examples(NamedTuple):
-    """Fake tensors like a stage's arguments, by kind, and its cotangents; `mode` is their fake mode."""
+    """Fake tensors in place of a stage's arguments, by kind, and of its cotangents; `mode` is their fake mode."""
 
     params: Tensors
     buffers: Tensors
@@ -53,16 +55,16 @@ class Examples(NamedTuple):
     mode: FakeTensorMode
 
     def leaves(self, wiring: Wiring) -> Tensors:
-        """Return the parameters; those that are trained require a gradient."""
+        """Return the parameters as leaves; those that are trained require a gradient."""
         return tuple([nn.Parameter(tensor.detach(), k in wiring.trained) for k, tensor in enumerate(self.params)])
 
 
 @dataclass(frozen=True)
 class Joint:
-    """The graph, and the role of each node.
+    """The joint graph of a stage, and the roles of its nodes.
 
-    - `params`, `buffers`, `inputs`, `key`, `cotangents`: the arguments: placeholders, except that `params` also holds
-      views of parameters, if they are made beforehand. The nodes of the model's own tensors hold them in their `meta`.
+    - `params`, `buffers`, `inputs`, `key`, `cotangents`: the arguments. They are placeholders; `params` may also have
+      views of parameters that are made beforehand. Constants are not arguments; their nodes store them in `meta`.
     - `forward`: the nodes recorded in the forward.
     - `outputs`, `updated` (buffers), `outgoing`, `grads`: what the functions of the stage return.
     """
@@ -106,7 +108,10 @@ class Joint:
 
 
 def record(eager: Autograd, examples: Examples) -> Joint:
-    """Run forward and backward once on fake tensors, and record every operator."""
+    """Return the joint graph of a stage, recorded in one forward and backward on fake tensors.
+
+    Raises `CaptureError` for a stage that a graph can't represent.
+    """
     if any(tensor.layout is not torch.strided for tensor in eager.constants):
         raise CaptureError("got a sparse constant, which cannot be a fake tensor")
     params, buffers, constants, inputs, cotangents, mode = examples
@@ -160,7 +165,7 @@ def _joint(
 
 
 def _constant(tensor: Tensor) -> Tensor:
-    """Return a tensor that doesn't depend on the arguments; raise `CaptureError` if it was computed."""
+    """Return a tensor that doesn't depend on the arguments; raise `CaptureError` if it is fake, so it was computed."""
     if isinstance(tensor, FakeTensor):
         raise CaptureError(
             f"got a {Spec.of(tensor)} that no recorded operator computed, expected operators of torch only. Use "
@@ -171,7 +176,7 @@ def _constant(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _cast_once() -> Iterator[None]:
-    """Under autocast, cast a weight once for all its uses, as without a tracer; tracers disable that."""
+    """Under autocast, cast a weight once for all of its uses, as without a tracer; tracers disable that."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(True)
@@ -182,7 +187,7 @@ def _cast_once() -> Iterator[None]:
 
 
 class _Assignments(TorchFunctionMode):
-    """Raises `CaptureError` if `.data` is assigned, which replaces a tensor's data without an operator."""
+    """A function mode that refuses assignments to `.data`, which replace a tensor's data without an operator."""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func == SET_DATA:
@@ -193,7 +198,7 @@ class _Assignments(TorchFunctionMode):
 
 
 def _stops(*groups: Tensors) -> list[tuple[int, int]]:
-    """Return where each group begins and ends, if they are concatenated."""
+    """Return the start and the end of each group in their concatenation."""
     ends = [sum(map(len, groups[: k + 1])) for k in range(len(groups))]
     return list(zip([0, *ends], ends, strict=False))
 
@@ -207,7 +212,10 @@ class _Draw(NamedTuple):
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records before which operators the generator is freshly seeded; each draws, so that it is no longer fresh."""
+    """A dispatch mode that records the operators before which the generator was freshly seeded.
+
+    Operators on fake tensors draw nothing, so `_fresh_seed` draws in their place.
+    """
 
     supports_higher_order_operators = True
 

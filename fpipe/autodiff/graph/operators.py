@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of torch's operators that matter for when and how the nodes of a recorded stage run."""
+"""Sets of torch's operators, by which a recorded stage is simplified and cut into phases.
+
+Runs on import; the sets are read when a plan is made, if stages are recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of gradients that share memory, inserted when a stage is recorded.
+"""Insert copies of gradients that may share memory into a joint graph.
 
-The sum of a parameter's gradients begins with the first one, and later ones are added to it in place. So a gradient
-must have memory of its own (see `fpipe.autodiff.accumulation`). In a graph this can be read off: the operator that made
-its memory returns new memory, nothing else that is returned or comes from outside has the same, and the gradient fills
-it exactly.
+The first gradient of a parameter becomes the sum to which later ones are added in place, so it must not share memory
+(see `fpipe.autodiff.accumulation`). In a graph, a gradient certainly shares none if an operator of the backward
+allocated its memory, the gradient fills it exactly, and no other returned tensor uses it.
+
+Runs when a plan is made, if stages are recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fpipe.torch_private import OpOverload
 
 
 def own_gradients(joint: Joint) -> Joint:
-    """Return the graph with a copy in place of each gradient that shares memory."""
+    """Return the graph with a copy in place of each gradient that may share memory."""
     made_by: dict[int, Node] = {}
     for node in joint.graph.nodes:
         if (number := _memory_of(node)) is not None:
@@ -50,7 +51,7 @@ def _is_fresh(grad: Node, joint: Joint, made_by: Mapping[int, Node], returned: M
 
 
 def _allocates(node: Node) -> bool:
-    """Return whether a node's results are new memory, as its schema promises."""
+    """Return whether a node's results are in new memory, as its schema promises."""
     source = node.all_input_nodes[0] if is_item(node) else node
     target = source.target
     return isinstance(target, OpOverload) and not any(one.alias_info for one in target._schema.returns)

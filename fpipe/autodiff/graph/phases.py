@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A joint graph cut into phases: the forward, the backward, and the two halves of the backward. Runs at build time.
+"""A joint graph cut into phases: the forward, the backward, and the two halves of the backward.
 
-The forward is what was recorded before the backward began. The weight half is found backwards from each gradient: a
-node belongs to it as long as all its results go to the weight half and it is a product, a view before one, or something
-cheap after one (views, casts, sums, scaling). So only operands of products are kept between the halves: for linear
+The forward is everything recorded before the backward began. The weight half is found by walking back from the
+gradients: a node belongs to it if all users of its result do, and it is a product, a view before one, or a cheap
+operator after one (view, cast, sum, scaling). So only operands of products are kept between the halves: for linear
 layers, their inputs and the gradients of their outputs. Everything else is computed in the input half.
 
 Invariants. Every phase runs its nodes in the order of the recording. The weight half neither reads nor views memory
 that the backward writes in place.
+
+Runs when a plan is made, if stages are recorded.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ Nodes: TypeAlias = Sequence[Node]
 class Phase(NamedTuple):
     """Nodes that run together.
 
-    - `takes`, `gives`: groups of nodes. A list is what one phase keeps for another, which empties it; `None` means that
-      nothing is kept. A node taken by itself is not in a group.
-    - `layouts`: the layouts of the tensors in the first group given, where they matter.
+    - `takes`, `gives`: the arguments and results, as groups of nodes. A list is state that one phase keeps for another,
+      which empties it; `None` means no state. A single node is an argument by itself.
+    - `layouts`: the layouts of the tensors in the first group of results, if they matter.
     """
 
     nodes: tuple[Node, ...]
@@ -45,13 +47,13 @@ class Phase(NamedTuple):
 
     @property
     def inputs(self) -> Iterator[Node]:
-        """All nodes that it takes."""
+        """All nodes that the phase takes."""
         for group in self.takes:
             yield from (group,) if isinstance(group, Node) else group or ()
 
     @property
     def outputs(self) -> Iterator[Node]:
-        """All nodes that it gives."""
+        """All nodes that the phase gives."""
         return (node for group in self.gives for node in group or ())
 
 
@@ -65,7 +67,7 @@ class Phases:
     - `evaluation` takes the same; gives outputs and buffers.
     - `backward` takes residuals and cotangents; gives outgoing cotangents and gradients.
     - `input` takes the same as `backward`; gives outgoing cotangents and what `weight` takes, which gives gradients.
-    - `early`: the gradients that `input` computes, by number, and why.
+    - `early`: the weights whose gradients `input` computes, each with the reason.
     """
 
     views: Phase
@@ -78,7 +80,7 @@ class Phases:
 
 
 def divide(joint: Joint, wiring: Wiring) -> Phases:
-    """Cut a joint graph into phases."""
+    """Return the phases of a joint graph."""
     views, joint = _split_views(own_gradients(simplify(joint)))
     forward, backward = _cut_before_backward(joint, wiring)
     halves = _split_convolutions(joint)
@@ -119,7 +121,7 @@ def _across(before: Collection[Node], after: Iterable[Node], returned: Iterable[
 
 
 def _describe_maker(node: Node) -> str:
-    """Return what computes a gradient."""
+    """Return a phrase that names the operator that computes a gradient."""
     while node.target in VIEWS or node.target is aten.clone.default or is_item(node):
         node = node.all_input_nodes[0]
     return f"computed by {getattr(node.target, '__name__', node.target)}"
@@ -142,14 +144,14 @@ def _deferred_nodes(joint: Joint, backward: Phase) -> frozenset[Node]:
     """Return the nodes of the weight half."""
     possible = _deferrable_nodes(joint, backward)
     deferred = _nodes_after_products(possible, backward.nodes)
-    for node in reversed(backward.nodes):  # with views before these nodes, which cost nothing
+    for node in reversed(backward.nodes):  # also views before these nodes, which cost nothing
         if node.target in VIEWS and node in possible and node.users and deferred.issuperset(node.users):
             deferred.add(node)
     return frozenset(deferred)
 
 
 def _deferrable_nodes(joint: Joint, backward: Phase) -> set[Node]:
-    """Return the nodes that could wait: cheap ones and products, used only by such nodes or returned as gradients."""
+    """Return the nodes that may be deferred: products and cheap ones, used only by such nodes or as gradients."""
     needed, memories = set(joint.outgoing), _written_memories(backward.nodes)
     found: set[Node] = set()
     for node in reversed(backward.nodes):
@@ -163,7 +165,7 @@ def _deferrable_nodes(joint: Joint, backward: Phase) -> set[Node]:
 def _nodes_after_products(possible: Collection[Node], nodes: Sequence[Node]) -> set[Node]:
     """Return the possible nodes that are worth deferring.
 
-    These are products, whatever follows them, and sums of their operands, which are kept anyway.
+    These are products, the nodes after them, and sums of their operands, which are kept anyway.
     """
     products = [node for node in possible if node.target in PRODUCTS]
     operands = {_origin(operand) for node in products for operand in node.all_input_nodes}
@@ -185,19 +187,19 @@ def _origin(node: Node) -> Node:
 
 
 def _written_memories(nodes: Iterable[Node]) -> frozenset[int]:
-    """Return the memories that these nodes write in place."""
+    """Return the identifiers of the memory that these nodes write in place."""
     values = [value_of(argument) for node in nodes for argument in written_nodes(node)]
     return frozenset(memory(value) for value in values if value is not None)
 
 
 def _touches(node: Node, memories: Collection[int]) -> bool:
-    """Return whether a node is in one of these memories, or reads one."""
+    """Return whether a node's result is in any of these memories, or it reads one."""
     values = [value_of(one) for one in (node, *node.all_input_nodes)] if memories else []
     return any(value is not None and memory(value) in memories for value in values)
 
 
 def _split_convolutions(joint: Joint) -> Joint:
-    """Split each convolution's backward in two: the gradient of its input, and those of its weights."""
+    """Return the graph with each convolution's backward split: the gradient of its input, and those of its weights."""
     graph = Graph()
     to: dict[Node, Node] = {}
     for node in joint.graph.nodes:
@@ -214,7 +216,7 @@ def _split_convolutions(joint: Joint) -> Joint:
 
 
 def _computes_both(node: Node) -> bool:
-    """Return whether a node computes a convolution's gradients of both the input and weights."""
+    """Return whether a node computes a convolution's gradients of both its input and its weights."""
     mask: Any = node.args[-1] if node.target is aten.convolution_backward.default else (False,)
     return bool(mask[0]) and any(mask[1:])
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A joint graph without work that is redundant or need not be repeated. The bits stay the same. Runs at build time.
+"""Remove redundant work from a joint graph, and compute constants only once. The bits stay the same.
 
-- Removed: copies that are the same tensor (detached ones), transposes of transposes, and, if nothing is written in
-  place, powers of one (the backward of a square has one).
-- A sum that keeps its dimension and is then viewed without it no longer keeps it.
+- Detached copies and double transposes are removed and, if nothing is written in place, powers with exponent 1 (the
+  backward of a square has one).
+- A sum that keeps its dimension, only for a view to remove it, no longer keeps it.
 - Small tensors that depend on no argument are computed once: the one with which a backward begins, for example.
-- Nodes that nothing uses are removed, unless they write, draw or seed.
+- Unused nodes are removed, unless they write in place, draw random numbers or seed a generator.
+
+Runs when a plan is made, if stages are recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ LARGEST_CONSTANT = 4096
 
 
 def simplify(joint: Joint) -> Joint:
-    """Return the same functions with less work to do."""
+    """Return an equivalent joint graph with less work to do."""
     graph, to = Graph(), dict[Node, Node]()
     writes = any(written_nodes(node) for node in joint.calls)
     for node in joint.graph.nodes:
@@ -41,7 +43,7 @@ def simplify(joint: Joint) -> Joint:
 
 
 def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
-    """Return the node that this one is identical to, if any."""
+    """Return the new node whose result is the same as this node's, if any."""
     if node.target in SAME:
         return to[node.all_input_nodes[0]]
     if node.target is aten.t.default and (turned := to[node.all_input_nodes[0]]).target is aten.t.default:
@@ -50,7 +52,7 @@ def _shortcut(node: Node, to: Mapping[Node, Node]) -> Node | None:
 
 
 def _power_of_one(node: Node, to: Mapping[Node, Node]) -> Node | None:
-    """Return the node that this one copies, if the copy has the same bits in the same layout."""
+    """Return the base, if this node is a power with exponent 1 and has the same dtype and layout as its base."""
     if node.target is not aten.pow.Tensor_Scalar or node.args[1] != 1:
         return None
     base, made = to[node.all_input_nodes[0]], value_of(node)
@@ -60,7 +62,7 @@ def _power_of_one(node: Node, to: Mapping[Node, Node]) -> Node | None:
 
 
 def _shrink_sum(node: Node, to: Mapping[Node, Node], graph: Graph) -> Node | None:
-    """Return a sum without the dimension that this view removes, if the node is such a view."""
+    """Return a sum without the dimension of size 1 that this node removes from it, if the node is such a view."""
     if node.target is not aten.view.default:
         return None
     whole = to[node.all_input_nodes[0]]
