@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a captured model and a partition to stages and the graph that schedules see. Runs when a pipeline is built.
+"""Build the stages, and the stage graph that schedules see, from a captured model and a partition.
 
 The steps: route values between the stages (`cutting.routing`), fuse each stage's units into a function, run all of them
-once on fake tensors (`metadata`), settle what crosses (`crossings`), and find where each function has what (`wiring`).
+once on fake tensors (`metadata`), determine what crosses (`crossings`), and turn values into positions (`wiring`).
+
+Runs when a plan is made: once per kind of microbatch.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Assembly:
     """A model cut into stages.
 
     `build_whole()` makes `whole`. `graph` is what schedules see. `devices` are those on which random numbers are drawn,
-    `undecided` those on which they may be, depending on data. `sections` are the stages' units and values.
+    `undecided` those on which they may be drawn, depending on data. `sections` are the stages' units and values.
     """
 
     captured: Captured
@@ -52,9 +54,9 @@ class Assembly:
 
     @cached_property
     def whole(self) -> Stage:
-        """The uncut model as a single stage, as the reference for the stages: it computes the same.
+        """The uncut model as a single stage, which computes the same as the stages.
 
-        Made at its first use: it costs as much as the stages, and a pipeline that only runs never needs it.
+        Built at its first use: it costs as much as all stages, and most pipelines that only train never need it.
         """
         return self.build_whole()
 
@@ -103,7 +105,7 @@ def _convert(backend: Backend, captured: Captured, section: Section, stage: Stag
 def assemble(
     captured: Captured, partition: Sequence[int], outputs: bool, placement: Placement, summed: frozenset[str]
 ) -> Assembly:
-    """Build the stages; with `outputs`, the model's outputs leave the pipeline as the loss does.
+    """Return the assembly; with `outputs`, the model's outputs leave the pipeline as the loss does.
 
     `summed` are the parameters whose gradients are summed over stages.
     """
@@ -128,7 +130,7 @@ def assemble(
 def _stages(
     captured: Captured, sections: Sequence[Section], functions: Sequence[Function], placement: Placement
 ) -> tuple[tuple[Stage, ...], Graph]:
-    """Return the stages and their graph."""
+    """Return the stages and the stage graph."""
     metadata = infer(captured, sections, functions)
     crossings = cross(captured, sections, metadata, placement)
     builder = _Builder(captured, sections, metadata, crossings)
@@ -136,7 +138,7 @@ def _stages(
 
 
 class _Builder:
-    """Builds each stage from its section, its metadata, and what crosses."""
+    """The builder of stages, from their sections, their metadata, and what crosses."""
 
     def __init__(
         self, captured: Captured, sections: Sequence[Section], metadata: Metadata, crossings: Crossings
@@ -144,7 +146,7 @@ class _Builder:
         self.captured, self.sections, self.metadata, self.crossings = captured, sections, metadata, crossings
 
     def stage(self, s: int, function: Function) -> Stage:
-        """Return stage `s`, with its function."""
+        """Return stage `s`, which runs `function`."""
         captured, section, metadata, crossings = self.captured, self.sections[s], self.metadata, self.crossings
         sources = [captured.sources[value] for value in section.batch]
         pulls, pulled_by = _from(s, crossings.cotangents), _to(s, crossings.cotangents)
@@ -180,7 +182,7 @@ class _Builder:
         return Autograd(function, wiring, constants, undeferred, fresh, s in metadata.varying, unrecordable, hooks)
 
     def _hooks(self, s: int) -> Mapping[ArgumentIndex, tuple[Hook, ...]]:
-        """Return the hooks on gradients of the parameters that a stage owns."""
+        """Return the hooks on gradients of the parameters that a stage owns, by argument."""
         sources = {k: self.captured.sources[value] for k, value in enumerate(self.sections[s].parameters)}
         grads = names_of(self.captured, self.metadata.grads[s])
         return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses between stages, with one record per edge of the stage graph. Runs when a pipeline is built.
+"""The tensors that cross between stages, in one record per edge of the stage graph.
 
 Problem. Cutting knows which values a stage needs from another, the run on fake tensors knows their metadata, and the
 placement decides which gradients must be sent at all. The executor, the stages' functions and the schedules all depend
@@ -7,6 +7,8 @@ on the result, and both ends of an edge must agree on it.
 
 Idea. All three are joined once, by value, into one `StageCrossing` per edge. Both stages hold the same record, and
 everything else is derived from it: messages, the positions in `Wiring`, the stage graph.
+
+Runs when a plan is made: once per kind of microbatch.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from schedules import Graph, Placement
 
 @dataclass(frozen=True)
 class Crossings:
-    """All edges between stages, each in the direction in which it is sent, ascending by source and then by target."""
+    """All edges between stages, each from sender to receiver, in ascending order of senders, then of receivers."""
 
     values: tuple[StageCrossing, ...]
     cotangents: tuple[StageCrossing, ...]
     gradients: tuple[StageCrossing, ...]
 
     def graph(self, stages: int) -> Graph:
-        """Return the stage graph; its edges all point from the stage that has a value, or a sum, to its user."""
+        """Return the stage graph; its edges point from the stage that has a value, or a gradient's sum, to its user."""
         return Graph(
             stages,
             values=frozenset((one.source, one.target) for one in self.values),
@@ -42,7 +44,7 @@ class Crossings:
 
 
 def cross(captured: Captured, sections: Sequence[Section], metadata: Metadata, placement: Placement) -> Crossings:
-    """Return what the stages send each other."""
+    """Return all that the stages send each other."""
     return Crossings(
         tuple(_crossings(sections, lambda s, section: section.gives, lambda s, value: metadata.specs[value])),
         tuple(_crossings(sections, metadata.pulls, lambda s, value: metadata.cotangents[s, value])),
@@ -63,7 +65,7 @@ def _crossings(
 def _gradients(
     captured: Captured, sections: Sequence[Section], metadata: Metadata, placement: Placement
 ) -> Iterator[StageCrossing]:
-    """Yield the gradients of shared parameters that a holder on another rank needs, and does not get from elsewhere."""
+    """Yield the gradients of shared parameters that are sent to holders on other ranks, once to each rank."""
     for s, section in enumerate(sections):
         for t, parameters in section.shares.items():
             sent = [
@@ -80,6 +82,6 @@ def _stages_with(sections: Sequence[Section], parameter: Value) -> list[int]:
 
 
 def names_of(captured: Captured, values: Iterable[Value]) -> tuple[str, ...]:
-    """Return the names of these parameters or buffers; of other values, none."""
+    """Return the names of the parameters and buffers among these values."""
     sources = (captured.sources[value] for value in values)
     return tuple(source.name for source in sources if isinstance(source, Parameter | Buffer))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage's forward does that limits how its backward can be run. Seen once, when a pipeline is built."""
+"""Watch a stage's forward for whatever limits how its backward can be run.
+
+Runs when a plan is made: once per kind of microbatch, around each stage's forward on fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ GRAD_FN: Any = TENSOR_METHODS["grad_fn"].__get__
 
 
 class ForwardWatch(TorchFunctionMode):
-    """Records what keeps a backward from being split or recorded.
+    """A function mode that records what keeps a backward from being split or recorded.
 
     - `hooked`: nodes of the autograd graph may have hooks, which run only in autograd's backward.
     - `varying`: values of tensors are read, so other values may give another graph.
@@ -33,13 +36,13 @@ class ForwardWatch(TorchFunctionMode):
         self.before = settings().kernels
 
     def note(self, answers: AssumedValues) -> None:
-        """Record the questions about values that were answered."""
+        """Record whether questions about tensors' values were answered."""
         self.varying |= answers.given
         self.nesting |= answers.nested
 
     @property
     def unrecordable(self) -> str:
-        """Why no graph can represent what was seen; empty if one may."""
+        """The reason why the stage can't be recorded as a graph; empty if it may be possible."""
         if self.varying:
             return "it reads the values of tensors"
         if self.setting:

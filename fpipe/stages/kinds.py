@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Microbatches of different kinds: captured and cut separately, and driven by one program. Runs at build time.
+"""Microbatches of different kinds: captured and cut separately, and driven by one program.
 
-They may differ in what their stages compute and in what crosses. What a rank holds, sums, and exchanges at the end must
-be the same. If a value crosses for some microbatches only (a mask that an unpadded one doesn't need), the others send
-nothing along that edge.
+They may differ in what their stages compute and in what crosses, but not in what a rank holds, sums, and exchanges at
+the end of a step. If a value crosses for some microbatches only (a mask that an unpadded one doesn't need), the others
+send nothing along that edge.
+
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from schedules import Graph
 
 
 def widen(assemblies: Sequence[Assembly]) -> tuple[Assembly, ...]:
-    """Return the assemblies, each with the edges of all of them, so that one program drives each."""
+    """Return the assemblies, each with the edges of all of them, so that one program can drive them all."""
     graph = reduce(_union, dict.fromkeys(one.graph for one in assemblies))
     wide = {one: one if one.graph == graph else _widen(one, graph) for one in dict.fromkeys(assemblies)}
     return tuple(wide[one] for one in assemblies)
@@ -45,7 +47,7 @@ def _widen(assembly: Assembly, graph: Graph) -> Assembly:
 
 
 def _widen_crossings(crossings: Iterable[StageCrossing], edges: Iterable[tuple[int, int]]) -> tuple[StageCrossing, ...]:
-    """Return a crossing for each edge; nothing crosses where there was none."""
+    """Return a crossing for each edge, an empty one where there was none."""
     there = {(one.source, one.target): one for one in crossings}
     return tuple(there.get(edge, StageCrossing(*edge, (), ())) for edge in edges)
 

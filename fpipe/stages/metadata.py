@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of all that will flow, from one forward and one backward of all stages on fake tensors, at build time.
+"""Metadata of all that flows between stages, from one forward and one backward of each stage on fake tensors.
 
-Shapes and dtypes of values could be read from the captured graph. Whether a value requires a gradient, whether a
-cotangent comes back for it, and with which strides, can't. So the stages' own functions are run in order, each on its
-own leaves as in the real run, then their backwards.
+The capture has the shapes and dtypes of values. It can't tell whether a value requires a gradient, or whether a
+cotangent comes back for it, and with which strides. So the stages' own functions are run in order, each on its own
+leaves as in a step, and then their backwards in reverse order.
+
+Runs when a plan is made: once per kind of microbatch.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ class Metadata:
     - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
     - `grads`: per stage, the parameters that it owns and that may get a gradient; `totals`: their specs, per (stage,
       value). If it depends on data whether a microbatch has one, the spec is an `OptionalSpec`, in `cotangents` too.
-    - `undeferred`: per stage, those whose gradients can't be deferred to the weight half, and why.
-    - `fresh`: per stage, those whose gradients are always fresh, as `accumulation` defines it.
-    - `varying`: the stages that read values of tensors, so that what they do may depend on them.
+    - `undeferred`: per stage, those of them whose gradients can't be deferred to the weight half, each with the reason.
+    - `fresh`: per stage, those of them whose gradients are always fresh, as `accumulation` defines it.
+    - `varying`: the stages that read values of tensors, so that their operations may depend on data.
     - `casting`: the stages in which something runs under autocast.
-    - `unrecordable`: the stages that no graph can represent, and why.
+    - `unrecordable`: per stage, why it can't be recorded as a graph; empty if it may be possible.
     """
 
     specs: dict[Value, Spec] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class Metadata:
 
 @dataclass(frozen=True)
 class _FakeForward:
-    """One stage's fake forward: its function, its arguments as leaves, the values it made, and what was observed."""
+    """One stage's forward on fake tensors: its function, its arguments as leaves, the values it made, and the watch."""
 
     function: Function
     leaves: Mapping[Value, Tensor]
@@ -79,7 +81,7 @@ class _FakeForward:
 
 
 def infer(captured: Captured, sections: Sequence[Section], functions: Sequence[Function]) -> Metadata:
-    """Run forward and backward of all stages on fake tensors."""
+    """Return the metadata found by running the forward and backward of all stages on fake tensors."""
     metadata = Metadata()
     trainable = {v for v, s in captured.sources.items() if isinstance(s, Parameter) and s.name in captured.trainable}
     metadata.differentiable.update(trainable)
@@ -102,7 +104,7 @@ def infer(captured: Captured, sections: Sequence[Section], functions: Sequence[F
 
 
 def is_asking(captured: Captured) -> bool:
-    """Return whether the model checks if tensors were computed; values that a stage receives must then look so."""
+    """Return whether the model asks if tensors were computed; if so, received values must not look like leaves."""
     return captured.observed is not None and captured.observed.asking
 
 
@@ -151,7 +153,7 @@ def _infer_backward(
     arriving: dict[tuple[int, Value], Tensor],
     metadata: Metadata,
 ) -> None:
-    """Run a stage's backward, and add what it returns to `metadata`, and its cotangents to `arriving`."""
+    """Run a stage's backward; add what it shows to `metadata`, and the cotangents that it returns to `arriving`."""
     entries = _cotangent_entries(section, forward, captured.loss, arriving, metadata)
     previous = {v: None for routes in (section.gets, section.earlier) for values in routes.values() for v in values}
     wanted = [v for v in dict.fromkeys((*previous, *section.parameters)) if v in metadata.differentiable]
@@ -182,7 +184,7 @@ def _cotangent_entries(
     arriving: Mapping[tuple[int, Value], Tensor],
     metadata: Metadata,
 ) -> list[_Entry]:
-    """Return where cotangents enter."""
+    """Return the tensors at which cotangents enter a stage's backward."""
     tensors = {**forward.leaves, **forward.made}
     entries: list[_Entry] = []
     if loss is not None and loss in section.results and tensors[loss].requires_grad:
@@ -214,7 +216,7 @@ def _possible_gradients(
 def _certain_values(
     forward: _FakeForward, entries: Sequence[_Entry], flowing: Collection[Value], captured: Captured
 ) -> Collection[Value]:
-    """Return the values that get a gradient whatever the data."""
+    """Return the values that get a gradient for all data."""
     if not captured.dynamic:
         return flowing
     reached = certain_leaves([entry.root for entry in entries if entry.sure])
@@ -222,7 +224,7 @@ def _certain_values(
 
 
 def _without_broadcasts(grad: Tensor, leaf: Tensor) -> Tensor:
-    """Return a gradient with memory for each element, since another branch may give each a different value."""
+    """Return a gradient with memory for each element, since another branch may make all elements different."""
     pairs = zip(grad.shape, grad.stride(), strict=True)
     return leaf.detach() if any(size > 1 and not step for size, step in pairs) else grad
 
@@ -230,7 +232,7 @@ def _without_broadcasts(grad: Tensor, leaf: Tensor) -> Tensor:
 def _deferral(
     forward: _FakeForward, roots: Sequence[Tensor], weights: Sequence[Value], captured: Captured
 ) -> tuple[dict[Value, str], frozenset[Value]]:
-    """Return which weights' gradients can't be deferred, and why; and which are always fresh (see `accumulation`)."""
+    """Return the weights whose gradients can't be deferred, and why; and those with fresh ones (see `accumulation`)."""
     if forward.watch.hooked:
         return dict.fromkeys(weights, "tensors have hooks"), frozenset()
     refused: dict[WeightIndex, str] = {}

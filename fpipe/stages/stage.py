@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage: a piece of the model as pure functions, and what it exchanges with other stages. Runs in every step.
+"""A stage: a piece of the model as pure functions, and what it exchanges with other stages.
 
 On tuples of tensors:
 
@@ -12,10 +12,12 @@ On tuples of tensors:
 `params` is what `Stage.leaves` returns for the parameters, once per step. `inputs` are the stage's leaves of the batch,
 then what it gets from earlier stages. `outputs` are its results, then what it gives to later stages, including values
 that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their single
-use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. This microbatch's are added to
-it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its residuals are `None`.
+use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. The microbatch's gradients are
+added to it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its residuals are `None`.
 
 `fpipe.autodiff` implements the functions.
+
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from fpipe.tensors.spec import Spec
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of the model.
+    """A piece of the model, and what it exchanges with other stages.
 
     - `parameters`, `buffers`: names, in argument order; `unused`: held here, but read by no operation.
     - `batch`: the tensor leaves of (inputs, targets) that it reads.
@@ -46,7 +48,7 @@ class Stage:
     - `shares`, `shared_by`: gradients of shared parameters, to and from other holders.
     - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
       `OptionalSpec`, here and in what crosses, if it depends on data whether there is a gradient.
-    - `functions`: the computation.
+    - `wiring`: the roles of the tensors of its functions; `functions`: the computation.
     """
 
     index: int
@@ -68,7 +70,7 @@ class Stage:
 
     @property
     def undeferred(self) -> Mapping[str, str]:
-        """The parameters whose gradients the input half computes, and why."""
+        """The parameters whose gradients the input half computes, each with the reason."""
         return {self.grads[k]: why for k, why in self.functions.undeferred.items()}
 
     def __str__(self) -> str:
@@ -79,43 +81,43 @@ class Stage:
         return f"stage {self.index}: {'; '.join(parts)}"
 
     def leaves(self, params: Mapping[str, Tensor]) -> Tensors:
-        """Return this stage's parameters, out of all, in the form that its functions take."""
+        """Return this stage's parameters, selected from `params`, in the form that its functions take."""
         return self.functions.leaves(tuple([params[name] for name in self.parameters]))
 
     @cached_property
     def forward(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors, Any | None]]:
-        """Run the stage on one microbatch."""
+        """The forward of one microbatch."""
         return self.functions.forward
 
     @cached_property
     def evaluate(self) -> Callable[[Tensors, Tensors, Tensors, int], tuple[Tensors, Tensors]]:
-        """Return the outputs and buffers of `forward`, bit for bit, and keep nothing."""
+        """The forward without residuals; its outputs and buffers are the same, bit for bit."""
         return self.functions.evaluate
 
     @cached_property
     def backward(self) -> Callable[..., tuple[Gradients, Gradients]]:
-        """Return one microbatch's gradients: cotangents for earlier stages, and those of this stage's parameters."""
+        """The backward of one microbatch; it returns cotangents for earlier stages, and the parameters' gradients."""
         return self.functions.backward
 
     @cached_property
     def backward_input(self) -> Callable[[Any, Gradients], tuple[Gradients, Any]]:
-        """Return the cotangents for earlier stages, and what the weight half needs."""
+        """The input half of the backward; it returns cotangents for earlier stages, and state for the weight half."""
         return self.functions.backward_input
 
     @cached_property
     def backward_weight(self) -> Callable[..., Gradients]:
-        """Return the gradients of this stage's parameters; `None` where nothing was computed."""
+        """The weight half of the backward; it returns the parameters' gradients, `None` where nothing was computed."""
         return self.functions.backward_weight
 
     def gradients_for(self, peer: int, total: Gradients) -> Gradients:
-        """Return the gradients of parameters that stage `peer` also holds; for this stage's other replica, all."""
+        """Return the gradients to send to stage `peer`: of shared parameters; for this stage's other replica, all."""
         complete = self.complete(total)
         if peer == self.index:
             return complete
         return tuple([complete[self.grads.index(name)] for name in self.names_for(peer)])
 
     def names_for(self, peer: int) -> tuple[str, ...]:
-        """Return the names of the parameters whose gradients stage `peer` is sent; it holds them too."""
+        """Return the names of the shared parameters whose gradients are sent to stage `peer`."""
         (names,) = [crossing.values for crossing in self.shares if crossing.target == peer]
         return names
 

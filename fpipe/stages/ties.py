@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tied parameters: how the gradient of a parameter that several stages use is combined.
+"""Tied parameters: the two ways to combine the gradients of a parameter that several stages use.
 
 - `exact`: in every microbatch its cotangent goes back from user to user, as on one device, and the bits are the same.
-  At the end the first user, its owner, sends the gradient to all who hold a copy.
-- `sum`: each stage sums its own gradient over the microbatches, as for any parameter. At the end the stages exchange
-  these, and each adds all of them in stage order. Nothing is sent within the step; the bits are those of a model with
-  a copy of the parameter in every stage, whose gradients are added. A rank then holds one gradient for every stage that
-  uses the parameter, so if very many do, `exact` takes less memory.
+  At the end of the step the first user, its owner, sends the gradient to all stages that hold a copy.
+- `sum`: each stage sums its own gradient over the microbatches, as for any parameter. At the end of the step the stages
+  exchange these sums, and each stage adds all of them in stage order. Nothing is sent before that. The bits are those
+  of a model with a copy of the parameter in every stage, whose gradients are added. A rank then holds one gradient for
+  every stage that uses the parameter, so if very many do, `exact` takes less memory.
 
 Between stages on one rank nothing is sent, in either mode.
+
+Runs when a pipeline is built and when a plan is made.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def _require_mode(where: str, mode: object) -> None:
 
 
 def needs_gradient(placement: Placement, source: int, target: int, holders: Sequence[int]) -> bool:
-    """Return whether stage `target`, one of `holders`, must be sent a gradient of stage `source`.
+    """Return whether stage `source` must send its gradient of a parameter to stage `target`, one of its `holders`.
 
     A rank needs it only once, for all holders on it, and not at all if `source` is on it too.
 

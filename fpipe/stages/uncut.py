@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The uncut model as a single stage, to compare the stages with.
 
-If a parameter's gradients are summed over stages, each of its stages gets a copy under the same name. So its gradient
-comes in parts, as in the pipeline, which are added in stage order. To this end the stages' own functions are called in
-sequence, in one autograd graph. Without such a parameter, the cut has no effect here.
+If a parameter's gradients are summed over stages, each stage that uses it gets a copy under the same name. Its gradient
+then comes in parts, as in the pipeline, which are added in stage order. To make these parts, the stages' own functions
+are called in sequence, in one autograd graph. Without such a parameter, the cuts have no effect here.
+
+Runs when the uncut model is first needed: by `reference`, by `verify`, or to compare kinds of microbatches.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fpipe.cutting.routing import Section, route
 from fpipe.ir.captured import Captured, Function, Observed, Operation, Parameter, Tensors, Value, compose
 
 Copies: TypeAlias = Mapping[tuple[int, Value], Value]
-"""The copy of a parameter that a stage uses in place of it, by stage and parameter."""
+"""The copy that a stage uses in place of a parameter, by stage and parameter."""
 
 
 def build_whole(
@@ -29,7 +31,7 @@ def build_whole(
     functions: Sequence[Function],
     summed: frozenset[str],
 ) -> tuple[Captured, Section, Function]:
-    """Return the whole model, with copies among its sources; its section; and its function."""
+    """Return the captured model with the copies among its sources, the whole model's section, and its function."""
     (section,) = route(captured, observed, (), results)
     copies = _copies(captured, stages, summed)
     if not copies:
@@ -42,7 +44,7 @@ def build_whole(
 
 
 def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str]) -> Copies:
-    """Return a value for each later stage that reads a summed parameter; parameter by parameter, in stage order."""
+    """Return a new value for each later stage that reads a summed parameter, by parameter and then in stage order."""
     fresh = count(1 + max((*captured.sources, *(value for unit in captured.units for value in unit.makes))))
     shared = [v for v, source in captured.sources.items() if isinstance(source, Parameter) and source.name in summed]
     readers = {value: [s for s, section in enumerate(stages) if value in section.parameters] for value in shared}
@@ -50,7 +52,7 @@ def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str
 
 
 def _compose(whole: Section, stages: Sequence[Section], functions: Sequence[Function], copies: Copies) -> Function:
-    """Return the stages' functions called in sequence, each with its own copies."""
+    """Return a function that calls those of the stages in sequence, each with its own copies."""
     reads = [tuple(copies.get((s, value), value) for value in section.inputs) for s, section in enumerate(stages)]
     operations = [
         Operation(read, section.outputs, function)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each value of a stage is found among the arguments and outputs of its function. Runs when a pipeline is built.
+"""The position of each value of a stage among the arguments and outputs of its function.
 
-Values have one number in the whole model; a function knows positions only. This is the one place where the former
-become the latter.
+A value has one number in the whole model, but a function knows only positions. This is the only place where numbers
+become positions.
+
+Runs when a plan is made: once per kind of microbatch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def wire(
 ) -> Wiring:
     """Return the wiring of stage `s`, which sends the cotangents `pulls` and receives `pulled_by`.
 
-    `loss` is the model's loss; `asking` says whether the model asks tensors for their autograd node.
+    `loss` is the model's loss; `asking` is true if the model asks tensors for their autograd nodes.
     """
     entering = _crossing_values(pulled_by)
     at = _Positions(section, entering)
@@ -59,9 +61,10 @@ def _crossing_values(crossings: Sequence[StageCrossing]) -> tuple[Value, ...]:
 class _Positions:
     """The positions of a stage's values.
 
-    - `argument`, `buffer`: among all arguments of its function, and among the buffers.
-    - `passed`: the arguments that are needed after the function: they leave the stage, or cotangents enter at them.
-    - `output`: among the function's outputs, followed by `passed`.
+    - `argument`, `buffer`: positions among all arguments of its function, and among the buffers.
+    - `passed`: arguments that are still needed after the function returns: they leave the stage, or cotangents enter
+      at them.
+    - `output`: positions among the function's outputs, followed by `passed`.
     """
 
     def __init__(self, section: Section, entering: Iterable[Value]) -> None:
