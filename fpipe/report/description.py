@@ -3,6 +3,8 @@
 
 The text stays readable for big models: consecutive numbered modules are one entry (`blocks.0-11`), and long lists are
 truncated with a count.
+
+Runs when a pipeline is printed.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: Sizes, split: bool) -> str:
-    """Return a description of the stages of `model`, on their ranks; and of how their backwards are split, if they are.
+    """Return a description of the stages of `model` and their ranks and, with `split`, of how backwards are split.
 
-    `sizes` are what a microbatch holds, in bytes.
+    `sizes` has the bytes that a microbatch holds on each stage.
     """
     held = _describe_leaves(assembly.parameters, assembly.parameters, assembly.captured.trainable, "parameter")
     shown = _StageText(assembly, Calls.of(assembly.captured, model))
@@ -49,7 +51,7 @@ def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: 
 
 
 class _StageText:
-    """The stages of an assembly, and the calls of modules that lie entirely within each."""
+    """The text about each stage of an assembly; it needs the module calls that are entirely within the stage."""
 
     def __init__(self, assembly: Assembly, calls: Calls) -> None:
         self.assembly = assembly
@@ -60,7 +62,7 @@ class _StageText:
         self.makers = {value: k for k, unit in enumerate(assembly.captured.units) for value in unit.makes}
 
     def stage(self, stage: Stage) -> Iterator[str]:
-        """Yield what one stage holds, runs and gives."""
+        """Yield lines about what one stage runs, holds, gives and gets."""
         assembly, names = self.assembly, (*stage.parameters, *stage.unused)
         yield from _wrap("modules     ", [*self._modules(stage.index), *self._others(stage.index)])
         yield f"parameters  {_describe_leaves(names, assembly.parameters, assembly.captured.trainable, '')}"
@@ -78,7 +80,7 @@ class _StageText:
                 yield f"gets        stage {pulled.source}: {_size(pulled.specs)} of cotangents per microbatch"
 
     def _modules(self, s: int) -> list[str]:
-        """Return the modules' names, with runs of numbered ones merged."""
+        """Return the names of a stage's modules, with consecutive numbers merged."""
         runs: list[tuple[str, str, str]] = []
         for call in self.whole[s]:
             path, _, last = self.label[call].rpartition(".")
@@ -91,7 +93,7 @@ class _StageText:
         return _shorten(found, "... {} more")
 
     def _others(self, s: int) -> list[str]:
-        """Return how many operations the stage runs outside these modules."""
+        """Return the number of operations that a stage runs outside these modules, as text."""
         start, stop = self.bounds[s]
         others = stop - start - sum(call.stop - call.start for call in self.whole[s])
         return [_count(others, "other operation")] if others else []
@@ -109,14 +111,14 @@ class _StageText:
 
 
 def _describe_memory(stage: Stage, sizes: Sizes, split: bool) -> str:
-    """Return what the stage holds from its forward on, and between the halves of its backward."""
+    """Return the line about the memory held after a forward, and between the halves of a backward."""
     activation, residual = of_stage(sizes.activation, stage.index), of_stage(sizes.residual or 0, stage.index)
     halved = f", {_format_bytes(residual)} for the weight half of its backward" if split else ""
     return f"keeps       {_format_bytes(activation)} per microbatch{halved}"
 
 
 def _describe_backward(stage: Stage, split: bool) -> Iterator[str]:
-    """Yield a remark on how the stage is differentiated, if any; and the gradients that the input half computes."""
+    """Yield the remark on how the stage is differentiated, if any, and the gradients that can't be deferred."""
     if stage.functions.remark:
         yield from _wrap_lines(stage.functions.remark, "backward    ", " " * 12)
     if not split:
@@ -137,7 +139,7 @@ def _describe_leaves(names: Iterable[str], specs: Mapping[str, Spec], trainable:
 
 
 def _tied_lines(stages: Sequence[Stage], model: nn.Module) -> Iterator[str]:
-    """Yield the parameters with several names or in several stages, their stages, and the owner of their gradient."""
+    """Yield a line for each parameter with several names or stages: these, and the owner of its gradient."""
     known: dict[str, list[str]] = {}
     for name, first in first_names(model, "parameters").items():
         known.setdefault(first, []).append(name)
@@ -162,7 +164,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _size(specs: Iterable[Spec]) -> str:
-    """Return the size of what is stored or sent: an expanded dimension counts once."""
+    """Return the size of tensors as stored or sent, as text; an expanded dimension counts once."""
     return _format_bytes(sum(spec.dtype.itemsize * prod(_stored_sizes(spec)) for spec in specs))
 
 

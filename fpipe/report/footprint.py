@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a microbatch holds on each stage, before anything is allocated.
+"""The bytes that a microbatch holds on each stage, measured before anything is allocated.
 
 Problem. Which schedule fits into memory depends on what stages keep between their actions, which is hard to predict:
-what autograd saves, what is left of it after the input half, what two operations save only once.
+what autograd saves, what remains of it after the input half, and what two operations save in common.
 
 Idea. A stage's own functions are run once on fake tensors. All memory that they allocate is tracked by weak references.
-The bytes that are still alive once everything but the result is dropped are what the stage keeps, in whatever way:
-saved by autograd, in a closure, on a custom function's context. So every kind of stage is counted in the same way.
+The stage keeps whatever is still alive once everything but the result is dropped: saved by autograd, in a closure, or
+on a custom function's context. So every kind of stage is measured in the same way.
 
-What counts is what comes and goes with a microbatch, each memory once per stage. Parameters, buffers, constants and the
-leaves of the batch stay for the whole step under any schedule, so they don't count: a microbatch of a batch is mostly a
-view of it. What arrives from other stages counts, as if it came from another rank. Gradients, results and messages in
-transit don't: no stage keeps them.
+Only memory that comes and goes with a microbatch counts, once per stage. Parameters, buffers, constants and the leaves
+of the batch stay for the whole step under any schedule, so they don't count; a microbatch is mostly a view of its
+batch. Values from other stages count, as if they came from another rank. Gradients, results and messages in transit
+don't: no stage keeps them.
 
-Limits. A kernel that keeps a workspace whose size only it knows, as oneDNN's LSTM does, has none on fake tensors. And
-compiled functions are counted as the graphs that they were compiled from.
+Limits. Fake tensors miss workspaces whose size only the kernel knows, such as that of oneDNN's LSTM. Compiled functions
+are measured as the graphs that they were compiled from.
+
+Runs when `pipe.sizes` is first read, or a pipeline first printed.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def measure_sizes(assembly: Assembly, placement: Placement) -> Sizes:
 
 
 def measure_footprints(assembly: Assembly) -> tuple[Footprint, ...]:
-    """Return what a microbatch holds on each stage of an assembly, by running their functions once on fake tensors."""
+    """Return what a microbatch holds on each stage of an assembly; run the stages once on fake tensors."""
     captured = assembly.captured
     fakes = {source: captured.fakes[value] for value, source in captured.sources.items()}
     devices = {tensor.device for tensor in fakes.values()} | {torch.device("cpu")}
@@ -80,7 +82,7 @@ def measure_footprints(assembly: Assembly) -> tuple[Footprint, ...]:
 
 
 def _measure_footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
-    """Return one stage's footprint. Memory still alive when everything is dropped was never the microbatch's."""
+    """Return one stage's footprint. Memory that stays alive after everything is dropped is not the microbatch's."""
     params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
     batch = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
     with _MemoryWatch() as made:
@@ -102,7 +104,7 @@ def _total(held: Mapping[int, int], stays: Collection[int]) -> int:
 
 
 def _versions(stage: Stage, fakes: Mapping[Source, Tensor]) -> Tensors:
-    """Return the stage's buffers; each microbatch has its own version of those that the stage changes."""
+    """Return the stage's buffers; those that it changes are copies, since each microbatch has its own version."""
     changed = stage.wiring.modified_buffers
     buffers = [fakes[Buffer(name)] for name in stage.buffers]
     return tuple([buffer.clone() if k in changed else buffer for k, buffer in enumerate(buffers)])
@@ -128,7 +130,7 @@ def _parameter_bytes(assembly: Assembly, placement: Placement) -> tuple[int, ...
 
 
 class _MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks the memory of everything that operations return, without keeping it alive.
+    """A dispatch mode that tracks the memory of everything that operations return, without keeping it alive.
 
     Invariant: a weak reference keeps the identifier of its storage from being reused.
     """
@@ -147,12 +149,12 @@ class _MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def alive(self) -> dict[int, int]:
-        """Return the size of each memory that is still alive."""
+        """Return the size of each storage that is still alive, by its identifier."""
         return {number: size for number, (storage, size) in self.storages.items() if not storage.expired()}  # type: ignore[no-untyped-call]
 
 
 def _dense_parts(leaf: object) -> tuple[Tensor, ...]:
-    """Return the tensors, each with its own memory, that a result consists of."""
+    """Return the strided tensors that a result consists of: itself, or the indices and values of a sparse one."""
     if not isinstance(leaf, Tensor):
         return ()
     if leaf.layout is torch.sparse_coo:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the pipeline compute what it claims to? Compare it, bit for bit, with one device.
+"""Compare what a pipeline computed, bit for bit, with one device.
 
-There are two comparisons, since a reference that shares the capture can't see what the capture lost: with
-`fpipe.reference`, and with the user's own module run eagerly, forward and `.backward()`, in a plain loop without fpipe.
+There are two comparisons: with `fpipe.reference`, and with the user's own module run eagerly, forward and
+`.backward()`, in a plain loop without fpipe. The reference alone would not do: it shares the capture, so it can't see
+what the capture lost.
+
+Runs when `verify` is called.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ class Verification(NamedTuple):
     """The number of leaves that `verify` found equal to the reference's, and to those of the user's module run eagerly.
 
     `eager` is 0 if the model draws random numbers: eager dropout draws different ones. Gradients that are summed over
-    stages (`tied="sum"`) are compared with the reference only, since the eager model adds in another order. Several
-    steps add up.
+    stages (`tied="sum"`) are compared with the reference only, since the eager model adds in another order. The
+    numbers are sums over all steps.
     """
 
     reference: int
@@ -37,7 +40,7 @@ class Verification(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results by which two computations are compared; `None` for what a side doesn't have."""
+    """The results by which two computations are compared; `None` for those that one doesn't have."""
 
     loss: Tensor | None
     outputs: Any
@@ -45,7 +48,7 @@ class Results(NamedTuple):
     buffers: Mapping[str, Tensor]
 
     def restrict(self, params: Collection[str]) -> Results:
-        """Return the same with the gradients of these parameters only: this process's."""
+        """Return the same results with the gradients of these parameters only."""
         return self._replace(grads={name: grad for name, grad in self.grads.items() if name in params})
 
 
@@ -56,9 +59,9 @@ def run_eagerly(
     orders: Mapping[str, Orders],
     merge: Merge | None,
 ) -> Results:
-    """Run the user's module in a plain microbatch loop on one device; its gradients and buffers are restored.
+    """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
 
-    `batch` has the microbatches of each leaf. `orders` says, by parameter, in which order gradients are added; those of
+    `batch` has the microbatches of each leaf. `orders` has, by parameter, the order in which to add gradients; those of
     other parameters are added as they come.
     """
     losses, columns = [], []
@@ -85,7 +88,7 @@ def run_eagerly(
 
 
 def _copy_aligned(tensor: Tensor) -> Tensor:
-    """Return a copy, since the model may modify it, with the same layout and alignment, which kernels may depend on."""
+    """Return a copy that the model may modify, with the same layout and alignment, on which kernels may depend."""
     spec = Spec.of(tensor)
     packed = spec.pack(tensor)
     memory = packed.new_empty(packed.numel() + ALIGNMENT)
@@ -113,13 +116,13 @@ def _restore_tensors(model: nn.Module) -> Iterator[None]:
 
 
 def _state_after(buffer: Tensor, before: Tensor | None) -> Tensor:
-    """Return a copy of a buffer after a run; of a cache that has grown, as it was, since steps don't carry it over."""
+    """Return a copy of a buffer after a run; if it has grown, as caches do, of `before`: steps don't carry it over."""
     has_grown = before is not None and (before.shape, before.dtype) != (buffer.shape, buffer.dtype)
     return before.clone() if has_grown and before is not None else buffer.clone()
 
 
 def require_equal(got: Results, expected: Results, against: str, tolerance: float = 0) -> int:
-    """Raise `MismatchError` at the first leaf that differs; return how many were compared.
+    """Return the number of leaves compared; raise `MismatchError` at the first that differs.
 
     A leaf differs if any bit does; with a `tolerance`, if it differs by more than that fraction of its largest
     magnitude.
@@ -144,7 +147,7 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
 
 
 def require_numbers(results: Results) -> None:
-    """Raise `MismatchError` if equality means nothing: for a loss or a gradient that is all nan."""
+    """Raise `MismatchError` for a loss or a gradient that is all nan, since equality then proves nothing."""
     grads = {f"gradient {name}": grad for name, grad in results.grads.items()}
     for name, tensor in {"loss": results.loss, **grads}.items():
         if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
@@ -165,7 +168,7 @@ def _difference(mine: Tensor, theirs: Tensor) -> float:
 
 
 def _leaf_pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """Yield the leaves by name; of gradients, those of either side."""
+    """Yield each leaf's name, and its value on either side; gradients may exist on one side only."""
     yield "loss", got.loss, expected.loss
     if got.outputs is not None and expected.outputs is not None:
         mine, structure = flatten(got.outputs)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that a verification starts from and continues with: of one process, and of the whole model."""
+"""The state that a verification starts from and continues with: of one process, and of the whole model.
+
+Runs when `verify` is called.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def read_state(module: nn.Module) -> tuple[State, State]:
 
 
 def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
-    """Return the whole state from each process's share; every rank must call this at the same time."""
+    """Return the whole model's state, gathered from all processes; every rank must call this at the same time."""
     with pipe.ranks.enter_call("verify"):
         require_state("params", params, pipe.training.params)
         require_state("buffers", buffers, pipe.training.buffers)
@@ -47,7 +50,7 @@ def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: Stat
 
 
 def descend(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:
-    """Return the parameters after a step of plain gradient descent."""
+    """Return the parameters after one step of plain gradient descent."""
     with torch.no_grad():
         moved = {name: p - RATE * grads[name] if name in grads else p for name, p in params.items()}
     return {name: p.detach().requires_grad_(params[name].requires_grad) for name, p in moved.items()}

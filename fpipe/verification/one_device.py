@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One device: the plain microbatch loop that a pipeline must equal bit for bit.
+"""The plain microbatch loop on one device, which a pipeline must equal bit for bit.
 
 The loop runs the captured model uncut. It adds gradients in the order that the schedule states, ascending for most, so
-that equality doesn't hinge on the order of a sum. If a stage has replicas, each sums the gradients of its microbatches,
-and those sums are added in route order. If several stages compute a gradient of the same parameter
+that equality doesn't depend on the order of a sum. If a stage has replicas, each sums the gradients of its
+microbatches, and those sums are added in route order. If several stages compute a gradient of the same parameter
 (`fpipe.stages.ties`), so does the loop, and it adds these last, in stage order.
+
+Runs in every step of a function that `reference` returned, and when `verify` is called.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class OrderedSum:
         self.sum: Tensor | None = None
 
     def add(self, i: int, term: Tensor | None) -> None:
-        """Add term number `i`, or `None` for no term, once all terms before it in the order are there."""
+        """Add term number `i`, or `None` for no term, once all terms before it in the order have been added."""
         self.early[i] = term
         while self.next < len(self.order) and self.order[self.next] in self.early:
             self.sum = _add(self.sum, self.early.pop(self.order[self.next]))
@@ -111,7 +113,7 @@ class ReplicaSum:
 
 
 def find_orders(plan: Plan) -> dict[str, list[Orders]]:
-    """Return the order in which microbatches add to each gradient.
+    """Return the order in which microbatches are added to each gradient.
 
     Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches in
     order.

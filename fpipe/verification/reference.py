@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step on one device: the function that `fpipe.reference` returns."""
+"""A step on one device: the function that `fpipe.reference` returns.
+
+Runs when `reference` or `verify` is called; the function that it returns runs one step per call.
+"""
 
 from __future__ import annotations
 

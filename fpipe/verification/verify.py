@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify steps of a pipeline: run each three ways, and compare what they compute bit for bit."""
+"""Verify steps of a pipeline: run each three ways, and compare the results bit for bit.
+
+Runs when `verify` is called.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Trial(NamedTuple):
 
     @property
     def variant(self) -> Variant:
-        """The variant that runs: with outputs, if they are a tree that can be compared."""
+        """The variant to run: with outputs, if they are a tree that can be compared."""
         return Variant(training=True, loss=True, outputs=not self.pipe.training.assembly.captured.structure.opaque)
 
 
@@ -64,7 +67,7 @@ def _initial_share(
 def _verify_step(
     trial: Trial, share: tuple[State, State], whole: tuple[State, State], seed: int | None
 ) -> tuple[Verification, tuple[State, State], tuple[State, State]]:
-    """Verify one step; return what was equal, and the state after it: this process's share, and the whole."""
+    """Verify one step; return how much was equal, and the state after it: this process's share, and the whole."""
     pipe, variant, params = trial.pipe, trial.variant, share[0]
     step, grads = make_training_step(pipe, variant, None)(*share, *trial.batch, seed=seed)
     got = Results(step.loss, step.outputs, grads, step.buffers)
@@ -78,7 +81,7 @@ def _verify_step(
 
 
 def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
-    """Return how many leaves equal those of the module run eagerly; 0 if random numbers are drawn."""
+    """Return the number of leaves that equal those of the module run eagerly; 0 if random numbers are drawn."""
     pipe = trial.pipe
     with suspend_autocast(trial.variant) as variant:
         batch = pipe.batch(variant, *trial.batch)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initialize the leaves that a process holds by a function; all others stay on the meta device.
+"""Initialize the leaves that a process holds with a function; all others stay on the meta device.
 
 Problem. A model too big for any machine is built on meta, where tensors have shapes but no values. Each process must
 initialize its share of the values and no more, and all shares must make up one model, whatever the ranks and cuts.
 
-Idea. Leaves are initialized in groups that depend on the model only: those of one module, and of the modules that share
-a leaf with it. In a copy of the model whose other tensors are on meta, blanks replace the leaves of one group, and the
-function is called for the modules that can reach them, children first, as by `nn.Module.apply`. Every call starts with
-generators seeded from seed, module and group. So a value can't depend on what else this process holds.
+Idea. Leaves are initialized in groups that depend only on the model: those of one module, and of the modules that share
+a leaf with it. In a copy of the model on meta, blanks with memory replace the leaves of one group, and the function is
+called for the modules that can reach them, children first, as by `nn.Module.apply`. Every call starts with generators
+seeded from seed, module and group. So a value can't depend on what else this process holds.
 
 Invariant. Uninitialized memory is never exposed. Blanks are nan, or zero in a dtype without nan; a leaf that is never
 written, or that still has a nan, is refused.
+
+Runs when `pipe.initialise` is called, or `pipe.init` with `fill`.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def initialize(model: nn.Module, held: Collection[str], initializer: Initializer, seed: int) -> dict[str, Tensor]:
-    """Return the leaves `held` of a model, which may be fake, as `initializer` fills them.
+    """Return the `held` leaves of a model, which may be fake, with the values that `initializer` gives them.
 
-    Raises `InputError` for leaves that it does not fill, and for random numbers from any but the default generator.
+    Raises `InputError` for leaves that it does not fill, and if it draws from any generator but the default.
     """
     run = _Initialization(model, initializer, seed)
     groups = [group for group in _group_leaves(run.aliases) if set(held).intersection(group)]
@@ -64,7 +66,7 @@ def list_leaves(model: nn.Module) -> dict[str, Tensor]:
 
 
 def list_aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of every leaf, by its first."""
+    """Return all names of every leaf, by its first name."""
     found: dict[str, list[str]] = {}
     for alias, first in (first_names(model, "parameters") | first_names(model, "buffers")).items():
         found.setdefault(first, []).append(alias)
@@ -83,7 +85,7 @@ def _group_leaves(known: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 class _Initialization:
-    """One function, applied to a copy of a model for each group in turn."""
+    """An initializer, and the copy of a model to which it is applied, one group of leaves after the other."""
 
     def __init__(self, model: nn.Module, initializer: Initializer, seed: int) -> None:
         self.initializer, self.key = initializer, random.key(seed, 0)
@@ -95,7 +97,7 @@ class _Initialization:
         self.order = {path: place for place, path in enumerate(_children_first(self.copy))}
 
     def fill(self, group: Sequence[str]) -> dict[str, Tensor]:
-        """Return the leaves of a group that the function fills."""
+        """Return those leaves of a group that the initializer fills."""
         blanks = {name: _blank(self.specs[name]) for name in group}
         with self._lend_blanks(blanks), _WriteWatch() as watch:
             for path in self._around(group):
@@ -206,7 +208,7 @@ def _require_all(held: Collection[str], made: Collection[str], model: nn.Module)
 
 
 class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the memory that operations under it write."""
+    """A dispatch mode that records the memory that operations write, and refuses generators passed to them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

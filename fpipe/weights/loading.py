@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values by name, from a model or a state dict: only this process's leaves are read and copied, one by one.
+"""Load values by name from a model or a state dict; only this process's leaves are read and copied, one by one.
 
 A mapping may be lazy, like `fpipe.safetensors`, or larger than memory, like `torch.load(..., mmap=True)`: only values
 of this process's share are accessed. Values are copied to the device and into the layout that the pipeline was built
 for; they are never cast.
+
+Runs when `pipe.init` is called.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ ValueSource: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
 def load(
     model: nn.Module, held: Collection[str], source: ValueSource, fill: Initializer | None = None, strict: bool = True
 ) -> dict[str, Tensor]:
-    """Return copies of the values of the leaves `held` of a model; `fill` makes buffers that no state dict has.
+    """Return copies of the values of a model's `held` leaves; `fill` initializes buffers that no state dict has.
 
-    Raises `InputError` for a leaf without a value, or of another shape or dtype; for a leaf with two values; and, if
-    `strict`, for names that the model does not have.
+    Raises `InputError` for a leaf without a value, or of another shape or dtype; for a leaf with two different values;
+    and, if `strict`, for names that the model does not have.
     """
     values, known = _by_name(source), list_aliases(model)
     if strict:
@@ -49,7 +51,7 @@ def load(
 
 
 def _by_name(source: ValueSource) -> Mapping[str, Any]:
-    """Return the values of `source` by name; of a model, under all names."""
+    """Return the values of `source` by name; for a model, each under all of its names."""
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, nn.Module | list | tuple):
@@ -71,7 +73,7 @@ def _not_persistent(model: nn.Module) -> set[str]:
 
 
 def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
-    """Return a copy of the one value that `source` has under these names."""
+    """Return a copy of the value that `source` has under these names; raise `InputError` if they differ."""
     value, *others = [_read_value(source, alias, spec) for alias in places]
     for alias, other in zip(places[1:], others, strict=True):
         if not same_bits(value, other):
@@ -101,7 +103,7 @@ def _require_known(source: Mapping[str, Any], known: Mapping[str, Sequence[str]]
 
 
 def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> None:
-    """Raise `InputError` if there are leaves without a value."""
+    """Raise `InputError` if any leaf is missing a value; `not_persistent` ones get advice on `fill`."""
     lost = [name for name in missing if name not in not_persistent]
     if lost:
         raise InputError(

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safetensors files as one mapping from names to tensors, each read only on access.
 
-Problem. A checkpoint is many files, and together they are larger than a process may become.
+Problem. A checkpoint has many files, and together they may not fit into the memory of one process.
 
-Idea. A mapping knows the names, from the index or from the headers of the files. A value is read on access, from a file
-that is opened for that one read: its pages are freed with the tensor, whereas pages of a file that stays open would
-count as the process's own memory.
+Idea. The mapping knows the names, from the index or from the headers of the files. A value is read on access, from a
+file that is opened for that one read: its pages are freed with the tensor, whereas pages of a file that stays open
+would count as the process's own memory.
+
+Runs when `fpipe.safetensors` is called, and when its values are read, as by `pipe.init`.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class Safetensors(Mapping[str, Tensor]):
 def safetensors(paths: AnyPath | Iterable[AnyPath]) -> Safetensors:
     """Return the tensors in safetensors files by name, each read on access; `pipe.init` takes the result.
 
-    `paths` is one or several of: a file, an index (`*.safetensors.index.json`), or a directory, which stands for its
-    model.safetensors.index.json if there is one, else for all *.safetensors in it. A name may be in several files, with
+    `paths` is one or several of: a file, an index (`*.safetensors.index.json`), or a directory, which means its
+    model.safetensors.index.json if there is one, else all *.safetensors in it. A name may be in several files, with
     the same value (a parameter that several ranks hold and save). Needs the library safetensors. Raises `InputError`
     for files that can't be read, here or on access.
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of parameters and buffers that are passed as dicts keyed by the model's own names."""
+"""Checks of parameters and buffers that are passed as dicts keyed by the model's own names.
+
+Runs in every step, and when values are loaded or initialized.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fpipe.tensors.tangents import require_primal
 
 
 def require_state_names(wanted: Iterable[str], params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Raise `InputError` if evaluation reads a parameter or buffer on another rank than training does."""
+    """Raise `InputError` if evaluation reads a parameter or buffer on a different rank than training does."""
     missing = [name for name in wanted if name not in params and name not in buffers]
     if missing:
         raise InputError(
@@ -48,8 +51,8 @@ def require_state(what: str, got: Mapping[str, Tensor], expected: Mapping[str, S
 def require_flags(params: Mapping[str, Tensor], trainable: Collection[str], returned: Mapping[int, Tensor]) -> None:
     """Raise `InputError`, naming the leaf, for flags and hooks that a step would ignore.
 
-    A tensor without `requires_grad` is a value like any other, such as the result of a function of parameters. But if
-    it is a parameter of a module, or was `returned` as trainable, then someone has frozen it.
+    A tensor without `requires_grad` may be any value, such as the result of a function of parameters. But a module's
+    parameter, or a tensor that was `returned` as trainable, must have been frozen since.
     """
     for name, p in params.items():
         flag = p.requires_grad
