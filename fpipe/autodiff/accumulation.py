@@ -52,7 +52,7 @@ def add_all(totals: Gradients, grads: Gradients) -> Gradients:
 
 
 def own_all(grads: list[Tensor | None], fresh: Container[int]) -> Gradients:
-    """Return the gradients without shared memory: all but the `fresh` ones are copied, and replaced in `grads`.
+    """Return the gradients, none in shared memory: copies replace all but the `fresh` ones, in `grads`, too.
 
     Replacing them one by one frees each before the next is copied. Of fresh ones that share memory, all but the first
     are copied, too: a compiled backward may return one tensor for two weights, if both gradients are the same product.

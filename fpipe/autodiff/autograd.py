@@ -261,14 +261,14 @@ class Autograd:
 
 
 def _new_buffer(new: Tensor, old: Tensor) -> Tensor:
-    """Return a copy of a buffer's new value, which may share the batch's memory; raise `InputError` if it can't fit."""
+    """Return a copy of a buffer's new value; raise `InputError` if it has another shape or dtype, or requires grad."""
     if new.requires_grad or (new.shape, new.dtype) != (old.shape, old.dtype):
         got = f"{Spec.of(new)}{' that requires a gradient' if new.requires_grad else ''}"
         raise InputError(
             f"an assignment to a buffer: got {got}, expected {Spec.of(old)} that requires no gradient, as at capture. "
             "Assign a detached tensor of the same shape and dtype in every branch."
         )
-    return new.detach().clone()
+    return new.detach().clone()  # it may share memory with the batch
 
 
 def _pack_nothing(saved: object) -> None:
@@ -280,7 +280,7 @@ def _unpack_nothing(saved: object) -> Tensor:
 
 
 def _edge(tensor: Tensor) -> Tensor | GradientEdge | None:
-    """Return the edge at which a cotangent enters, if one can, which keeps no data; for a leaf, return the leaf."""
+    """Return where a cotangent can enter: an edge, which keeps no data, or the leaf itself; `None` if it can't."""
     if not tensor.requires_grad:
         return None
     return tensor if tensor.is_leaf else get_gradient_edge(tensor)

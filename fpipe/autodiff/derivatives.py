@@ -5,7 +5,7 @@ A node computes the gradient of a weight from its saved tensors and the incoming
 are written out here for the nodes that take nearly all of the time: matrix products, convolutions and embeddings. Each
 follows torch's `derivatives.yaml` and `FunctionsManual.cpp`, operation by operation, so the bits are autograd's.
 
-Invariant: all tensors that `keep` returns are detached; with a graph, they would keep everything before them alive.
+Invariant: all tensors that `keep` returns are detached; otherwise they would keep everything before them alive.
 
 Runs when a plan is made (`derivative_of`) and, if the schedule splits backwards, in every step.
 """
@@ -72,7 +72,7 @@ def _nothing(node: AutogradNode) -> Kept:
 
 
 def _bias(incoming: Tensor, kept: Kept, operands: Sequence[Operand]) -> Sequence[Tensor]:
-    """Return the gradient of a bias, summed over broadcast dimensions (usually the first) as by autograd's engine.
+    """Return the gradient of a bias, summed over broadcast dimensions (usually the first), as autograd's engine does.
 
     If none was broadcast, return the incoming gradient itself.
     """

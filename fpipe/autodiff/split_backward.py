@@ -135,7 +135,7 @@ class Splitter:
         self.split: Split | None = None
 
     def half(self, graph: AutogradGraph, weights: Sequence[Tensor]) -> tuple[Edges, Half]:
-        """Return the edges whose gradients the first half must request after those of `split.now`, and the state kept.
+        """Return the edges whose gradients the first half requests after those of `split.now`, and the state to keep.
 
         Call it before the graph's saved tensors are freed. Don't keep the edges: they keep the whole graph alive, and
         the tensors at its leaves.
@@ -165,7 +165,7 @@ class Use(NamedTuple):
 
 
 def search(graph: AutogradGraph, weights: Sequence[Tensor], refused: Mapping[WeightIndex, str]) -> Split:
-    """Return the split that defers as many weights as possible, except the `refused`, for the reasons given."""
+    """Return the split that defers as many weights as possible, but none of the `refused`, which maps to reasons."""
     found = _Search(graph, weights)
     reasons, tasks = dict(refused), dict[tuple[AutogradNode, Derivative], list[Operand]]()
     for k, weight in enumerate(weights):

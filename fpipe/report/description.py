@@ -51,7 +51,7 @@ def describe(assembly: Assembly, model: nn.Module, placement: Placement, sizes: 
 
 
 class _StageText:
-    """The text about each stage of an assembly; it needs the module calls that are entirely within the stage."""
+    """The text about each stage of an assembly, with the module calls that are entirely within it."""
 
     def __init__(self, assembly: Assembly, calls: Calls) -> None:
         self.assembly = assembly

@@ -82,7 +82,7 @@ def measure_footprints(assembly: Assembly) -> tuple[Footprint, ...]:
 
 
 def _measure_footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
-    """Return one stage's footprint. Memory that stays alive after everything is dropped is not the microbatch's."""
+    """Return one stage's footprint. Memory that is alive after everything is dropped is not the microbatch's."""
     params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
     batch = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
     with _MemoryWatch() as made:

@@ -56,7 +56,7 @@ class Assembly:
     def whole(self) -> Stage:
         """The uncut model as a single stage, which computes the same as the stages.
 
-        Built at its first use: it costs as much as all stages, and most pipelines that only train never need it.
+        Built at its first use: it costs as much to build as all stages, and training alone rarely needs it.
         """
         return self.build_whole()
 

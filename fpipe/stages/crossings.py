@@ -44,7 +44,7 @@ class Crossings:
 
 
 def cross(captured: Captured, sections: Sequence[Section], metadata: Metadata, placement: Placement) -> Crossings:
-    """Return all that the stages send each other."""
+    """Return everything that the stages send each other."""
     return Crossings(
         tuple(_crossings(sections, lambda s, section: section.gives, lambda s, value: metadata.specs[value])),
         tuple(_crossings(sections, metadata.pulls, lambda s, value: metadata.cotangents[s, value])),

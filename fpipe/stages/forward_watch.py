@@ -36,7 +36,7 @@ class ForwardWatch(TorchFunctionMode):
         self.before = settings().kernels
 
     def note(self, answers: AssumedValues) -> None:
-        """Record whether questions about tensors' values were answered."""
+        """Record whether values of tensors were assumed, and whether nested tensors were made."""
         self.varying |= answers.given
         self.nesting |= answers.nested
 

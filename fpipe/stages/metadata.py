@@ -43,8 +43,8 @@ class Metadata:
     - `cotangents`: per (stage, value), the cotangent that the stage computes for the value's previous user.
     - `grads`: per stage, the parameters that it owns and that may get a gradient; `totals`: their specs, per (stage,
       value). If it depends on data whether a microbatch has one, the spec is an `OptionalSpec`, in `cotangents` too.
-    - `undeferred`: per stage, those of them whose gradients can't be deferred to the weight half, each with the reason.
-    - `fresh`: per stage, those of them whose gradients are always fresh, as `accumulation` defines it.
+    - `undeferred`: per stage, those of `grads` that can't be deferred to the weight half, each with the reason.
+    - `fresh`: per stage, those of `grads` that are always fresh, as `accumulation` defines it.
     - `varying`: the stages that read values of tensors, so that their operations may depend on data.
     - `casting`: the stages in which something runs under autocast.
     - `unrecordable`: per stage, why it can't be recorded as a graph; empty if it may be possible.
@@ -216,7 +216,7 @@ def _possible_gradients(
 def _certain_values(
     forward: _FakeForward, entries: Sequence[_Entry], flowing: Collection[Value], captured: Captured
 ) -> Collection[Value]:
-    """Return the values that get a gradient for all data."""
+    """Return the values that get a gradient whatever the data."""
     if not captured.dynamic:
         return flowing
     reached = certain_leaves([entry.root for entry in entries if entry.sure])

@@ -110,7 +110,7 @@ class Stage:
         return self.functions.backward_weight
 
     def gradients_for(self, peer: int, total: Gradients) -> Gradients:
-        """Return the gradients to send to stage `peer`: of shared parameters; for this stage's other replica, all."""
+        """Return the gradients of parameters that stage `peer` also holds; for this stage's other replica, all."""
         complete = self.complete(total)
         if peer == self.index:
             return complete

@@ -52,7 +52,7 @@ def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str
 
 
 def _compose(whole: Section, stages: Sequence[Section], functions: Sequence[Function], copies: Copies) -> Function:
-    """Return a function that calls those of the stages in sequence, each with its own copies."""
+    """Return a function that calls the stages' functions in sequence, each with its own copies."""
     reads = [tuple(copies.get((s, value), value) for value in section.inputs) for s, section in enumerate(stages)]
     operations = [
         Operation(read, section.outputs, function)

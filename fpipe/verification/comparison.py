@@ -2,8 +2,8 @@
 """Compare what a pipeline computed, bit for bit, with one device.
 
 There are two comparisons: with `fpipe.reference`, and with the user's own module run eagerly, forward and
-`.backward()`, in a plain loop without fpipe. The reference alone would not do: it shares the capture, so it can't see
-what the capture lost.
+`.backward()`, in a plain loop without fpipe. The reference alone is not enough: it shares the capture, so it can't
+see what the capture lost.
 
 Runs when `verify` is called.
 """
@@ -40,7 +40,7 @@ class Verification(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results by which two computations are compared; `None` for those that one doesn't have."""
+    """The results by which two computations are compared; `None` for what one of them lacks."""
 
     loss: Tensor | None
     outputs: Any

@@ -6,7 +6,7 @@ that equality doesn't depend on the order of a sum. If a stage has replicas, eac
 microbatches, and those sums are added in route order. If several stages compute a gradient of the same parameter
 (`fpipe.stages.ties`), so does the loop, and it adds these last, in stage order.
 
-Runs in every step of a function that `reference` returned, and when `verify` is called.
+Runs in every step of the function that `reference` returns, and when `verify` is called.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initialize the leaves that a process holds with a function; all others stay on the meta device.
+"""Use a function to initialize the leaves that a process holds; all others stay on the meta device.
 
 Problem. A model too big for any machine is built on meta, where tensors have shapes but no values. Each process must
 initialize its share of the values and no more, and all shares must make up one model, whatever the ranks and cuts.
@@ -85,7 +85,7 @@ def _group_leaves(known: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 class _Initialization:
-    """An initializer, and the copy of a model to which it is applied, one group of leaves after the other."""
+    """An initializer, and the copy of a model in which it fills one group of leaves at a time."""
 
     def __init__(self, model: nn.Module, initializer: Initializer, seed: int) -> None:
         self.initializer, self.key = initializer, random.key(seed, 0)

@@ -103,7 +103,7 @@ def _require_known(source: Mapping[str, Any], known: Mapping[str, Sequence[str]]
 
 
 def _require_none(missing: Sequence[str], not_persistent: Collection[str]) -> None:
-    """Raise `InputError` if any leaf is missing a value; `not_persistent` ones get advice on `fill`."""
+    """Raise `InputError` if any leaf is missing; for `not_persistent` buffers, suggest `fill`."""
     lost = [name for name in missing if name not in not_persistent]
     if lost:
         raise InputError(

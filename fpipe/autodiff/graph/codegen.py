@@ -214,7 +214,7 @@ def _target(node: Node) -> Any:
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """Return a call's arguments in the form fastest for torch: an int for a list of one, a tensor for a number."""
+    """Return the arguments in the form that torch handles fastest: an int for a list of one, a tensor for a number."""
     if node.target is aten.sum.dim_IntList and isinstance(node.args[1], list) and len(node.args[1]) == 1:
         return (node.args[0], *node.args[1], *node.args[2:])
     if node.target in NUMBERED and (number := _as_tensor(node)) is not None:

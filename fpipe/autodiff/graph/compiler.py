@@ -29,7 +29,7 @@ Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[
 
 
 def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
-    """Return the phase as a function compiled by `compiler`; not compiled if it has no nodes or seeds a generator."""
+    """Return the phase as a function compiled by `compiler`; uncompiled if it has no nodes or seeds a generator."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
         return generate(phase)
     takes = [node for node in phase.inputs if "val" in node.meta]
@@ -39,7 +39,7 @@ def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
         taken = [value for group in groups if isinstance(group, tuple | list) for value in group]
         given = [value for value in taken if isinstance(value, Tensor)]  # all but the key
         del taken
-        if any(isinstance(tensor, FakeTensor) for tensor in given):  # kernels would read memory that they lack
+        if any(isinstance(tensor, FakeTensor) for tensor in given):  # compiled kernels need real memory
             return plain(*groups)
         for group in groups:
             if isinstance(group, list):

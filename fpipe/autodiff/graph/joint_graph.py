@@ -165,7 +165,7 @@ def _joint(
 
 
 def _constant(tensor: Tensor) -> Tensor:
-    """Return a tensor that doesn't depend on the arguments; raise `CaptureError` if it is fake, so it was computed."""
+    """Return a tensor that doesn't depend on the arguments; raise `CaptureError` for a fake one, which was computed."""
     if isinstance(tensor, FakeTensor):
         raise CaptureError(
             f"got a {Spec.of(tensor)} that no recorded operator computed, expected operators of torch only. Use "

@@ -193,7 +193,7 @@ def _written_memories(nodes: Iterable[Node]) -> frozenset[int]:
 
 
 def _touches(node: Node, memories: Collection[int]) -> bool:
-    """Return whether a node's result is in any of these memories, or it reads one."""
+    """Return whether a node's result or any of its operands is in this memory."""
     values = [value_of(one) for one in (node, *node.all_input_nodes)] if memories else []
     return any(value is not None and memory(value) in memories for value in values)
 
