@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply a program to stages. Runs in every step.
+"""Apply a program to stages.
 
-An interpreter with one handler per kind of action (`fpipe.runtime.handlers`). It is a generator that yields the
-handles it must wait for; the driver decides how to wait. It knows actions, stages and messages, but neither
-torch.distributed nor models, and it is parametric in the stages: given symbolic stages, it computes formulas.
+The executor is an interpreter with one handler per kind of action (`fpipe.runtime.handlers`). It is a generator that
+yields the handles it must wait for; a driver decides how to wait. It knows actions, stages and messages, but neither
+torch.distributed nor models. It is generic over the stages: given symbolic stages, it computes formulas.
 
-Any overhead between two stage calls is paid for every microbatch on every stage. So programs are linked beforehand
+Every microbatch pays for the overhead between two stage calls, on every stage. So programs are linked beforehand
 (`fpipe.runtime.instructions`): folded into instructions, each a compute action with the transfers around it.
 
 All state is in the running `Execution`. Messages are identified by number; a message between stages of the same rank is
 kept locally and never posted.
 
-Invariant: each entry is removed at its only use, so a microbatch's memory is freed as soon as it has been used.
+Invariant: each entry is used once and removed when it is, so a microbatch's memory is freed right after its use.
+
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from schedules import Action
 
 
 class StageCrossing(NamedTuple):
-    """The tensors that one stage sends another, in order: values, their cotangents, or gradients.
+    """The tensors that one stage sends to another, in order: values, their cotangents, or gradients.
 
-    Both stages have the same record.
+    Both stages hold the same record.
 
     - `values`: which values these are, or whose cotangents; for gradients, the names of the parameters.
     - `specs`: the metadata of each.
@@ -74,25 +76,25 @@ class StageLike(Protocol):
         """Gradients from other stages that hold the same parameters."""
 
     def forward(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any, Any]:
-        """Return outputs, buffers, and residuals or `None`."""
+        """Return the outputs, the new buffers, and the residuals or `None`."""
 
     def evaluate(self, params: Any, buffers: Any, inputs: Payload, key: int) -> tuple[Payload, Any]:
-        """Return the same outputs and buffers as `forward`."""
+        """Return the same outputs and buffers as `forward`, and keep nothing."""
 
     def backward(self, residuals: Any, cotangents: Payload, onto: Any) -> tuple[Payload, Any]:
-        """Return cotangents, and `onto`, a sum of gradients, plus this microbatch's; at first, `onto` is `()`."""
+        """Return cotangents, and the sum of gradients so far, `onto` (at first `()`), plus this microbatch's."""
 
     def backward_input(self, residuals: Any, cotangents: Payload) -> tuple[Payload, Any]:
-        """Return cotangents and what the weight half needs."""
+        """Return cotangents, and the state that the weight half needs."""
 
     def backward_weight(self, deferred: Any, onto: Any) -> Any:
-        """Return `onto`, a sum of gradients, plus this microbatch's; at first, `onto` is `()`."""
+        """Return the sum of gradients so far, `onto` (at first `()`), plus this microbatch's."""
 
     def add(self, first: Any, second: Any) -> Any:
-        """Return the sum of two complete sums, from the two replicas of the stage."""
+        """Return the sum of the complete gradients of the stage's two replicas."""
 
     def complete(self, total: Any) -> Any:
-        """Return the sum of all gradients, from the one that the last microbatch returned."""
+        """Return the stage's complete gradients, given the sum that its last microbatch returned."""
 
     def gradients_for(self, peer: int, total: Any) -> Payload:
         """Return the part of the summed gradients that stage `peer` needs."""
@@ -115,7 +117,7 @@ class Inputs(NamedTuple):
 class Outcome(NamedTuple):
     """The results of one rank.
 
-    - `buffers`, `grads`: per stage of the rank, after all microbatches; the sum of a stage without gradients is empty.
+    - `buffers`, `grads`: per stage of the rank, after all microbatches; the gradients of a stage without any are `()`.
     - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.
     - `results`: per microbatch, the values that leave the pipeline on this rank.
     """
@@ -142,7 +144,7 @@ class Instruction(NamedTuple):
     - `receives`: receives to post first.
     - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages to wait for, in the order
       of the handler's arguments.
-    - `outputs`: which slice of the handler's return value is which message.
+    - `outputs`: the number of each outgoing message, and its slice of the handler's return value.
     - `sends`: sends to post last.
     """
 
@@ -174,7 +176,7 @@ class Execution:
     - `kept`: payloads that this rank computed, until they are sent or used here.
     - `posted`: handles of receives until their payload is used, and of sends until the rank has waited for them.
     - `residuals`, `deferred`: what a stage's forward, or input half, keeps for its backward, or weight half.
-    - `checkpoints`: what a recomputation starts from: the buffers as they were, and the inputs that had arrived.
+    - `checkpoints`: what a recomputation starts from: the buffers before the first run, and the inputs that arrived.
     """
 
     at: Instruction | None = None
@@ -192,7 +194,7 @@ class Execution:
         self.posted: dict[int, Handle] = {}
 
     def run(self) -> Generator[Handle, None, Outcome]:
-        """Interpret the program: yield handles that are not done, then return the outcome."""
+        """Interpret the program: yield each handle that must be waited for, then return the outcome."""
         kept, posted = self.kept, self.posted
         channels = [self.transport.channel(source, target) for source, target in self.program.channels]
         for instruction in self.program.instructions:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python values as lines of text that are the same in every process if the values are.
+"""Describe Python values as lines of text that are equal in all processes if the values are.
 
-Problem. Ranks must run the same program, and part of it are the user's own functions: losses, weights, ways to split a
-batch. A name says nothing about a body, an address nothing at all, and nothing may be unpickled from a peer.
+Problem. Ranks must run the same program, and the user's own functions are part of it: losses, weights, ways to split a
+batch. A function's name says nothing about its body, its address differs between processes, and unpickling data from a
+peer would be unsafe.
 
 Idea. Each process describes its values in lines, one for each thing that can differ, and the lines are compared. A
-function is its bytecode, its constants, its defaults, the contents of its cells, and the globals that it names.
+function is described by its bytecode, its constants, its defaults, the contents of its closure cells, and the globals
+that it names.
 
 Limits. Functions are followed into cells, defaults, partials, bound methods, and into functions of the same file that
 they name. Functions of torch and of the standard library are identified by name. Numbers, strings, containers and
 tensors are compared by value, devices by type, callable objects, dataclasses and modules by their contents, except for
-the values of parameters; any other object by its class. Of a container, the first `ENTRIES` entries count. What a file
-or an environment variable holds when a function runs is not seen.
+the values of parameters; any other object by its class. Only the first `ENTRIES` entries of a container count. Files
+and environment variables that a function reads when it runs are not compared.
+
+Runs when ranks agree: descriptions are made once per kind of batch, digests in every step.
 """
 
 from __future__ import annotations
@@ -76,13 +80,13 @@ def describe_value(value: object) -> list[str]:
 
 
 class _Description:
-    """One description; nothing is describe_value twice."""
+    """One description, in which no object is described twice."""
 
     def __init__(self) -> None:
         self.seen: dict[int, object] = {}
 
     def lines(self, path: str, value: Any) -> Iterator[str]:
-        """Yield the lines of the value at `path`."""
+        """Yield the lines that describe the value at `path`."""
         if isinstance(value, ATOMS):
             yield _format(path, repr(value))
         elif isinstance(value, torch.device):
@@ -92,7 +96,7 @@ class _Description:
         elif id(value) in self.seen:
             yield _format(path, "as before")
         else:
-            self.seen[id(value)] = value  # kept alive, so that no other gets its id
+            self.seen[id(value)] = value  # kept alive, so that its id stays unique
             yield from self._nested_lines(path, value)
 
     def _nested_lines(self, path: str, value: Any) -> Iterator[str]:

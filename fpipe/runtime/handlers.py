@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handlers of compute actions: one per kind, all with the same arguments. They run in every step.
+"""The handlers of compute actions: one per kind, all with the same arguments.
 
-A handler takes what arrived for its action, calls the stage, stores what later actions need in the running `Execution`,
-and returns what leaves. The one action that uses what was stored removes it. A stage's first gradients become its sum;
-later ones are added to it.
+A handler takes the payload that arrived for its action, calls the stage, stores the state that later actions need in
+the running `Execution`, and returns the tensors that leave the stage. The one action that uses stored state removes it.
+A stage's first gradients become its sum; later ones are added to it.
+
+Runs in every step.
 """
 
 from __future__ import annotations
@@ -76,21 +78,21 @@ def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Pay
 
 
 def _send_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Return the gradient that a `SEND_G` sends: to the other replica, or to a stage that holds copies."""
+    """Return the gradients that a `SEND_G` sends: to the other replica, or to a stage with the same parameters."""
     _, s, _, peer, _ = action
     assert peer is not None, "a transfer has a peer stage"
     return stage.gradients_for(peer, run.grads[s])
 
 
 def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Store the gradient that a `RECV_G` has received, at the end."""
+    """Store the gradients that a `RECV_G` received; called at the end of the program."""
     assert action.peer is not None, "a transfer has a peer stage"
     run.shared[action.peer, action.stage] = arrived
     return ()
 
 
 def keep_arrivals(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Return what has arrived, to be kept until the second action of a fused pair uses it."""
+    """Return the payload that arrived, to be kept until the second action of a fused pair uses it."""
     return arrived
 
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Link a lowered program: look up everything that is known before a step, once. Runs at the first step of a plan.
+"""Link a lowered program to its stages: look up, once, everything that is known before a step.
 
 An instruction is at most one compute action with the transfers around it, `(WAIT | RECV)* compute? SEND*`. An action
-that belongs to an earlier phase than the one before it starts a new instruction. So any program runs as written, except
-that receives may be posted before waits; on each channel all posts stay in order.
+of an earlier phase than the action before it starts a new instruction. So any program runs as written, except that
+receives may be posted before waits; on each channel, all posts stay in order.
 
 The first action of a fused pair gets an extra instruction before it, which waits for the cotangents that the second,
 the backward, needs, and keeps them.
 
 Messages are numbered per rank. Channels follow from the placement, which the executor does not know.
+
+Runs once per plan, at its first step.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def _phase(action: Action) -> int:
 
 
 def channel(placement: Placement, carried: MessageKey) -> Route:
-    """Return the ranks between which a message_of travels; a gradient for its own stage goes to the other replica.
+    """Return the sending and the receiving rank of a message; a gradient for its own stage goes to the other replica.
 
     >>> from schedules import bidirectional
     >>> [channel(bidirectional(ranks=4), carried) for carried in (("F", 0, 1, 1), ("G", 0, 1, 0))]
@@ -85,11 +87,11 @@ def channel(placement: Placement, carried: MessageKey) -> Route:
 
 
 class _Linker:
-    """Numbers messages and channels, and determines what each action takes, computes and posts.
+    """The linker of one program: numbers messages and channels, and determines what each action takes, runs and posts.
 
-    - `uneven`: by microbatch, stages and specs if its shapes differ from the usual ones.
+    - `uneven`: the stages and specs of each microbatch whose shapes differ from the usual ones.
     - `partials`: per stage, gradients from its other replica, for its `G`.
-    - `final`: instructions that take what no action waits for.
+    - `final`: instructions that take the messages that no action waits for.
     """
 
     def __init__(
@@ -172,13 +174,13 @@ class _Linker:
 
 
 def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int], tuple[Any, ...]]:
-    """Return the specs of what crosses edges, by kind and both stages; replicas exchange all gradients of a stage."""
+    """Return the specs of all messages, by kind and both stages; replicas exchange all gradients of a stage."""
     specs = {edge: carried for stage in stages.values() for edge, carried in _edges(stage)}
     return specs | {("G", s, s): tuple(stage.totals) for s, stage in stages.items()}
 
 
 def _edges(stage: StageLike) -> Iterator[tuple[tuple[str, int, int], tuple[Any, ...]]]:
-    """Yield what crosses each edge of a stage, by kind, source stage and target stage."""
+    """Yield the specs of what crosses each edge of a stage, by kind, source stage and target stage."""
     for what, crossings in (
         ("F", (*stage.gives, *stage.gets)),
         ("B", (*stage.pulls, *stage.pulled_by)),

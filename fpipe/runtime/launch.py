@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that this process runs: one of them under torch.distributed, else all."""
+"""The ranks that this process runs: one under torch.distributed, otherwise all.
+
+Runs when a pipeline is built.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from fpipe.runtime.transport.local import LocalRanks
 
 
 def join_ranks(ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
-    """Return this process's part of a schedule's ranks; `group` has the processes, by default all."""
+    """Return the ranks of a schedule that this process runs; `group` holds the ranks' processes, by default all.
+
+    Raise `TransportError` if the processes and the ranks do not match.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         require_process_group(os.environ)
         return LocalRanks(ranks)
@@ -26,7 +32,7 @@ def join_ranks(ranks: int, group: dist.ProcessGroup | None, device: torch.device
 
 
 def require_process_group(environment: Mapping[str, str]) -> None:
-    """Raise `TransportError` if a launcher started several processes that don't know of each other."""
+    """Raise `TransportError` if a launcher started several processes; for use without a process group."""
     size = environment.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise TransportError(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline ranks that a process runs."""
+"""The interface to the pipeline ranks that a process runs.
+
+Runs when a pipeline is built and in every step, in the classes that implement it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from fpipe.runtime.transport.interface import Route, Transport
 from fpipe.tensors.spec import Spec
 
 Fields: TypeAlias = Callable[[], Sequence[Field]]
-"""Returns what must be the same on every rank; called only if there are other processes."""
+"""Returns the fields that must be the same on every rank; called only if there are other processes."""
 
 
 class Ranks(Protocol):
-    """The pipeline ranks that this process runs, and how it communicates with the others."""
+    """The pipeline ranks that this process runs, and its communication with the others."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -28,14 +31,14 @@ class Ranks(Protocol):
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Return the context for a function, named `call`, that all ranks call.
 
-        An error on one rank before all have agreed is raised on all of them. After a call that failed midway no other
-        may follow: its messages would not match the others'. One thread is inside at a time.
+        An error on one rank before all have agreed is raised on all of them. After a call that failed midway, later
+        calls raise: their messages would not match those of other ranks. Only one thread is inside at a time.
         """
 
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Raise `TransportError` on all ranks unless they make the same call and their `fields()` are equal.
 
-        `about` distinguishes several agreements within one call. Returns the note of each process.
+        `about` distinguishes several agreements within one call. Return the note of each process.
         """
 
     def connect(self, channels: Iterable[Route]) -> None:

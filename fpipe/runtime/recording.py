@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured timelines, in the same form as simulated ones.
 
-Problem. Measuring inside the executor's loop slows down every step, even those that nobody records; and on an
-accelerator the host's clock sees launches, not computations.
+Problem. Measuring inside the executor's loop slows down every step, recorded or not; and on an accelerator, the host's
+clock times launches, not computations.
 
-Idea. The loop knows nothing of clocks. A recorded execution runs the same loop over a program with wrapped handlers,
-and sits between it and the driver, where every wait passes through. Times are read from a `Stopwatch`: the host's
-clock, or events on the device's current stream, which are read after the step. Nothing is synchronized within the
-step.
+Idea. The loop contains no clock. A recorded execution runs the same loop over a program with wrapped handlers. It sits
+between the loop and the driver, so every wait passes through it. Times are read from a `Stopwatch`: the host's clock,
+or events on the device's current stream, which are read after the step. Nothing is synchronized within the step.
 
-A span of a compute action is the time in which it ran. A span of a transfer is the time for which the rank waited for
-it: `RECV_F`, `RECV_B`, `RECV_G` for what it needed, `WAIT_F`, `WAIT_B`, `WAIT_G` for a send to finish. Transfers that
-were already done have none. The time between spans went into posting.
+The span of a compute action is the time during which it ran. The span of a transfer is the time during which the rank
+waited for it: `RECV_F`, `RECV_B`, `RECV_G` for a payload, `WAIT_F`, `WAIT_B`, `WAIT_G` for a send to finish. Transfers
+that were already done have no span. The time between spans was spent on posting.
 
-Not yet run on an accelerator.
+Not run on an accelerator yet.
+
+Runs in every step that is recorded; timers are added once per plan.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from fpipe.runtime.transport.interface import Handle, Payload, Transport, wait_a
 from schedules import Action, Span
 
 Record: TypeAlias = Callable[[Span], None]
-"""The user's function: it is called with each span, in seconds of `time.perf_counter`."""
+"""The user's function, which is called with each span; times are in seconds of `time.perf_counter`."""
 TimeMark: TypeAlias = Any
 """A point in time that a `Stopwatch` can read."""
 
 
 class Stopwatch(Protocol):
-    """Marks points in time, and makes spans of them."""
+    """The interface of a clock that marks points in time, and records the spans between them."""
 
     def mark(self) -> TimeMark:
         """Return a mark of the current time."""
@@ -46,7 +47,7 @@ class Stopwatch(Protocol):
         """Record, now or in `read`, that `rank` ran or waited for `action` between two marks."""
 
     def read(self) -> None:
-        """Record what is left, after the step."""
+        """Record the remaining spans, after the step."""
 
 
 class HostStopwatch:
@@ -60,26 +61,26 @@ class HostStopwatch:
         self.record(Span(rank, action, start, end))
 
     def read(self) -> None:
-        """Do nothing: no span is left."""
+        """Do nothing: every span is recorded already."""
 
 
 class StreamEvent(Protocol):
-    """An event on an accelerator's stream, reached after all earlier work: `torch.Event`, with timing."""
+    """An event on an accelerator's stream, reached once all earlier work is done: `torch.Event`, with timing."""
 
     def synchronize(self) -> None:
-        """Block until it is reached."""
+        """Block until the event is reached."""
 
     def elapsed_time(self, other: Any) -> float:
-        """Return the milliseconds from it to `other`."""
+        """Return the milliseconds from this event to `other`."""
 
 
 class DeviceStopwatch:
     """Events on the current stream of a device; spans are recorded after the step.
 
-    Events only measure the time between each other. So after the step a last event is waited for, and the host's clock
-    is read right then; all others are counted back from it. The host learns of it late by some microseconds.
+    Two events only give the time between them. So after the step, the host waits for a last event and reads its own
+    clock right then; the other times are counted back from it. The host notices the event some microseconds late.
 
-    - `mark()` records an event on the stream; `clock()` is the host's.
+    - `mark()` records an event on the stream; `clock()` reads the host's clock.
     - `laps`: rank, action, start event and end event.
     """
 
@@ -94,7 +95,7 @@ class DeviceStopwatch:
         self.laps.append((rank, action, start, end))
 
     def read(self) -> None:
-        """Wait for the device, and record all spans in the order in which they ended here."""
+        """Wait for the device, then record all spans in the order of the calls of `lap`."""
         last = self.mark()
         last.synchronize()
         now = self.clock()
@@ -126,7 +127,7 @@ class RecordedExecution(Execution):
         self.rank, self.watch = rank, watch
 
     def run(self) -> Generator[Handle, None, Outcome]:
-        """Interpret the program; a wait lasts from yielding a handle to being resumed."""
+        """Interpret the program and time its waits: each lasts from yielding a handle until the driver resumes."""
         running = super().run()
         mark, lap, rank = self.watch.mark, self.watch.lap, self.rank
         while True:
@@ -143,7 +144,7 @@ class RecordedExecution(Execution):
 def run_recorded(
     ranks: Ranks, programs: Mapping[int, LinkedProgram], inputs: Inputs, device: torch.device, record: Record
 ) -> dict[int, Outcome]:
-    """Run each rank's program, from `add_timers`, as `Ranks.run` does; `record` gets the spans of actions and waits."""
+    """Run each rank's program, from `add_timers`; return the outcomes. `record` gets the spans of actions and waits."""
     watch = stopwatch(device, record)
     outcomes = ranks.run(lambda rank, transport: RecordedExecution(rank, watch, programs[rank], transport, inputs))
     watch.read()
@@ -151,9 +152,9 @@ def run_recorded(
 
 
 def add_timers(program: LinkedProgram) -> LinkedProgram:
-    """Return the program for a `RecordedExecution`, with wrapped handlers of compute actions; reuse it in every step.
+    """Return the program with timed handlers of compute actions, for a `RecordedExecution`; reuse it in every step.
 
-    Transfers aren't wrapped: they only post, which takes negligible time.
+    Transfers aren't timed: they only post, which takes negligible time.
     """
     wrapped = cache(_add_timer)
     instructions = (

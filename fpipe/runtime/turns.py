@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads take turns.
+"""Let only one thread at a time into fpipe.
 
-torch has one default generator per device for all threads of a process. A step seeds it, and both steps and captures
+All threads of a process share torch's default generator of each device, which a step seeds; and both steps and captures
 put tensors into the pipeline's only skeleton. So while one thread is inside, all others wait. A call that communicates
-with other processes must not wait, since the thread inside might be waiting for it through another process; it raises
-instead.
+with other processes must not wait, since the thread inside might itself be waiting for it through another process; it
+raises instead.
+
+Runs when a pipeline is built and in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Final
 
 from fpipe.errors import TransportError
 
-TURN: Final = RLock()  # per process, like what it guards
+TURN: Final = RLock()  # one per process, like the state that it guards
 
 
 @contextmanager

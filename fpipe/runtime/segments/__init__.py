@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run segments of a captured model in every step: modules as they are, everything else torch call by torch call.
 
-`fpipe.capture.trace` decides at build time what a segment consists of, and puts its function together from the parts
-in this folder.
+`fpipe.capture.trace` decides at build time what a segment consists of, and assembles its function from the parts in
+this folder.
 """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give a module that runs on fake tensors again the answers that it got during the recording.
+"""Repeat the answers of the recording when a module runs on fake tensors again.
 
-In a step, a module that reads values reads real ones, and finds what the capture was answered, because the answers are
-part of the capture's key. On fake tensors, while shapes are inferred or a stage is recorded below autograd, it cannot.
+In a step, a module that reads values reads real ones. They agree with the answers at capture, because the answers are
+part of the capture's key. On fake tensors, while shapes are inferred or a stage is recorded below autograd, there are
+no values to read, so the recorded answers are returned.
 
-The operations run in every step, but give answers only at build time, when tensors are fake.
+Runs in every step; answers are returned only when a pipeline is built, while tensors are fake.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ AnswersByCall: TypeAlias = Mapping[tuple[Any, int], Answer]
 
 
 def answer_on_fakes(operation: Operation, answers: AnswersByCall) -> Operation:
-    """Return the operation, given these answers where it runs on fake tensors."""
+    """Return the operation, which gets these answers when it runs on fake tensors."""
     if not answers:
         return operation
 
@@ -41,7 +42,7 @@ def answer_on_fakes(operation: Operation, answers: AnswersByCall) -> Operation:
 
 
 class _AnswerMode(TorchFunctionMode):
-    """Answers the torch calls in `answers`."""
+    """A torch function mode that returns the recorded answer of each call in `answers`."""
 
     def __init__(self, answers: AnswersByCall) -> None:
         super().__init__()
@@ -52,6 +53,6 @@ class _AnswerMode(TorchFunctionMode):
         self.calls[func] += 1
         if answer is None:
             return func(*args, **(kwargs or {}))
-        if answer.has_tensors or deciding_masks(func, args):  # shapes that values decide cannot be in a graph
+        if answer.has_tensors or deciding_masks(func, args):  # a graph cannot hold shapes that depend on values
             report_read(next(arg for arg in args if isinstance(arg, Tensor)))
         return result_on_fakes(func, args, answer)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collect tensors that modules return deep inside a call.
 
-A router's logits, attention weights and hidden states are kept by forward hooks and used by whoever called the model.
-The call that computes them still runs as is; hooks note the results of the modules inside it.
+For example, forward hooks save a router's logits, attention weights or hidden states for the caller of the model. The
+call that computes them still runs as is; hooks of our own record the results of the modules inside it.
 
-Build time decides which outputs to collect (`fpipe.capture.trace.usage`); `InnerOutputs` is entered in every step.
+Runs in every step; `fpipe.capture.trace.usage` selects the outputs to collect when a pipeline is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class InnerOutput(NamedTuple):
 
 
 class InnerOutputs:
-    """A context that notes what the modules of the `wanted` outputs return."""
+    """A context that records the results of the modules that return the `wanted` outputs."""
 
     def __init__(self, wanted: Sequence[InnerOutput]) -> None:
         self.wanted = wanted

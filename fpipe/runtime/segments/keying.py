@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Key the random numbers that a segment draws.
 
-`DrawKeys` seeds the generator before each torch call that drew at capture, as if the call ran alone. That works where
-the calls are those of the capture. A call that branches on data draws from a *stream*: it is seeded once, at its start,
-and everything in it draws in sequence from there, whichever branches it takes; `DrawKeys` neither counts nor seeds the
-calls in it.
+`DrawKeys` seeds the generator before each torch call that drew at capture, as if the call ran alone. That works as long
+as the calls are the same as at capture. A call that branches on data draws from a *stream*: it is seeded once, at its
+start, and everything in it draws in sequence from there, whichever branches it takes; `DrawKeys` neither counts nor
+seeds the calls in it.
 
-A checkpointed function, too, is seeded once, before it runs: its rerun starts from the generator's state before the
+A checkpointed function is also seeded once, before it runs: its rerun starts from the generator's state before the
 first run.
 
-The functions that take an operation run at build time; the operations that they return run in every step.
+Runs when a pipeline is built; the operations that it returns run in every step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DrawsByCall: TypeAlias = Mapping[tuple[Any, int], Draw]
 
 
 class DrawKeys(TorchFunctionMode):
-    """Seeds the generator before each torch call of `draws`, unless one of `streams` is running."""
+    """A torch function mode that seeds the generator before each call in `draws`, unless one of `streams` runs."""
 
     def __init__(self, key: int, draws: DrawsByCall, streams: StreamKeys) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def key_draws(
 
 
 def key_stream(operation: Operation, frame: Frame) -> Operation:
-    """Return the operation, seeded as one stream; it must be the whole call of `frame`."""
+    """Return the operation, seeded as one stream; it must make the whole call of `frame`."""
     first, last = stream_ends(frame)
 
     def run(key: int, *tensors: Tensor) -> Tensors:

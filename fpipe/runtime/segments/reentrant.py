@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reentrant checkpoints under a backward for chosen gradients.
+"""Reentrant checkpoints in a backward that returns gradients instead of accumulating them.
 
 Problem. `checkpoint(function, *args, use_reentrant=True)` reruns its function in the backward, and calls `backward()`
-there: gradients of parameters go into their `.grad`, bypassing whoever asked for them.
+there: the parameters' gradients are accumulated into `.grad` and are not returned to the caller of the outer backward.
 
-Idea. Use the same autograd node, but with the parameters among its inputs: it returns their gradients. Everything else
-is as in torch: the first run records no graph, the arguments are detached for the second, and the gradient of an
-argument or parameter is summed inside before it is added to others. So the bits are those of one device.
+Idea. Use the same autograd node, but with the parameters among its inputs, so that it returns their gradients.
+Everything else is as in torch: the first run records no graph, the arguments are detached for the second, and the
+gradient of an argument or parameter is summed within the rerun before it is added to others. So the result is bit for
+bit that of one device.
 
-It runs in every step, and on fake tensors at build time. What it cannot do is refused at build time
-(`fpipe.capture.trace.reentrant_checks`).
+Calls for which this cannot work are refused at build time (`fpipe.capture.trace.reentrant_checks`).
+
+Runs in every step, and on fake tensors when a pipeline is built.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from fpipe.tensors import random
 class Reentrant:
     """The replacement for torch's reentrant checkpoint: called with a function and its arguments.
 
-    - `modes`: the contexts of its first run, for the second.
-    - `devices`: those it draws random numbers on.
-    - `parameters`: returns those that it uses and that require a gradient, at the time of the call.
+    - `modes`: the contexts of the first run, which the second run enters too.
+    - `devices`: the devices on which the function draws random numbers.
+    - `parameters`: returns the parameters that the function uses and that require a gradient when it is called.
     """
 
     modes: Contexts = ()
@@ -58,11 +60,11 @@ class Reentrant:
 
 
 class CheckpointNode(torch.autograd.Function):
-    """Runs a function without recording it, and again in the backward."""
+    """An autograd function that runs a function without recording it, and reruns it in the backward."""
 
     @staticmethod
     def forward(ctx: Any, how: Reentrant, function: Callable[..., Any], count: int, *given: Any) -> Any:
-        """Run the function on the first `count` of `given`; the rest are parameters that it uses."""
+        """Return the function's result for the first `count` of `given`; the rest are parameters that it uses."""
         args = given[:count]
         ctx.how, ctx.function, ctx.count, ctx.total = how, function, count, len(given)
         ctx.states = random.states(how.devices)

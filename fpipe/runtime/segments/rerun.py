@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change buffers as the backward of a checkpointed function does.
+"""Update buffers as the backward of a checkpointed function does.
 
-A backward reruns the function, which changes its buffers once more; see `fpipe.capture.trace.buffer_checkpoints` for
-why a stage reruns it at the end of its forward. That happens in every step.
+That backward reruns the function, which updates its buffers a second time. `fpipe.capture.trace.buffer_checkpoints`
+says why a stage reruns the function at the end of its forward instead.
+
+Runs when a pipeline is built; the operation that it returns runs in every step.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fpipe.ir.tape import Frame
 
 
 def rerun_for_buffers(frame: Frame) -> Operation:
-    """Return the step that changes buffers as the backward of a checkpointed function does."""
+    """Return the operation that updates buffers as the backward of the checkpointed function in `frame` does."""
     invocation = copy(frame.invocation)
     invocation.function = _call
 
@@ -36,4 +38,4 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _discard(saved: object) -> Any:
-    """Pack or unpack a tensor that autograd saves as `None`."""
+    """Return `None` in place of a tensor that autograd saves or reads back."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a stage's tensors where modules look for them.
+"""Put a stage's tensors where its modules look them up.
 
-The modules of a segment are those of a skeleton, which holds no tensors. While a segment runs, the tensors passed to it
-are in the tables in which modules keep parameters and buffers; afterwards the tables are as before.
+The modules of a segment belong to a skeleton of the model, which holds no tensors. While a segment runs, the tensors
+passed to it are in the tables in which modules keep parameters and buffers; afterwards the tables are restored.
 
-`seat_inputs` runs when a pipeline is built; the function that it returns runs in every step.
+Runs when a pipeline is built; the function that `seat_inputs` returns runs in every step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fpipe.ir.captured import Function, Tensors, Value
 from fpipe.model.snapshot import ContainerState, restore_containers
 
 Seat: TypeAlias = tuple[dict[str, Any], str]
-"""Where a module keeps a tensor: one of its tables, and the name there."""
+"""A place where a module keeps a tensor: one of its tables, and the name there."""
 Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
 
 
 class Seating:
-    """A context in which tensors are in their seats; on exit, what was there before is back.
+    """A context in which tensors are in their seats; on exit, the previous contents are restored.
 
-    `seats` are tables, names, and the key in `tensors` of what belongs there.
+    Each of `seats` is a table, a name, and the key in `tensors` of the tensor that belongs there.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ def seat_inputs(
 ) -> Function:
     """Return `run(key, *inputs)` as a function that puts its inputs in their seats first.
 
-    `seats` are as in `Seating`. `written` are the containers that a run changes, and that are restored after it. With
-    `may_rerun`, a backward needs the inputs in their seats, too.
+    `seats` are as in `Seating`. `written` are the containers that a run changes; they are restored after it. With
+    `may_rerun`, a backward also runs with the inputs in their seats.
     """
 
     def seat(tensors: Tensors) -> AbstractContextManager[None]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select elements by a mask; only the mask decides how many there are.
+"""Select elements of fake tensors by a mask.
 
-So `logits[labels > 0]` asks about the labels alone, though the logits depend on parameters. On fake tensors, the mask
-is replaced by as many indices as it has true elements.
+Only the mask decides how many elements are selected. So `logits[labels > 0]` asks about the labels alone, though the
+logits depend on parameters. On fake tensors, the mask is replaced by as many indices as it has true elements.
 
-`count_selected` runs on real masks, at build time and at the start of a step; everything else runs on fake tensors.
+Runs when a pipeline is built, on fake tensors; `count_selected` runs on real masks, also at the start of a step.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _select_by_mask(tensor: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def _without_mask(tensor: Tensor, index: Any, counts: Iterator[int]) -> list[Any]:
-    """Return a mask as indices, one tensor for each of its dimensions; any other index as it is."""
+    """Return a mask as index tensors, one for each of its dimensions; any other index unchanged."""
     return [_empty_indices(tensor, next(counts))] * index.dim() if _is_mask(index) else [index]
 
 

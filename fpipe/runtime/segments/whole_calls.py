@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call a module as its author wrote it, and take from it the tensors that later operations read.
+"""Call a module as its author wrote it, and take from the call the tensors that later operations read.
 
 A whole call delivers tensors in three ways: it returns them, it assigns them to attributes, or a module inside it
 returns them to a hook that collects them. The call reads only what something inside it uses; other arguments are zeros
 without memory, so that a value that is merely passed through need not be sent to the stage.
 
-The functions here run at build time and return operations; the operations run in every step.
+Runs when a pipeline is built; the operations that it returns run in every step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fpipe.runtime.segments.seats import Seat
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where to find the new values of a call: at leaves of what it returns, in attributes, in inner modules' results.
+    """The new values of a call, by place: leaves of its return value, attributes, and inner modules' results.
 
-    No value is in two of them.
+    Each value has one place.
     """
 
     returned: Mapping[Value, int]
@@ -63,7 +63,7 @@ def call_whole(frame: Frame, outputs: Outputs) -> Operation:
 
 
 def drop_unread(operation: Operation, used: Collection[Value], fakes: Mapping[Value, Tensor]) -> Operation:
-    """Return the operation reading only the `used` values; it gets zeros without memory in place of the others.
+    """Return the operation, reading only the `used` values; in place of the others, it gets zeros without memory.
 
     `fakes` are tensors with the others' metadata.
     """
@@ -80,14 +80,14 @@ def drop_unread(operation: Operation, used: Collection[Value], fakes: Mapping[Va
 
 
 def _zeros_like(fake: Tensor) -> Tensor:
-    """Return a real tensor of the same shape: code that checks for fake tensors must find none in a step."""
+    """Return real zeros of the same shape and dtype: code that checks for fake tensors must find none in a step."""
     return torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 
 
 def attach_outputs(frame: Frame, operation: Operation, parameters: Sequence[Seat]) -> Operation:
-    """Return a call that branches on data, its outputs attached to all that they may depend on.
+    """Return the operation of a call that branches on data, its outputs attached to all that they may depend on.
 
-    Raise `InputError` in a step in which the branch taken assigns a buffer that the branch at capture did not.
+    It raises `InputError` in a step whose branch assigns a buffer that the branch at capture did not.
     """
     module = frame.invocation.function  # a module, or the loss
     expected = {(id(one.module._buffers), one.name) for one in frame.assigned}

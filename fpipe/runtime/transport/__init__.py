@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How values are sent between ranks. `contract` is what the executor requires; `local` and `distributed` provide it."""
+"""Send values between ranks: `interface` is what the executor requires; `local` and `distributed` implement it."""

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks agree on what they are about to do before any of them does it.
+"""Make all ranks agree on what they are about to do before any of them does it.
 
 Problem. A message of the wrong length aborts the process that receives it, one of the right length but from another
 step is silently used, and a rank that raises alone leaves the others hanging.
 
-Idea. Everything that ranks do together begins with one small collective of a fixed size, whatever it is: a `row` that
-holds a digest of the call, and one per field that must be the same. If all rows are equal, nothing more is sent. If
-not, every rank sees it, so all exchange the texts that the digests stand for, and raise the same error. A rank that
-refuses its arguments also says so in a row, instead of leaving the others without an answer.
+Idea. Everything that ranks do together begins with one small collective, always of the same size: every rank sends a
+`row` with a digest of the call, and one per field that must be the same. If all rows are equal, nothing more is sent.
+If not, every rank sees it, so all exchange the texts of the digests and raise the same error. A rank that refuses its
+arguments also says so in a row, so that the others do not wait in vain.
 
-Invariant: whatever call each of two ranks is in, the next thing that each sends through the control group is a row.
+Invariant: whichever calls two ranks are in, the next message that each sends over the control group is a row.
+
+Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from fpipe.errors import TransportError
 from fpipe.runtime.fingerprint import digest
 
 Gather: TypeAlias = Callable[[Tensor], Sequence[Tensor]]
-"""Exchanges a tensor with all ranks; every one passes a tensor of the same shape and dtype."""
+"""Returns the tensors of all ranks; every rank passes one, of the same shape and dtype."""
 
 MOST_FIELDS, MOST_BYTES, MOST_SHOWN, WIDTH = 20, 2**18, 4, 160
 REFUSED, CALL, NOTE, FIRST = range(4)
@@ -47,7 +49,7 @@ class Field(NamedTuple):
 def agree(rank: int, gather: Gather, call: str, fields: Sequence[Field], note: int = 0) -> list[int]:
     """Exchange a row with all ranks; return every rank's note.
 
-    Raises `TransportError` unless all ranks make the same call with the same fields.
+    Raise `TransportError` unless all ranks make the same call with the same fields.
     """
     assert len(fields) <= MOST_FIELDS, "a row has room for all fields"
     mine = [0, _digest_call(call, fields), note, *[field.digest for field in fields]]
@@ -85,7 +87,7 @@ def exchange_texts(gather: Gather, mine: str) -> list[str]:
 
 
 def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Field], rows: list[list[int]]) -> NoReturn:
-    """Raise the error that says what differs; all ranks call this."""
+    """Raise a `TransportError` that shows what differs; every rank must call this."""
     if any(row[REFUSED] for row in rows):
         told = exchange_texts(gather, "")
         said = [f"- rank {r}: {told[r][: 3 * WIDTH]}" for r, row in enumerate(rows) if row[REFUSED]]
@@ -113,7 +115,7 @@ def _raise_difference(rank: int, gather: Gather, call: str, fields: Sequence[Fie
 
 
 def _compare(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line that shows, by rank, where descriptions first differ; none if they don't."""
+    """Return one line that shows, by rank, where descriptions first differ; no line if they don't."""
     longest = max(map(len, ranks))
     columns = [[*lines, *["nothing"] * (longest - len(lines))] for lines in ranks]
     first = next((row for row in zip(*columns, strict=True) if len(set(row)) > 1), None)

@@ -7,9 +7,11 @@ order of channels on every rank, so that connecting can't deadlock either.
 
 Every receive is described by a `Spec` known beforehand; nothing is pickled, and no shapes travel. Every message states
 its identity (`fpipe.runtime.transport.envelope`). On a CPU this is checked before the message is used. On an
-accelerator that would block the host in every action, so it is checked before the next step begins.
+accelerator, that would block the host in every action, so it is checked before the next step begins.
 
 The same code serves Gloo and NCCL; over NCCL it has not been run on several GPUs yet.
+
+Runs in every step; channels are set up when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from fpipe.runtime.transport.interface import MessageKey, Payload, Route
 from fpipe.torch_private import timeout_of
 
 Unread: TypeAlias = list[tuple[Envelope, Tensor]]
-"""Heads that have arrived and are not checked yet."""
+"""Headers that arrived but are not checked yet, each with the expected message."""
 
 
 class DistributedHandle:
-    """A posted send or receive: its works, and the bytes that must stay alive until they are done."""
+    """A posted send or receive: its `dist.Work`s, and the buffers that must stay alive until they are done."""
 
     is_done = False
 
@@ -41,7 +43,7 @@ class DistributedHandle:
         self.works, self.data, self.unread = works, data, unread
 
     def wait(self) -> None:
-        """Block until the works are done; then release the bytes of a send."""
+        """Block until the transfer is done; then release a send's buffers."""
         for work in self.works:
             work.wait()
         self.works = ()
@@ -49,7 +51,7 @@ class DistributedHandle:
             self.data = ()
 
     def take(self) -> Payload:
-        """Return what arrived and release it here."""
+        """Return the tensors that arrived, and drop the buffers; on a CPU, raise `TransportError` for a wrong message."""
         data, self.data = self.data, ()
         header = data[0][:LINE]
         if header.is_cpu:
@@ -60,7 +62,7 @@ class DistributedHandle:
 
 
 class DistributedChannel:
-    """A channel: a process group of two, and which of them is at which end."""
+    """A channel: a process group of two, and the rank in it of each end."""
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
@@ -73,7 +75,7 @@ class DistributedChannel:
     def between(
         cls, group: dist.ProcessGroup, source: int, target: int, device: torch.device, unread: Unread
     ) -> DistributedChannel:
-        """Return the channel from the job's process `source` to `target`; groups number processes in order."""
+        """Return the channel from process `source` of the job to `target`; groups rank processes in ascending order."""
         return cls(group, int(source > target), int(target > source), device, unread)
 
     def send(self, message: MessageKey, payload: Payload, specs: Specs) -> DistributedHandle:
@@ -101,7 +103,7 @@ class DistributedChannel:
 class DistributedTransport:
     """The channels of this process, rank `rank` of the pipeline whose processes are `world`.
 
-    `replicas` are the processes of every pipeline of the job: all of them take part in creating every group, since
+    `replicas` lists the processes of every pipeline of the job: all of them take part in creating every group, since
     torch.distributed names a group by the number of groups created so far.
     """
 
@@ -114,7 +116,7 @@ class DistributedTransport:
         self.unread: Unread = []
 
     def setup(self, channels: Iterable[Route]) -> None:
-        """Create a process group for each new channel, in ascending order, and send a first byte through it."""
+        """Create a process group for each new channel, in ascending order, and warm it up with one byte."""
         for source, target in channels:
             if (source, target) not in self.channels:
                 replicas = [

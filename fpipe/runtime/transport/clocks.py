@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clocks of processes, compared by round-trip messages.
+"""Compare the clocks of processes by round-trip messages.
 
 Problem. `time.perf_counter` starts at a different time on every host.
 
-Idea. Each process asks the first one for its time, a few times, and takes the shortest round trip. The answer was read
-some time between question and return, so taking their midpoint is wrong by at most half the trip. If the clocks may be
-equal, the difference counts as zero, so that processes of one host, which share a clock, are not shifted; then the
-error is at most the whole trip. On one idle host a trip takes 150 to 200 microseconds over Gloo.
+Idea. Each process asks the first one for its time, several times, and uses the shortest round trip. The first process
+read its clock some time between question and answer, so assuming the midpoint is off by at most half the trip. If the
+clocks may be equal, the difference counts as zero, so that processes on one host, which share a clock, are not shifted;
+then the error is at most the whole trip. On one idle host, a trip takes 150 to 200 microseconds over Gloo.
+
+Runs when `timeline` is called.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import torch.distributed as dist
 
 TRIPS: Final = 16
 Trip: TypeAlias = tuple[float, float, float]
-"""When the question left, by our clock; the time by their clock; and when the answer arrived, by ours."""
+"""The time of the question by our clock, the time by their clock, and the time of the answer by ours."""
 
 
 def measure_offset(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return by how many seconds our clock is ahead of the group's first process; every process must call this."""
+    """Return how many seconds our clock is ahead of the group's first process; every process must call this."""
     world, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if rank:
         return difference(_ask(world[0], group, device))
@@ -34,7 +36,7 @@ def measure_offset(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def difference(trips: Iterable[Trip]) -> float:
-    """Return how far our clock is ahead of theirs by the shortest of these round trips; 0 if they may be equal.
+    """Return how far our clock is ahead of theirs, by the shortest of these round trips; 0 if they may be equal.
 
     >>> difference([(10.0, 4.0, 14.0), (20.0, 13.0, 22.0)]), difference([(1.0, 1.5, 3.0)])
     (8.0, 0.0)
@@ -55,7 +57,7 @@ def _ask(first: int, group: dist.ProcessGroup, device: torch.device) -> Iterator
 
 
 def _answer(other: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Tell another process the time, as often as it asks."""
+    """Send another process our time, `TRIPS` times."""
     question = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(TRIPS):
         dist.recv(question, src=other, group=group)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group over which ranks agree: small host tensors, from every rank to all.
+"""The process group over which ranks agree: it gathers small host tensors from every rank to all.
 
-It is always a Gloo group, whatever backend carries the rest, since the host reads its messages, and they must neither
-wait for a device nor collide with the user's own collectives. Rows go to the first rank and come back as a table: two
-messages in sequence. A ring takes as many as there are ranks, each in a thread of Gloo's.
+It is always a Gloo group, whichever backend carries the rest: the host reads its messages, which must neither wait for
+a device nor collide with the user's own collectives. Rows go to the first rank and come back as a table: two messages
+in sequence. A ring takes as many as there are ranks, each in one of Gloo's threads.
+
+Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class Control(NamedTuple):
     def of(cls, world: list[int], replicas: list[list[int]], timeout: timedelta) -> Control:
         """Return the group of the processes `world`, one of `replicas`; every process of the job must call this.
 
-        Pipelines of the same processes share it, so that ranks that call different ones notice: it is looked up by its
-        description in torch's own table of groups.
+        Pipelines on the same processes share the group, so that ranks that call different pipelines notice. It is
+        looked up by its description in torch's own table of process groups.
         """
         names = [f"control group of {ranks} in {replicas}" for ranks in replicas]
         mine, rank = replicas.index(world), world.index(dist.get_rank())

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank per process: how a torch.distributed process communicates and agrees with the others.
+"""One rank per process: the communication and agreement of torch.distributed processes.
 
 Messages travel over channels (`fpipe.runtime.transport.channels`). Before any is sent, all ranks agree on what they are
 about to do (`fpipe.runtime.transport.agreement`), over a separate group (`fpipe.runtime.transport.control`).
+
+Runs when a pipeline is built and in every step, if ranks are separate processes.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from fpipe.torch_private import timeout_of
 class DistributedRanks:
     """One rank of a schedule: this process, in a `group` with as many processes as ranks.
 
-    - `calls`: how many functions of the pipeline have been called; `call`: the one that is running.
-    - `failure`: why no more may be called; `deciding`: whether the other ranks are waiting for this one's decision.
+    - `calls`: the number of calls of the pipeline's functions so far; `call`: the name and number of the current one.
+    - `failure`: why later calls are refused, or `None`; `deciding`: whether the others wait for this rank to agree.
     """
 
     def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -53,9 +55,9 @@ class DistributedRanks:
 
     @contextmanager
     def enter_call(self, call: str) -> Iterator[None]:
-        """Run a function that all ranks call; what is raised before they have agreed is raised on all of them.
+        """Return the context for a function that all ranks call; an error before they have agreed is raised on all.
 
-        Raises `TransportError` if an earlier call failed midway, or if another thread is inside.
+        Raise `TransportError` if an earlier call failed midway, or if another thread is inside.
         """
         with claim_turn(f"rank {self.ranks[0]}, {call}"):
             self._require_whole(call)
@@ -73,7 +75,7 @@ class DistributedRanks:
                 self.deciding = False
 
     def _read(self) -> None:
-        """Raise `TransportError` on all ranks if this one has used the wrong message."""
+        """Raise `TransportError` on all ranks if this one used a wrong message in the last step."""
         try:
             self.transport.read()
         except TransportError as error:
@@ -85,7 +87,7 @@ class DistributedRanks:
     def agree(self, fields: Fields = tuple, about: str = "", note: int = 0) -> list[int]:
         """Raise `TransportError` on every rank unless all have called the same function with the same fields.
 
-        `about` distinguishes several agreements within one call. Returns the `note` that each rank passed.
+        `about` distinguishes several agreements within one call. Return the `note` that each rank passed.
         """
         call = f"{self.call}, {about}" if about else self.call
         try:
@@ -123,7 +125,7 @@ class DistributedRanks:
             )
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Run this process's rank to completion, waiting where it must."""
+        """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
         (rank,) = self.ranks
         self.deciding = False
         run = execution(rank, self.transport).run()
@@ -138,7 +140,7 @@ class DistributedRanks:
             raise
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
-        """Broadcast the tensor of rank `source`."""
+        """Return rank `source`'s tensor on every rank."""
         data = spec.buffer() if tensor is None else spec.pack(tensor)
         dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
         return spec.unpack(data)
@@ -157,7 +159,7 @@ class DistributedRanks:
         return clocks.measure_offset(self.group, self.device)
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
-        """Return the rows of all ranks; every rank must call this."""
+        """Return the rows of each rank, in rank order; every rank must call this."""
         count, columns = rows.shape
         counts = self.agree(about="rows to collect", note=count)
         mine = rows.new_zeros(max([*counts, 1]), columns)

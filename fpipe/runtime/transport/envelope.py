@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of a message: a head that identifies it, and its tensors.
 
-Problem. A receiver must check that what arrived is what it waited for before it uses it, and every send costs tens of
+Problem. A receiver must check that a message is the expected one before it uses it, and every send costs tens of
 microseconds, however small.
 
 Idea. The head begins with the message's identity, its length and a digest of its specs; small tensors follow in the
@@ -9,6 +9,8 @@ same buffer. So most messages are one send, even those of many small tensors. La
 are.
 
 Invariant: every tensor begins at a multiple of `LINE` bytes, as if freshly allocated: some kernels depend on alignment.
+
+Runs in every step, if ranks are separate processes; the layout of a message is determined at its first use.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ CARRIED: Final = ("F", "B", "G")
 class Envelope:
     """The layout of one message between two ranks.
 
-    - `sizes`: the bytes of each tensor; `small`: which of them travel in the head.
-    - `header`: the beginning of the head.
+    - `sizes`: the bytes of each tensor; `small`: whether each travels in the head.
+    - `header`: the first `LINE` bytes of the head; `values`: the numbers in them.
     """
 
     def __init__(self, message: MessageKey, specs: Specs, device: torch.device) -> None:
@@ -50,7 +52,7 @@ class Envelope:
 
     @cached_property
     def length(self) -> int:
-        """The bytes of the head."""
+        """The length of the head in bytes."""
         return LINE + sum(_round_up(size) for size, small in zip(self.sizes, self.small, strict=True) if small)
 
     def pack(self, payload: Payload) -> tuple[Tensor, ...]:
@@ -67,12 +69,12 @@ class Envelope:
         return (torch.cat(head) if len(head) > 1 else self.header, *rest)
 
     def buffers(self) -> tuple[Tensor, ...]:
-        """Return uninitialized buffers for what `pack` returns."""
+        """Return uninitialized buffers that receive what `pack` returns."""
         large = [spec.buffer() for spec, small in zip(self.specs, self.small, strict=True) if not small]
         return (torch.empty(self.length, dtype=torch.uint8, device=self.device), *large)
 
     def unpack(self, data: tuple[Tensor, ...]) -> Payload:
-        """Return the tensors in what was received."""
+        """Return the tensors in these received buffers."""
         head, *rest = data
         found, start, large = list[Any](), LINE, iter(rest)
         for spec, size, small in zip(self.specs, self.sizes, self.small, strict=True):
@@ -82,11 +84,11 @@ class Envelope:
 
     @cached_property
     def padding(self) -> Tensor:
-        """Zeros up to the next multiple of `LINE`."""
+        """Zeros that pad small tensors to a multiple of `LINE` bytes."""
         return torch.zeros(LINE, dtype=torch.uint8, device=self.device)
 
     def require(self, header: Tensor) -> None:
-        """Raise `TransportError` unless a head, which must be on the CPU, begins as this message's does."""
+        """Raise `TransportError` unless a received header, which must be on the CPU, is that of this message."""
         got = header.view(torch.int64)
         if torch.equal(got, self.values):
             return

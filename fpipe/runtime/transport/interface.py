@@ -4,6 +4,8 @@
 Posting never blocks and returns a handle. Only waiting for the handle blocks, and the driver does that, not the
 executor. Both ends of a transfer identify it by the same `MessageKey`. On each channel, which is a directed pair of
 ranks, both ends post the same messages in the same order.
+
+Runs in every step, in the transports that implement it; `message_of` runs when a program is linked.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from schedules import Action
 
 Payload: TypeAlias = tuple[Any, ...]
 MessageKey: TypeAlias = tuple[str, int, int, int]
-"""What it carries (`F` a value, `B` a cotangent, `G` a gradient), source stage, microbatch, target stage."""
+"""The kind of payload (`F` values, `B` cotangents, `G` gradients), source stage, microbatch, target stage."""
 Route: TypeAlias = tuple[int, int]
 """A channel's name: the sending rank and the receiving rank."""
 
@@ -22,7 +24,7 @@ Route: TypeAlias = tuple[int, int]
 class Handle(Protocol):
     """A posted send or receive; the driver of its transport waits for it.
 
-    - `end`, `message`: which end of which transfer was posted: `SEND` or `RECV`.
+    - `end`: the end that was posted, `SEND` or `RECV`; `message`: the key of the transfer.
     """
 
     end: str
@@ -30,17 +32,17 @@ class Handle(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True if it is known that no waiting is needed."""
+        """True if the transfer is known to be done, so that there is nothing to wait for."""
 
     def take(self) -> Payload:
-        """Return what arrived and release it here. Call it once, for a receive that is done."""
+        """Return the payload that arrived, and drop it from the handle. Call it once, for a receive that is done."""
 
 
 class Channel(Protocol):
-    """Carries payloads from one rank to another; each of the two has its own object."""
+    """One rank's end of a channel, which carries payloads from one rank to another."""
 
     def send(self, message: MessageKey, payload: Payload, specs: tuple[Any, ...]) -> Handle:
-        """Post a send of values with these specs. They must not change until the handle has been waited for."""
+        """Post a send of values with these specs. The values must not change until the handle is done."""
 
     def receive(self, message: MessageKey, specs: tuple[Any, ...]) -> Handle:
         """Post a receive of values with these specs."""

@@ -6,6 +6,8 @@ runs here posts its sends and receives in the same order, as every transport req
 
 A rank runs until it must wait, and is stepped again when its handle is done. If no rank can be stepped and some are
 unfinished, that is a deadlock, detected at once.
+
+Runs when a pipeline is built and in every step, if all ranks are in this process.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from fpipe.tensors.spec import Spec
 class LocalHandle:
     """A message within this process; both of its ends hold the same object.
 
-    `end` was posted first; once the other end is posted, it `is_done`, and rank `waiter` is stepped again.
+    `end` is the end that was posted first; once the other is posted, the handle `is_done`, and rank `waiter` is stepped
+    again.
     """
 
     __slots__ = ("end", "is_done", "message", "payload", "waiter")
@@ -40,7 +43,7 @@ class LocalHandle:
         self.waiter: int | None = None
 
     def take(self) -> Payload:
-        """Return the payload and release it here."""
+        """Return the payload, and drop it from the handle."""
         payload, self.payload = self.payload, ()
         return payload
 
@@ -48,7 +51,7 @@ class LocalHandle:
 class LocalChannel:
     """A channel within one process; `woken` holds the ranks whose handles are done.
 
-    Invariant: what waits is all sends or all receives, since opposite ends meet at once.
+    Invariant: the waiting handles are all sends or all receives, since opposite ends meet at once.
     """
 
     __slots__ = ("waiting", "woken")
@@ -78,7 +81,7 @@ class LocalChannel:
         return posted
 
     def _meet(self, message: MessageKey) -> LocalHandle:
-        """Return the oldest waiting message, whose other end is being posted."""
+        """Return the oldest waiting handle, marked as done; raise `TransportError` unless it is for `message`."""
         posted = self.waiting.popleft()
         if posted.message != message:
             raise _disorder_error(posted, message)
@@ -124,7 +127,7 @@ class LocalRanks:
         return [note]
 
     def connect(self, channels: Iterable[Route]) -> None:
-        """Do nothing: each run makes its channels."""
+        """Do nothing: each run creates its own channels."""
 
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Step all ranks until all have finished; raise `DeadlockError` if none can proceed."""
