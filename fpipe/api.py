@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions: `pipeline`, `value_and_grad`, `evaluate`, `reference`, `verify`.
 
-Each checks its arguments and hands them on: `fpipe.pipelines.builder` builds, `fpipe.pipelines.step` runs,
-`fpipe.verification` compares. None of this module's code runs in a step.
+Each checks its arguments and passes them on: `fpipe.pipelines.builder` builds, `fpipe.pipelines.step` runs,
+`fpipe.verification` compares.
 
 Invariant: this module may import any other; no other imports it.
+
+Runs when one of these functions is called, never in a step.
 """
 
 from __future__ import annotations
@@ -97,17 +99,17 @@ def pipeline(
     - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
       in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
       of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.
-    - `group`: if torch.distributed is initialised, the processes that are the ranks, one each; defaults to all. Every
+    - `group`: if torch.distributed is initialized, the processes that are the ranks, one each; defaults to all. Every
       process of the job must then build its pipeline at the same time, and all groups must have the same size. If
-      torch.distributed is not initialised, all ranks run in this process.
+      torch.distributed is not initialized, all ranks run in this process.
 
-    Every step uses the parameters, the buffers, and the batch, with its numbers and flags, that it is passed. Of
-    everything else the pipeline takes a snapshot now. If the model changes later in a way that matters (an attribute, a
+    Every step uses the parameters, the buffers and the batch, with its numbers and flags, that it is passed. The
+    pipeline takes a snapshot of everything else now. If the model changes later in a way that matters (an attribute, a
     mode, what is frozen), the next step raises; `pipe.rebuilt(model)` returns the pipeline of the changed model. The
     same goes for a global, a closed-over variable or an attribute of the loss, unless the code that reads it runs as
     Python in every step and so sees the change: `fpipe.watching.watch` says when.
 
-    Raises `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, always before anything is
+    Raise `CaptureError`, `CutError`, `InputError`, `ScheduleError` or `TransportError`, always before anything is
     sent.
 
     >>> import torch, fpipe
@@ -155,7 +157,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     accelerator after the step, with the device's times. `fpipe.timeline` merges the spans of all ranks into one
     timeline.
 
-    Raises `InputError`, naming the leaf, for arguments that don't fit the pipeline, before anything is sent.
+    Raise `InputError`, naming the leaf, for arguments that don't fit the pipeline, before anything is sent.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -178,7 +180,7 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     It takes the same arguments as the function that `value_and_grad` returns. A model that computes its own loss always
     returns one. Outputs are merged in microbatch order and are returned on the rank of the last stage. Under
     torch.distributed every rank must call the function in the same order, and at least one of them must pass the
-    targets if there are any. `record` is as in `value_and_grad`. Raises `InputError` as that function does.
+    targets if there are any. `record` is as in `value_and_grad`. Raise `InputError` as that function does.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -198,7 +200,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     A parameter tied by `"sum"` has one copy for each stage that uses it; their gradients are added.
 
     On any rank, the function takes the whole batch and all parameters and buffers of the model:
-    `dict(model.named_parameters())` and `dict(model.named_buffers())`. Raises `InputError` for other arguments.
+    `dict(model.named_parameters())` and `dict(model.named_buffers())`. Raise `InputError` for other arguments.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -232,13 +234,14 @@ def verify(
     `buffers`, this process's share of the training state, or from the model's own. The model's tensors and Python state
     are restored afterwards.
 
-    `steps` is the number of steps of plain gradient descent, seeded from `seed` on: more than one finds models that
-    change what they do after some calls, which a capture can't see. With a `tolerance`, a leaf may differ by that
-    fraction of its largest magnitude: for compiled stages, and for accelerators with nondeterministic kernels.
+    `steps` is the number of steps of plain gradient descent, with seeds `seed`, `seed + 1` and so on: more than one
+    finds models that change what they do after some calls, which a capture can't see. With a `tolerance`, a leaf may
+    differ by that fraction of its largest magnitude: for compiled stages, and for accelerators with nondeterministic
+    kernels.
 
-    Under torch.distributed every rank calls it, with the whole model and batch, and compares what it holds. Raises
-    `MismatchError` naming the first leaf that differs, or that is nan on both sides and so proves nothing. Each step
-    costs two more on one device.
+    Under torch.distributed, every rank must call this, with the whole model and batch, and compares what it holds.
+    Raise `MismatchError` naming the first leaf that differs, or that is nan on both sides and so proves nothing. Each
+    step costs two more steps, on one device.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -253,5 +256,5 @@ def verify(
 
 
 def _of_inputs(batch_dims: Any) -> Any:
-    """Return `batch_dims` without the part for targets."""
+    """Return `batch_dims` without its part for the targets."""
     return (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims

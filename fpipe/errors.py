@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that fpipe raises deliberately. The root, and the errors about schedules, are those of `schedules`.
+"""Every error that fpipe raises on purpose; the base class and the errors about schedules are those of `schedules`.
 
 Each message says what was got, what was expected, where, and how to repair it.
+
+Runs when an error is raised.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class InputError(PipelineError, ValueError):
 
 
 class TransportError(PipelineError, RuntimeError):
-    """Ranks do not match, or a channel carried another message than the expected one.
+    """Ranks differ, or a channel carried a message other than the expected one.
 
     Raised on every rank, before anything is computed, if ranks differ in what they are about to do or one of them
     refuses it. Also raised while a transport is set up; for an unexpected message; after a step that failed midway; and

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a front end of your own needs, all in one place.
+"""Everything that a front end of your own needs, in one place.
 
 A front end is a function `(model, objective, leaves) -> Captured`, passed as `fpipe.pipeline(..., capture=front_end)`.
 It describes the computation of one microbatch as *units* and the *values* between them; see `FrontEnd` and `Captured`.
 fpipe checks what it returns, and raises `CaptureError` if that is not a valid model.
-
-Runs: when a pipeline is built.
 
 Here is a front end for chains of layers. Each layer is a unit that takes its weight and returns one tensor.
 
@@ -49,6 +47,8 @@ Here is a front end for chains of layers. Each layer is a unit that takes its we
 ... )
 >>> fpipe.verify(pipe, model, (x,), y).eager  # how many tensors equal those of the model, run eagerly
 4
+
+Runs when a pipeline is built.
 """
 
 from fpipe.ir.captured import (

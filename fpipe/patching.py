@@ -2,14 +2,16 @@
 """Replace functions of torch, for one thread.
 
 Problem. A capture must see and answer calls for which torch has no hook, so it replaces functions at their one place in
-torch. All threads share that place, and a new batch shape captures in the middle of training: a data loader's thread
+torch. All threads share that place, and a new batch shape is captured in the middle of training: a data loader's thread
 that calls `torch.manual_seed` at that moment must get torch's own function.
 
-Idea. What is put there is a switch, which calls the newest replacement of the thread that calls, or the original if the
-thread has none. Nothing else in fpipe replaces functions of torch. Runs at build time only.
+Idea. Put a switch there, which calls the calling thread's newest replacement, or the original if the thread has none.
+Nothing else in fpipe replaces functions of torch.
 
 Invariants. A thread sees its own replacements, and so do the threads in which torch runs a backward for it; no other
-thread does. When the last replacement of a place ends, whichever thread's that is, the place is as it was.
+thread does. When the last replacement of a place ends, in whichever thread, the original is put back.
+
+Runs when a model is captured, once per kind of batch, and when its sizes are measured.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from typing import Any, Final
 from fpipe.torch_private import get_thread_local, has_thread_local, set_thread_local
 
 OWNER: Final = "fpipe: the thread that captures"
-"""The key of a number that torch hands to the threads in which it runs a backward."""
+"""The key of a thread-local number that torch passes to the threads in which it runs a backward."""
 MISSING: Final = object()
-"""Stands for a name that its place does not have."""
+"""A placeholder for a name that its place does not have."""
 CLASS_METHODS: Final = (classmethod, type(vars(dict)["fromkeys"]))
 """Class methods, written in Python or in C."""
 
 
 class ByThread:
-    """A stack of values for each thread; an engine thread sees the stack of the thread that it works for."""
+    """A stack of values for each thread; a thread of the autograd engine sees that of the thread it works for."""
 
     def __init__(self) -> None:
         self.stacks: dict[int, list[Any]] = {}
@@ -46,7 +48,7 @@ class ByThread:
         return stack[-1] if stack else otherwise
 
     def push(self, value: Any) -> int:
-        """Add a value of the calling thread; return the thread, which `pop` needs."""
+        """Push a value for the calling thread; return the thread's id, which `pop` needs."""
         thread = get_ident()
         set_thread_local(OWNER, thread)
         self.stacks.setdefault(thread, []).append(value)
@@ -79,7 +81,7 @@ class _Switch(ByThread):
         setattr(self.owner, self.name, function)
 
     def remove(self) -> None:
-        """Leave the place as it was."""
+        """Put the original back."""
         if self.before is MISSING:
             delattr(self.owner, self.name)
         else:
@@ -87,10 +89,10 @@ class _Switch(ByThread):
 
 
 class _ValueSwitch(_Switch):
-    """The same for a module's attribute that is not called: the module looks it up for every thread."""
+    """A switch for a module's attribute that is not called: `__getattr__` looks it up for every thread."""
 
     def install(self) -> None:
-        """Take the attribute out of the module, and answer for it."""
+        """Remove the attribute from the module, and return it from the module's `__getattr__` instead."""
 
         def missing(name: str) -> Any:
             if name == self.name:
@@ -106,7 +108,7 @@ class _ValueSwitch(_Switch):
         del self.owner.__getattr__
 
 
-# The only mutable state in fpipe's modules: what is replaced now, which is a fact about the process.
+# The only mutable state in fpipe's modules: the current replacements, which belong to the process.
 _SWITCHES: dict[tuple[int, str], _Switch] = {}
 _SHARED: dict[tuple[int, str], _Shared] = {}
 _LOCK = RLock()
@@ -114,7 +116,7 @@ _LOCK = RLock()
 
 @contextmanager
 def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Call `replacement` inside, wherever this thread calls the function `name` of a class or module.
+    """Inside, call `replacement` wherever this thread calls the function `name` of a class or module.
 
     A replacement of a class method gets the class as its first argument.
     """
@@ -124,7 +126,7 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[
 
 @contextmanager
 def replace_value(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Let this thread find `value` inside, where it looks up an attribute of a module; imports look it up, too."""
+    """Inside, return `value` when this thread looks up an attribute of a module; imports look it up, too."""
     with _replace(_ValueSwitch, module, name, value):
         yield
 
@@ -159,9 +161,9 @@ class _Shared:
 
 @contextmanager
 def share(spaces: Iterable[dict[str, Any]], name: str, value: Any) -> Iterator[None]:
-    """Put `value` into the namespaces of modules inside.
+    """Inside, set the global `name` of modules to `value`, given their namespaces.
 
-    Functions look up their globals without asking anyone, so every thread finds it: the value itself must ask which
+    No hook sees how functions look up their globals, so every thread finds the value, which must itself check which
     thread uses it (see `ByThread`).
     """
     with _LOCK:
@@ -188,7 +190,7 @@ def _unshare(one: _Shared, name: str) -> None:
 
 
 def current(owner: Any, name: str) -> Any:
-    """Return the function that a call from this thread would reach: what a new replacement hands on to.
+    """Return the function that a call from this thread would reach; a new replacement calls it in turn.
 
     A class method takes the class as its first argument.
     """
@@ -197,20 +199,20 @@ def current(owner: Any, name: str) -> Any:
 
 
 def original(owner: Any, name: str) -> Any:
-    """Return what a place holds if nothing is replaced, as it stands in the class or module: a class method, say."""
+    """Return what a place holds if nothing is replaced, as stored in the class or module: a `classmethod`, say."""
     switch = _SWITCHES.get((id(owner), name))
     return vars(owner).get(name, MISSING) if switch is None else switch.before
 
 
 def replaced_places() -> list[tuple[Any, str]]:
-    """Return the places that any thread replaces now: the owner or namespace, and the name there."""
+    """Return the places that are replaced now, in any thread: the owner or namespace, and the name there."""
     with _LOCK:
         shared = [(one.space, name) for (_, name), one in _SHARED.items()]
         return [*((switch.owner, switch.name) for switch in _SWITCHES.values()), *shared]
 
 
 def caller() -> FrameType:
-    """Return the frame that called the function whose replacement calls this."""
+    """Return the frame that called the replaced function; the replacement must call this."""
     frame: Any = sys._getframe(2)
     while frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
@@ -219,7 +221,7 @@ def caller() -> FrameType:
 
 
 def _callable(owner: Any, name: str, before: Any) -> Any:
-    """Return what to call for threads that replace nothing."""
+    """Return the function to call for threads that replace nothing."""
     if isinstance(before, CLASS_METHODS):
         return lambda cls, /, *args, **kwargs: before.__get__(None, cls)(*args, **kwargs)
     if before is not MISSING:

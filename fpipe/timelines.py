@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One timeline of what all ranks recorded, and the costs measured in it.
+"""Merge the spans that all ranks recorded into one timeline, and return the costs measured in it.
 
-Problem. Each process has only the spans of its ranks, by its own clock.
+Problem. Each process has only the spans of its own ranks, timed by its own clock.
 
 Idea. A span is a row of numbers, so rows travel as tensors. Each process converts its times to the first one's clock
 (`fpipe.runtime.transport.clocks`) before it sends them. The result has the form of `schedules.spans`, so it can be
 summarized, drawn and simulated in the same way.
+
+Runs when `timeline` or `costs` is called.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
     for the previous step are left out. Clocks of different hosts are aligned to within the shortest round trip of a
     message; processes of one host share a clock.
 
-    Raises `InputError` for spans of ranks that are not in this process.
+    Raise `InputError` for spans of ranks that are not in this process.
 
     >>> import torch, fpipe
     >>> from schedules import drawing, gpipe, spans, summarize
@@ -63,7 +65,7 @@ def costs(pipe: Pipeline, *timelines: Sequence[Span]) -> Costs:
     """Return the costs measured in timelines of training steps, in seconds, for simulating the pipeline's schedule.
 
     They are computed by `schedules.estimate`. If all ranks are in this process, transfers cost nothing: a rank that
-    waits is waiting for its turn. Raises `TimelineError` for a stage without spans.
+    waits is waiting for its turn. Raise `TimelineError` for a stage without spans.
     """
     in_one_process = len(pipe.ranks.ranks) == pipe.schedule.ranks
     return estimate(

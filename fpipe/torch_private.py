@@ -9,7 +9,9 @@ looks every name up and raises one `ImportError` that lists those that are missi
 names from this module. Two kinds stay where they are used, because a function around them would only obscure: private
 attributes of torch's objects (`ATTRIBUTES`), and operators whose names begin with an underscore (`OPERATORS`).
 
-Whatever differs between versions of torch is settled here, too.
+Differences between versions of torch are handled here, too.
+
+Runs when fpipe is imported; its functions run where they are used.
 """
 
 # ruff: noqa: E402 (the names are looked up before anything is imported by them)
@@ -48,7 +50,7 @@ TESTED: Final = ("2.12", "2.13", "2.14", "2.15")
 
 VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GENERATOR: Final = "_checkpoint_without_reentrant_generator" + ("" if VERSION < (2, 14) else "_impl")
-"""What `checkpoint` runs around the function. Since torch 2.14 the old name is only for callers outside of torch."""
+"""The generator that `checkpoint` runs around the function. Since torch 2.14, torch does not use the old name."""
 
 
 class Name(NamedTuple):
@@ -173,7 +175,7 @@ SAVED: Final = {
     ),
     "embedding": ("indices", "padding_idx", "scale_grad_by_freq", "sparse"),
 }
-"""What the autograd nodes of these functions save, for backwards in halves: `_saved_` and this name."""
+"""The names, after `_saved_`, of what the autograd nodes of these functions save; backwards in halves use them."""
 
 OPERATORS: Final = (
     *("_ctc_loss", "_ctc_loss_backward", "_grouped_mm", "_index_put_impl_", "_local_scalar_dense", "_log_softmax"),
@@ -196,7 +198,7 @@ def missing_names(names: Iterable[Name]) -> Iterator[Name]:
 def look_up(path: str) -> Any:
     """Return what a dotted path in torch refers to; `Module()` stands for a new instance.
 
-    Modules that nothing has imported are imported: `torch._prims_common`, say.
+    Import modules that are not imported yet, such as `torch._prims_common`.
     """
     holder, _, name = path.removeprefix("torch.").rpartition(".")
     if holder.endswith("()"):
@@ -276,7 +278,7 @@ INNER_TRANSFORMS: Final = (
     Place(eager_transforms, "grad_impl"),
     Place(eager_transforms, "grad_and_value_impl"),
 )
-"""What the transforms of torch.func call that have no public name at their one place."""
+"""The functions that torch.func's transforms call, for those that cannot be replaced under their public names."""
 fused_encoder_layer: Any = torch._transformer_encoder_layer_fwd
 CheckpointHook: Any = checkpoint._checkpoint_hook
 SAVED_INPUTS: Any = vars(checkpoint).get("_NoopSaveInputs")
@@ -311,9 +313,9 @@ get_cudnn_sdp_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
 
 
 def set_thread_local(key: str, value: Any) -> None:
-    """Keep a value for this thread; torch hands it to the threads in which it runs a backward for this one.
+    """Store a value for this thread; torch passes it to the threads in which it runs a backward for this one.
 
-    torch 2.11 keeps the value without counting its reference, which is counted here.
+    torch 2.11 stores the value without counting its reference, which is counted here.
     """
     if VERSION < (2, 12):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
@@ -323,7 +325,7 @@ def set_thread_local(key: str, value: Any) -> None:
 def read_checkpoint(
     function: Any, *given: Any, **named: Any
 ) -> tuple[Any, Sequence[Any], dict[str, Any], dict[str, Any]]:
-    """Return the checkpointed function, its arguments and the settings of a call of `GENERATOR`."""
+    """Return the checkpointed function, its arguments, and the settings, from the arguments of `GENERATOR`."""
     if VERSION < (2, 14):
         settings = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
         count = len(settings)
@@ -333,12 +335,12 @@ def read_checkpoint(
 
 
 def unseen_by_modes() -> AbstractContextManager[Any]:
-    """Return the context in which a checkpoint begins: in torch 2.11 it makes torch calls that are not the model's."""
+    """Return the context in which a checkpoint begins: in torch 2.11, it makes torch calls that are not the model's."""
     return nullcontext() if SAVED_INPUTS is None else DisableTorchFunction()
 
 
 def mark_as_parameter(tensor: Tensor) -> None:
-    """Make a tensor an instance of `nn.Parameter`, as torch marks those of other classes."""
+    """Make a tensor an instance of `nn.Parameter`, in the way that torch marks tensors of other classes."""
     setattr(tensor, PARAMETER_MARK, True)
 
 
@@ -366,5 +368,5 @@ def list_compilers() -> list[str]:
 
 
 def find_compiler(name: str) -> Any:
-    """Return a backend of torch.compile by its name."""
+    """Return the backend of torch.compile with this name."""
     return torch._dynamo.lookup_backend(name)

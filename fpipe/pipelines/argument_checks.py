@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the user's arguments. Run before anything else when a pipeline is built."""
+"""Checks of the user's arguments.
+
+Runs when a pipeline is built, and when `value_and_grad`, `reference` or `verify` is called.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def require_buildable(model: nn.Module, example: Any, loss: Loss, schedule: Any)
 
 
 def require_loss(loss: object, schedule: Schedule) -> None:
-    """Raise `InputError` for a loss that can't be called; a schedule without a backward may have none."""
+    """Raise `InputError` unless the loss can be called; with a schedule without a backward, there may be no loss."""
     if callable(loss) or (loss is None and not schedule.backward):
         return
     raise InputError(
@@ -89,7 +92,7 @@ def _require_runnable(schedule: Schedule) -> None:
 
 
 def require_backward(schedule: Schedule) -> None:
-    """Raise `InputError` for a schedule without gradients."""
+    """Raise `InputError` for a schedule without a backward."""
     if not schedule.backward:
         raise InputError(
             f"schedule: got {schedule!r}, which has no backward, expected one that computes gradients. Call "

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast and inference mode around a step. Runs in every step.
+"""Autocast and inference mode around a step.
 
 Autocast has the same effect as around a plain forward: the model and the loss run under it, and the backward does not.
-So autocast is turned off for the step, and becomes part of what the model is captured for. Inference mode records no
-gradients.
+So autocast is turned off for the step, and becomes part of the variant that is captured. Inference mode is refused
+around a training step.
+
+Runs when a pipeline is built and in every step.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ DEVICE_TYPES: Final = ("cpu", "cuda")
 
 @contextmanager
 def suspend_autocast(variant: Variant) -> Iterator[Variant]:
-    """Turn autocast off inside; yield the variant in which the model itself runs under it."""
+    """Turn autocast off inside; yield the variant in which the model and the loss run under it."""
     casts = active_casts()
     with ExitStack() as stack:
         for device, _ in casts:
@@ -32,7 +34,7 @@ def suspend_autocast(variant: Variant) -> Iterator[Variant]:
 
 
 def require_gradients() -> None:
-    """Raise `InputError` in inference mode, which keeps nothing for a backward."""
+    """Raise `InputError` in inference mode, in which autograd records nothing for a backward."""
     if torch.is_inference_mode_enabled():
         raise InputError(
             "a step: got torch.inference_mode around it, expected grad mode: a training step computes gradients. Call "

@@ -45,10 +45,10 @@ Model: TypeAlias = nn.Module | Sequence[Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds pipelines of one model and of its later versions from the same arguments; `fpipe.pipeline` names them.
+    """A builder of pipelines, for one model and its later versions, from the same arguments of `fpipe.pipeline`.
 
     - `batchings`: how batches are split, with the loss and without.
-    - `caches`: those of the first pipeline; later ones share its record of trainable parameters.
+    - `caches`: the caches whose record of trainable parameters all of the pipelines share.
     """
 
     loss: Loss
@@ -90,7 +90,7 @@ class Builder:
         return pipe
 
     def _captures(self, module: nn.Module) -> CaptureCache:
-        """Return the captures of a model, none of them made yet. They hold none of the user's tensors."""
+        """Return an empty cache for a model's captures; it holds none of the user's tensors."""
         see, mode, home = (
             find_front_end(self.capture, self.cuts.whole(module, self.loss)),
             fake_mode(),

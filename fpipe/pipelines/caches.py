@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline remembers from one call to the next.
+"""The values that a pipeline caches from one call to the next.
 
 Invariant: nothing here changes what a step computes. It only saves asking or comparing again.
+
+Runs when a pipeline is built and in every step.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from fpipe.ir.variant import Variant
 from fpipe.runtime.transport.agreement import Field
 
 BatchKind: TypeAlias = tuple[Variant, Signature]
-"""Batches that run the same plan: in the same mode, and alike in everything but the values of their tensors."""
+"""The kind of a batch: those of one kind run the same plan, and differ only in the values of their tensors."""
 
 
 class Agreement(NamedTuple):
     """The fields that all ranks have agreed on for one kind of batch.
 
-    - `digest`: of the plan's fields; 0 if all ranks are in this process.
-    - `fields`: what they compare again in every step.
+    - `digest`: the digest of the plan's fields; there are none if all ranks are in this process.
+    - `fields`: the fields of the batch, which they compare again in every step.
     """
 
     digest: int
@@ -33,11 +35,11 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Caches:
-    """The values that a pipeline remembers.
+    """The caches of a pipeline.
 
     - `agreements`: by kind of batch. The first is the agreement on the pipeline itself.
-    - `unquestioned`: the kinds of batches about whose values the model asks nothing.
-    - `compared`: the kind of batch of the first step. Before it, ranks compare the tensors that several of them hold.
+    - `unquestioned`: the kinds of batches whose values the model asks nothing about.
+    - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
     - `trainable`: the trainable parameters that `init` and `initialise` returned, by id.
     """
 

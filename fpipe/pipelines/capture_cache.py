@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captured model, in train and eval mode, for the shapes of every kind of microbatch.
+"""The captures of a model, in train and eval mode, for the shapes of every kind of microbatch.
 
-A program is specialized to the shapes of one microbatch. So each kind of microbatch is captured separately, once: the
-example's, a smaller last one, those of later batches. All are cut at the same modules, so that ranks hold the same
-parameters.
+A capture is specialized to the shapes of one microbatch. So the model is captured once for each kind of microbatch: the
+example's, a smaller last one, those of later batches. All captures are cut at the same modules, so that each rank
+always holds the same parameters.
 
-Runs when a pipeline is built, and when a new kind of batch first comes.
+Runs when a plan is made: once per kind of batch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class CaptureCache:
 
     - `model`: its skeleton.
     - `batchings`: how batches are split, with the loss and without.
-    - `backward`: whether gradients are ever computed. `hooks`: those on gradients of parameters.
-    - `watching`: how a capture's assumptions are watched.
-    - `captured`, `reads`: the captured model, and what was read while it was captured.
-    - `positions`, `watches`: where it is cut, and what must still hold when it runs.
-    - `questions`: what the model asks next about a microbatch, given its answers so far.
+    - `backward`: whether gradients are ever computed. `hooks`: the hooks on gradients of parameters.
+    - `watching`: makes the watch on a capture's assumptions.
+    - `captured`, `reads`: the captured model, and the attributes that were read while it was captured.
+    - `positions`, `watches`: where it is cut, and the assumptions that must still hold when it runs.
+    - `questions`: the model's next question about a microbatch, given its answers so far.
     """
 
     model: nn.Module
@@ -67,12 +67,12 @@ class CaptureCache:
     watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
 
     def with_example(self, example: SplitBatch) -> CaptureCache:
-        """Return the same captures, with the answers that the example gives."""
+        """Return the same cache, for an example that has its answers."""
         batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
         return replace(self, batchings=batchings)
 
     def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
-        """Return the model captured for a microbatch, and where it is cut; the same with and without outputs."""
+        """Return the captured model and the positions of its cuts for a microbatch, with or without outputs alike."""
         what = replace(variant, outputs=True), microbatch
         if what not in self.positions:
             if what not in self.captured:
@@ -83,15 +83,15 @@ class CaptureCache:
         return self.captured[what], self.positions[what]
 
     def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
-        """Return what the model asks next about a microbatch, if known."""
+        """Return the model's next question about a microbatch; `None` if none is known."""
         return self.questions.get((replace(variant, outputs=True), microbatch))
 
     def knows(self, variant: Variant, microbatch: Microbatch) -> bool:
-        """Return whether the model was captured for such a microbatch, with these answers."""
+        """Return whether the model has been captured for such a microbatch, with its answers."""
         return (replace(variant, outputs=True), microbatch) in self.captured
 
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
-        """Capture the model for a microbatch, and return it with all answers; `ask` gives those that it lacks."""
+        """Capture the model for a microbatch; return the microbatch with all answers, getting new ones from `ask`."""
         variant, known = replace(variant, outputs=True), iter(microbatch.answers)
         told, places = replace(microbatch, answers=()), self.watching.origin.places
 
@@ -104,7 +104,7 @@ class CaptureCache:
         try:
             with (
                 nullcontext(Reads()) if self.front_end is dynamo else record_reads(places) as reads
-            ):  # it bypasses patches
+            ):  # dynamo bypasses patches
                 captured = self._capture(variant, microbatch, answer)
         finally:
             if not self.runs_python:
@@ -116,13 +116,13 @@ class CaptureCache:
         return told
 
     def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
-        """Return what the captures for these microbatches assumed, which must still hold when they run."""
+        """Return the assumptions of the captures for these microbatches, which must still hold when they run."""
         wanted = [(replace(variant, outputs=True), one) for one in dict.fromkeys(microbatches)]
         return Watch.union(self.watches[what] for what in wanted)
 
     @property
     def runs_python(self) -> bool:
-        """True if modules run as Python in every step, where no cut goes through them."""
+        """True if modules that are not cut apart run as Python in every step."""
         return is_eager(self.front_end)
 
     def _watch(self, variant: Variant, microbatch: Microbatch) -> Watch:
@@ -146,7 +146,7 @@ class CaptureCache:
         return replace(captured, backward=variant.training and self.backward, hooks=self.hooks)
 
     def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
-        """Return where to cut: at the same modules as for the example's first microbatch in training."""
+        """Return the positions of the cuts: at the same modules as for the example's first microbatch in training."""
         batching, training = self.batchings[True], replace(TRAINING, outputs=True)
         first = batching.split(batching.example)[0]
         if (variant, microbatch) == (training, first):

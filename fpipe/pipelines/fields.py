@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks compare, as fields of text: the pipeline, a kind of batch, and a call.
+"""The fields of text that ranks compare: those of the pipeline, of a kind of batch, and of a call.
 
-A field has several lines, so that ranks that differ learn which line of which field does
-(`fpipe.runtime.transport.agreement`). The fields of a call are made in every step, those of a kind of batch once, and
-those of a plan when it is made. What differs from rank to rank by design, such as the values of parameters, is in none.
+A field has several lines, so that the error can show the line in which ranks differ
+(`fpipe.runtime.transport.agreement`). No field holds what differs from rank to rank by design, such as the values of
+parameters.
+
+Runs when ranks agree: fields of a call are made in every step, those of a kind of batch and of its plan once.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def argument_fields(schedule: Schedule, batching: Batching) -> tuple[Field, ...]
 def batch_fields(pipe: Pipeline, kind: BatchKind, known: int = 0) -> tuple[Field, ...]:
     """Return the fields of all calls with a kind of batch; `known` is the digest of its plan, 0 if there is none yet.
 
-    They are made once, since cold code is slow in every step.
+    Make them once per kind: in every step, they would cost too much.
     """
     variant, signature = kind
     first = next((agreement.digest for agreement in pipe.caches.agreements.values()), known)
@@ -67,7 +69,7 @@ def _pipeline_lines(pipe: Pipeline) -> list[str]:
 
 
 def _setting_lines() -> tuple[str, ...]:
-    """Return torch's settings in this thread, as far as they affect operators."""
+    """Return the lines of this thread's torch settings that affect operators."""
     casts = [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else "off" for kind in DEVICE_TYPES]
     return _format_settings(torch.get_default_dtype(), *casts)
 
@@ -80,7 +82,7 @@ def _format_settings(dtype: torch.dtype, *casts: torch.dtype | str) -> tuple[str
 
 
 _cached_digest = lru_cache(maxsize=1)(digest)
-"""The digest of lines, remembered for as long as they stay the same."""
+"""Returns the digest of lines, cached for as long as they stay the same."""
 
 
 def _batch_lines(batching: Batching, signature: Signature) -> list[str]:
@@ -101,7 +103,7 @@ def _describe_spec(spec: Any) -> str:
 
 
 def plan_fields(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signature) -> Iterator[Field]:
-    """Yield the fields of a pipeline and of what it does with one kind of batch."""
+    """Yield the fields of a pipeline and of its plan for one kind of batch."""
     captures, how = pipe.captures, pipe.schedule
     batching = captures.batchings[variant.loss]
     yield from _environment_fields()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks agree before they act together: when a pipeline is built, at the first batch of a kind, and in every step.
+"""Make ranks agree before they act together.
 
-`fpipe.pipelines.fields` lists what they compare, `fpipe.runtime.transport.agreement` compares it. Parameters that
-several ranks hold, tied ones and those of replicated stages, are compared bit by bit before a pipeline's first step.
-The rest of the batch and of the parameters may differ, since every rank holds other parts.
+`fpipe.pipelines.fields` makes the fields that they compare, `fpipe.runtime.transport.agreement` compares them.
+Parameters and buffers that several ranks hold, because of ties or replicated stages, are compared by digest before a
+pipeline's first step. Other values of the batch and of parameters are not compared, since each rank holds its own part.
+
+Runs when a pipeline is built, at the first batch of a kind, and in every step.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def agree_on_plan(
 ) -> Plan:
     """Return the plan for a kind of batch, once all ranks have agreed on it and its channels are connected.
 
-    Every rank must request the same plans in the same order. Raises `TransportError` on all of them if one doesn't.
+    Every rank must request the same plans in the same order. Raise `TransportError` on all of them if one doesn't.
     """
     kind = pipe.planner.kind(variant, signature)
     if kind not in pipe.caches.agreements:
@@ -59,7 +61,7 @@ def agree_on_plan(
 def agree_to_step(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, seed: int | None
 ) -> tuple[Plan, Inputs]:
-    """Return the plan for a batch and its ranks' inputs, once all ranks have agreed to begin this step."""
+    """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the step."""
     kind = variant, batch.signature
     plan = agree_on_plan(pipe, *kind, seed)
     plan.watch.require_unchanged()

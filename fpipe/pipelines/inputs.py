@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the user's arguments to each rank's inputs. Runs in every step, before ranks agree to begin it."""
+"""Turn the user's arguments into each rank's inputs.
+
+Runs in every step, before ranks agree to begin it.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,8 @@ def _split_rows(numbers: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], 
 def make_keys(plan: Plan, seed: int | None) -> list[int]:
     """Return one key per microbatch; raise `InputError` if the model draws random numbers and there is no seed.
 
-    Keys are slow to make, so none are made if nothing is drawn. If it depends on data whether anything is, drawing
-    without a seed is refused when it happens.
+    Keys are slow to make, so none are made if nothing is drawn. If data decide whether anything is drawn, drawing
+    without a seed raises in the forward that does it.
     """
     if seed is None and plan.devices:
         raise InputError(

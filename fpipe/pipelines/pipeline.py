@@ -2,6 +2,8 @@
 """The pipeline: a model, a loss, a schedule and a partition, bound together and checked.
 
 A `Pipeline` holds no parameters. Its planner makes a plan for every kind of batch, and `run` runs one.
+
+Runs when a pipeline is built, when its methods are called, and in every step.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from schedules import Program, Schedule, Sizes
 class Pipeline:
     """A model, a loss, a schedule and a partition, checked to fit together. Made by `fpipe.pipeline`.
 
-    - `planner`: the schedule, the captured model, and what else determines how a batch is run.
+    - `planner`: the schedule, the captured model, and everything else that determines how a batch is run.
     - `ranks`: the pipeline ranks that this process runs: one under torch.distributed, else all.
     - `rebuild`: makes a pipeline of another model from the same arguments.
-    - `caches`: what the pipeline remembers from one call to the next.
+    - `caches`: values cached from one call to the next.
     """
 
     planner: Planner
@@ -110,7 +112,7 @@ class Pipeline:
         return not self.captures.batchings[True].has_targets and self.captures.loss is not None
 
     def batch(self, variant: Variant, inputs: Any, targets: Any, exchange_text: ExchangeText = own_text) -> SplitBatch:
-        """Return the batch, split, with the answers to what the model asks about it in this variant.
+        """Return the batch, split into microbatches, with the answers to the model's questions in this variant.
 
         `exchange_text` exchanges answers with the other ranks, which must then all call this. Without it, this process
         must have every leaf that the model asks about.
@@ -129,7 +131,7 @@ class Pipeline:
     def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
         """Return the plan for a variant and a batch signature, by default the example's; cached.
 
-        Raises `InputError` if the model can't take a batch that differs from the example.
+        Raise `InputError` if the model can't take a batch that differs from the example.
         """
         return self.planner.plan(variant, signature)
 
@@ -141,11 +143,11 @@ class Pipeline:
         - `source`: a model, or a mapping from the model's names to tensors: a state dict, or `fpipe.safetensors(path)`,
           of which only this process's share is read. A parameter with several names may be under any of them in
           `source`; it is returned under the first. Values are moved to the pipeline's device and are not cast.
-        - `fill(module)`: initialises the non-persistent buffers, which no state dict has, if `source` lacks them;
+        - `fill(module)`: initializes the non-persistent buffers, which no state dict has, if `source` lacks them;
           called like the function of `initialise`, with seed 0.
-        - `strict`: if true, names that the model does not have are refused; else they are ignored.
+        - `strict`: if true, names that the model does not have raise; otherwise they are ignored.
 
-        Parameters are leaves and require a gradient where the model's did when the pipeline was built. Raises
+        Parameters are leaves and require a gradient where the model's did when the pipeline was built. Raise
         `InputError`, naming the leaf, if one has no value, is on the meta device, or has another shape or dtype.
 
         >>> import torch, fpipe
@@ -166,13 +168,13 @@ class Pipeline:
     def initialise(
         self, function: Initializer = reset_parameters, *, seed: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return this process's parameters and buffers as initialised by `function(module)`; the model may be on meta.
+        """Return this process's parameters and buffers, initialized by `function(module)`; the model may be on meta.
 
         The function is called as by `model.apply`, children first, on a copy of the model: for each module that owns
-        leaves of this process (these are materialised, all other tensors are on meta), and for the modules that contain
+        leaves of this process (these are materialized, all other tensors are on meta), and for the modules that contain
         it. What it draws depends on the seed and on names only, not on ranks or cuts. The default calls
-        `reset_parameters`, which torch's own modules have; for a Hugging Face model, pass `model._init_weights`. Raises
-        `InputError` for leaves that it leaves unset.
+        `reset_parameters`, which torch's own modules have; for a Hugging Face model, pass `model._init_weights`. Raise
+        `InputError` for leaves that it does not set.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -196,9 +198,9 @@ class Pipeline:
     def rebuilt(self, model: nn.Module | Sequence[Any]) -> Pipeline:
         """Return a new pipeline of `model` as it is now, built with the arguments of this one.
 
-        For changes that this pipeline can't follow: a frozen parameter, another dropout rate, a constant of the loss.
-        Takes as long as a capture; the channels between ranks are reused. Under torch.distributed every rank must call
-        it at the same time. Parameters, buffers and optimizer state carry over unchanged, except for the
+        Use it for changes that this pipeline can't follow: a frozen parameter, another dropout rate, a constant of the
+        loss. It takes as long as a capture; the channels between ranks are reused. Under torch.distributed, every rank
+        must call it at the same time. Parameters, buffers and optimizer state carry over unchanged, except for the
         `requires_grad` flags of what was frozen or unfrozen.
 
         >>> import torch, fpipe
@@ -217,10 +219,10 @@ class Pipeline:
 
     @property
     def owned(self) -> tuple[str, ...]:
-        """The parameters that this process counts as its own; each of the model's is owned by exactly one process.
+        """The parameters that this process owns; each of the model's parameters is owned by exactly one process.
 
-        A sum over all parameters must count each once, though tied ones are on several ranks and replicas hold the
-        same. For example, the norm of all gradients:
+        A sum over all parameters must count each once, although tied parameters and those of replicated stages are on
+        several ranks. For example, the norm of all gradients:
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -247,7 +249,7 @@ class Pipeline:
         return self.captures.batchings[True].home
 
     def run(self, plan: Plan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
-        """Run the plan's program on this process's ranks; return their outcomes. `record` gets a span per action."""
+        """Run the plan's program on this process's ranks; return their outcomes. `record` gets each measured span."""
 
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(plan.programs[rank], transport, inputs)

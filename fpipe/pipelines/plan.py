@@ -2,6 +2,8 @@
 """A plan: a model cut into stages for every microbatch of a batch, and the program that drives them.
 
 Microbatches of the same shape run the same stages. One of another shape has its own stages, driven by the same program.
+
+Runs when a plan is made and in every step; most properties are computed once, at their first use.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Plan:
     - `assemblies`: per microbatch, the model cut into stages; the same object for the same shapes.
     - `ranks`: the ranks of this process.
     - `merge`: how the model's outputs are merged; `None` if they are not requested.
-    - `watch`: assumptions of the captures, which must still hold when the plan runs.
+    - `watch`: the assumptions of the captures, which must still hold when the plan runs.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -60,7 +62,7 @@ class Plan:
 
     @cached_property
     def generators(self) -> tuple[torch.device, ...]:
-        """The devices on which random numbers are drawn, or may be, depending on data."""
+        """The devices on which random numbers are drawn, always or depending on data."""
         return tuple(dict.fromkeys([*self.devices, *(device for cut in self.cuts for device in cut.undecided)]))
 
     @cached_property
@@ -70,7 +72,7 @@ class Plan:
 
     @cached_property
     def below_autograd(self) -> bool:
-        """True if autograd has nothing to do in the stages of this process."""
+        """True if no stage of this process needs autograd."""
         return all(cut.stages[stage.index].functions.below_autograd for cut in self.cuts for stage in self.local_stages)
 
     @cached_property
@@ -84,14 +86,14 @@ class Plan:
     def context(self) -> AbstractContextManager[Any]:
         """Return the context to run the plan in.
 
-        If autograd has nothing to do, operators bypass it, which saves a tenth of their time. The only difference in
-        the tensors is that views do not know their base.
+        If no stage needs autograd, operators bypass it, which saves a tenth of their time. The only difference in the
+        tensors is that views do not know their base.
         """
         return bypass_autograd() if self.below_autograd else nullcontext()
 
     @property
     def placement(self) -> Placement:
-        """Which rank has which stage."""
+        """The ranks that hold each stage."""
         return self.program.schedule.placement
 
     @cached_property
@@ -115,7 +117,7 @@ class Plan:
 
     @cached_property
     def programs(self) -> Mapping[int, LinkedProgram]:
-        """Each of this process's ranks' lowered program, linked to its stages."""
+        """The lowered program of each rank of this process, linked to its stages."""
         return {rank: self._link(rank) for rank in self.ranks}
 
     @cached_property

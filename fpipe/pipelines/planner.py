@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make plans: capture the model for a kind of batch, cut it into stages, and lower the schedule for them.
 
-Runs when a pipeline is built, and when a new kind of batch first comes. A plan is made for train or eval mode, with or
-without the loss and the outputs, and for batches of one signature. A microbatch of another shape, such as a smaller
-last one, is captured separately. Captures, stages and plans are made once and cached.
+A plan is made for train or eval mode, with or without the loss and the outputs, and for batches of one signature. A
+microbatch of another shape, such as a smaller last one, is captured separately. Captures, stages and plans are made
+once and cached.
+
+Runs when a plan is made: once per kind of batch. In every step, the cached plan is looked up.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from schedules import Schedule, check, forwards, lower
 class Planner:
     """Everything that determines a pipeline's plans, and the plans made so far.
 
-    - `captures`: the captured model; also how batches are split, and where the model is cut.
+    - `captures`: the captured model; it also knows how batches are split, and where the model is cut.
     - `output_dims`: how outputs are merged.
     - `ranks`: the ranks of this process.
     - `summed`: the parameters whose gradients are summed over stages.
-    - `backend`: what differentiates the stages; `None` for autograd.
+    - `backend`: differentiates the stages; `None` for autograd.
     """
 
     schedule: Schedule
@@ -59,7 +61,7 @@ class Planner:
     def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
         """Return the plan for a kind of batch, by default the example's; cached.
 
-        Raises `InputError` if the model can't take a batch that differs from the example.
+        Raise `InputError` if the model can't take a batch that differs from the example.
         """
         kind = self.kind(variant, signature)
         if kind not in self.plans:
@@ -80,7 +82,7 @@ class Planner:
         )
 
     def _isolated_plan(self, variant: Variant, signature: Signature) -> Plan:
-        """Return the plan; torch's settings and generators stay as they are, and other threads wait."""
+        """Return a new plan; preserve torch's settings and generators, and make other threads wait."""
         with (
             torch.inference_mode(False),
             suspend_autocast(variant),
@@ -107,7 +109,7 @@ class Planner:
         return Plan(assemblies, lower(schedule, graph), self.ranks, merge, watch)
 
     def _cached_assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
-        """Return the stages for a microbatch, cached: batches combine the same microbatches in many ways."""
+        """Return the stages for a microbatch, cached: different batches may contain the same microbatches."""
         if (variant, microbatch) not in self.assemblies:
             self.assemblies[variant, microbatch] = self._assemble(variant, microbatch)
         return self.assemblies[variant, microbatch]
@@ -132,6 +134,6 @@ def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
 
 
 def _output_merge(assemblies: Sequence[Assembly], dims: Any, first: int) -> Merge:
-    """Return how the outputs are merged; they are the last stage's results from number `first` on."""
+    """Return the merge of the outputs, which are the last stage's results from index `first` on."""
     columns = zip(*[cut.stages[-1].results[first:] for cut in assemblies], strict=True)
     return Merge.of(assemblies[0].captured.structure, dims, list(columns))

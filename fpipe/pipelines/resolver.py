@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve what the model asks about the values of a batch. Runs at the start of a step.
+"""Answer the model's questions about the values of a batch.
 
 A rank may lack the leaves that decide. So ranks exchange their answers, and all take the answer of the first rank that
 has one. What a model asks next depends on the answers so far; the open questions of all microbatches are answered
 together.
+
+Runs when a pipeline is built, and at the start of every step, unless the model is known not to ask.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors import random
 
 ExchangeText: TypeAlias = Callable[[str], Sequence[str]]
-"""Sends a text to all ranks, and returns the texts of all."""
+"""Sends a text to all ranks, and returns the texts of all ranks."""
 OpenQuestions: TypeAlias = Mapping[int, Question]
 """The open question of each microbatch that has one."""
 
 
 def own_text(text: str) -> Sequence[str]:
-    """Return this process's text only, without exchanging any."""
+    """Return only this process's text; nothing is exchanged."""
     return [text]
 
 
 @dataclass(frozen=True)
 class Resolver:
-    """Resolves the questions about one batch.
+    """A resolver of the questions about one batch.
 
     - `exchange_text`: exchanges texts with the other ranks; all must call this at the same time.
-    - `example`: True if the batch only provides shapes: then ranks may disagree, and all may lack its values.
+    - `example`: whether the batch only provides shapes: if so, ranks may disagree, and all may lack its values.
     """
 
     captures: CaptureCache
@@ -66,7 +68,7 @@ class Resolver:
                 yield i, question
 
     def _explore(self, i: int, microbatch: Microbatch) -> Microbatch:
-        """Return a microbatch with all answers; capture the model for it first if necessary."""
+        """Return a microbatch with all answers; capture the model for it if necessary."""
 
         def ask(question: Question) -> Answer:
             return self._ask({i: question})[i]
@@ -84,7 +86,7 @@ class Resolver:
         return microbatch
 
     def _ask(self, asked: OpenQuestions) -> dict[int, Answer]:
-        """Return the answers that all ranks take."""
+        """Return the answers to the open questions, the same on all ranks."""
         mine = [None if answer is None else answer.text for answer in map(self._own_answer, asked, asked.values())]
         rows = [json.loads(text) for text in self.exchange_text(json.dumps(mine))]
         return {i: self._choose(i, question, [row[k] for row in rows]) for k, (i, question) in enumerate(asked.items())}

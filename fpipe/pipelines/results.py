@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From each rank's outcome to the user's results. Runs in every step, once the program is done."""
+"""Turn each rank's outcome into the user's results.
+
+Runs in every step, once the program is done.
+"""
 
 from __future__ import annotations
 

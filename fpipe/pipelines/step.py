@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that a user calls in every step: check the arguments, agree with all ranks, run, and collect."""
+"""The functions that a user calls in every step: check the arguments, agree with all ranks, run, and collect.
+
+Runs when `value_and_grad` or `evaluate` is called; the functions that they return run in every step.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class DistributedHandle:
             self.data = ()
 
     def take(self) -> Payload:
-        """Return the tensors that arrived, and drop the buffers; on a CPU, raise `TransportError` for a wrong message."""
+        """Return the tensors that arrived, and drop the buffers; on CPU, raise `TransportError` for a wrong message."""
         data, self.data = self.data, ()
         header = data[0][:LINE]
         if header.is_cpu:
