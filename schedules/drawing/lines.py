@@ -104,14 +104,14 @@ def _simulate_until_error(
         except ScheduleError as met:
             error = met
     timeline: list[Span] = []
-    with suppress(ScheduleError):  # the other ranks get as far as a wait for what never comes
+    with suppress(ScheduleError):  # the other ranks run until they wait for what never comes
         timeline.extend(spans(_cut_before(schedule, error.rank, error.position), costs, graph))
     return timeline, error
 
 
 @transform
 def _cut_before(rank: int, schedule: Schedule, broken: int, position: int) -> Actions:
-    """Cut the schedule at `position` on rank `broken`, and on the others where they break a rule themselves."""
+    """Cut the schedule at `position` on rank `broken`, and on other ranks where they break a rule themselves."""
     book = Progress(schedule, rank)
     actions = require_placed(schedule, rank, require_compute_only(schedule, rank, schedule.actions(rank)))
     for rule in rules_of(schedule):
@@ -142,7 +142,7 @@ _Line: TypeAlias = tuple[str, list[_Cell]]
 
 
 class _Grid(NamedTuple):
-    """The time a cell stands for, and its width in characters."""
+    """The time that a cell covers, and its width in characters."""
 
     unit: float
     width: int
@@ -205,7 +205,7 @@ def _label_error(drawn: Strip, action: object) -> str:
 
 
 def _draw_rank(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_Cell]]:
-    """Return one rank's cells, a line for each lane, with waits in the first, as long as the last span lasts."""
+    """Return one rank's cells up to the end of its last span: a line for each lane, with waits in the first."""
     width, idle, waits = grid.width, grid.idle, grid.waits
     ticks = {span: grid.ticks(drawn, span) for span in row if not span.waits}
     shown = {span: tick for span, tick in ticks.items() if tick[0] < tick[1]}

@@ -20,7 +20,7 @@ MARKED = "#ff3030"
 
 
 class Look(NamedTuple):
-    """How a kind is drawn: the letter in its label, its color, its name, and the `joint` after its label."""
+    """The look of a kind: the letter in its label, its color, its name, and the `joint` after its label."""
 
     letter: str
     color: str
@@ -47,7 +47,7 @@ WAIT = Look("-", "#ebe3d0", "wait for a transfer")
 
 
 def look_of(kind: str) -> Look:
-    """Return how `kind` is drawn: a transfer as a wait, an unknown kind in light gray."""
+    """Return the look of `kind`: a transfer looks like a wait, an unknown kind is light gray."""
     return LOOKS.get(kind) or (WAIT if kind in KINDS else Look(kind, "#d0d0d0", kind))
 
 

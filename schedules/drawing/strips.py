@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts all pictures of a timeline share: stages per rank, labels, lanes, and memory over time.
+"""The parts that all pictures of a timeline share: stages per rank, labels, lanes, and memory over time.
 
 Spans may be simulated or measured, and may overlap on a rank; the only assumption is that start and end are finite.
 Spans of transfers are waits: they have no label, and do not affect the width of cells.
@@ -22,7 +22,7 @@ from schedules.replay.engine import Span
 
 @dataclass(frozen=True)
 class Strip:
-    """One complete timeline: its spans by rank in time order, and the stages each rank holds."""
+    """One complete timeline: its spans by rank, in time order, and the stages that each rank holds."""
 
     spans: tuple[tuple[Span, ...], ...]
     stages: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class Strip:
 
     @cached_property
     def begin(self) -> float:
-        """The time the first span starts."""
+        """The time at which the first span starts."""
         return min((span.start for span in self.all_spans), default=0.0)
 
     @cached_property
@@ -54,7 +54,7 @@ class Strip:
 
     @cached_property
     def unit(self) -> float:
-        """The time one cell stands for: that of the shortest action, but at least a quarter of the median."""
+        """The time that one cell covers: that of the shortest action, but at least a quarter of the median."""
         times = sorted(span.end - span.start for span in self.compute_spans if span.end > span.start)
         return max(times[0], times[len(times) // 2] / 4) if times else 1.0
 
@@ -107,7 +107,7 @@ class Strip:
 
 
 def make_strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) -> Strip:
-    """Return the timeline of `spans`; `stages` lists the stages of each rank, if some may not occur in `spans`.
+    """Return the timeline of `spans`; pass the `stages` of each rank if some of them may not occur in `spans`.
 
     Raise `TimelineError` for a span that ends before it starts, or whose start or end is not finite.
     """

@@ -70,7 +70,7 @@ def svg(
 
 
 def _choose_width(strips: list[Strip], duration: float) -> Size:
-    """Return a width for all labels, or at least for the microbatches, limited to one screen or a few."""
+    """Return a width that fits all labels, or at least the microbatches, limited to one or a few screens."""
     full = max((CELL * duration / drawn.unit for drawn in strips), default=0)
     brief = max((drawn.longest_microbatch * GLYPH * FONTS[-1] * duration / drawn.unit for drawn in strips), default=0)
     return min(max(full, NARROW), max(WIDE, 1.15 * brief if brief <= WIDEST else 0))
@@ -129,7 +129,7 @@ class _Panel(NamedTuple):
         return cell + (_text(x + wide / 2, y + high / 2 + font * 0.36, label, style) if label else "")
 
     def _fit_label(self, span: Span, wide: Size, high: Size) -> tuple[str, float]:
-        """Return the label that fits into a cell and its font size; cells of equal size get the same kind of label."""
+        """Return the label that fits a cell and its font size; cells of equal size get the same kind of label."""
         if span.waits:
             return "", 0
         for label, longest in (

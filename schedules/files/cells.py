@@ -34,7 +34,7 @@ _TRANSFER = re.compile("|".join(kind for kind, word in KINDS.items() if word.mar
 
 
 def has_transfers(row: str) -> bool:
-    """Return whether a rank's line has a transfer, so that its table is a program."""
+    """Return whether a rank's line has a transfer, which makes its table a program."""
     return _TRANSFER.search(row) is not None
 
 

@@ -88,7 +88,7 @@ def table(rank: int, rows: tuple[str, ...]) -> Iterator[Action]:
 
     Raise `TableError` for a cell that is not a compute action, a stage on two lines or on none, and an idle rank. A
     stage may be on two lines if one has its even microbatches and the other its odd ones: a bidirectional schedule. A
-    schedule of forwards only is for inference. `check` says whether the schedule is correct.
+    schedule with only forwards is for inference. `check` says whether the schedule is correct.
 
     >>> table(rows=("0F0,0B0", "1F0,,1B0"))
     table(rows=('0F0,0B0', '1F0,,1B0'))
@@ -107,7 +107,7 @@ class Listing:
     """A program lowered by someone else: its rows of compute actions and transfers, and its stage graph.
 
     Use it like a `schedules.lowering.program.Program`. Make it with `listing` or `read_csv`; if they cannot infer the
-    graph, replace it by the right one: `dataclasses.replace(program, graph=...)`.
+    graph, replace it with the right one: `dataclasses.replace(program, graph=...)`.
     """
 
     rows: tuple[str, ...]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schedule is: actions, placements, stage graphs, costs, and the decorator that makes schedules."""
+"""The parts of a schedule: actions, placements, stage graphs, costs, and the decorator that makes schedules."""

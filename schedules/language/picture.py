@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How schedules and programs print: an open function, for which `schedules.drawing` registers the pictures.
+"""The text that `print` shows for schedules and programs: a generic function that `schedules.drawing` extends.
 
-Printing needs a simulation, which is far above this room.
+Printing needs a simulation, which this room must not import.
 """
 
 from functools import singledispatch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank exchanges with other ranks, action by action.
+"""The messages that a rank exchanges with other ranks, action by action.
 
-Values and cotangents cross the edges of the stage graph with every microbatch: per kind of action and stage, they are
-looked up in a table that is made once. GradientExchange travel once per step (`schedules.lowering.gradients`).
+Values and cotangents cross the edges of the stage graph with every microbatch: for each kind of action and stage, they
+are looked up in a table that is built once. Gradients travel once per step (`schedules.lowering.gradients`).
 """
 
 from __future__ import annotations

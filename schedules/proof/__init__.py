@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program computes, shown on formulas."""
+"""Show on formulas what a program computes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank holds while a schedule or a program runs on formulas."""
+"""The formulas that each rank holds while a schedule or a program runs on formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Waits: TypeAlias = Generator[Parcel, None, None]  # yields the parcel that a ran
 
 
 class Store:
-    """The parcels that wait to be used, by rank; `at` says in words which action each rank is at.
+    """The parcels that wait to be used, by rank; `at` describes the action that each rank is at.
 
     If `direct` is true there are no transfers, and a parcel is on its target's rank at once.
     """
@@ -26,7 +26,7 @@ class Store:
         self.at = [""] * placement.ranks
 
     def put(self, rank: int, value: Formula, *parcels: Parcel) -> None:
-        """Store what an action of `rank` makes. Raise `ProgramError` if it is there already."""
+        """Store an output of an action of `rank`. Raise `ProgramError` if it is stored already."""
         for parcel in parcels:
             home = self.placement.home(parcel.target, parcel.microbatch) if self.direct else rank
             if parcel in self.parcels[home]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What actions make and use, named so that the maker and the user of an output agree on its name.
+"""The outputs that actions make and use, with names on which maker and user agree.
 
-An output is named by what it is, its stage and its unit. What it is: `F` a value, `B` a cotangent, or the kind of the
-action if nothing leaves the stage. A unit is a microbatch, or a slice of one.
+An output's name is its type, its stage and its unit. The type is `F` for a value, `B` for a cotangent, or the kind of
+the action if nothing leaves the stage. A unit is a microbatch, or a slice of one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from schedules.language.graph import Graph
 
 Output: TypeAlias = tuple[str, int, int]
 Flow: TypeAlias = tuple[str, int, int, int | None]
-"""What an action exchanges with other stages (`F`, `B` or nothing), and its stage, microbatch and slice."""
+"""The type that an action exchanges with other stages (`F`, `B` or empty), and its stage, microbatch and slice."""
 
 
 def inputs_of(action: Action, graph: Graph) -> list[Output]:

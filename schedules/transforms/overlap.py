@@ -55,7 +55,7 @@ def _fuse(schedule: Schedule) -> Sequence[Sequence[Action]]:
 
 
 _Term: TypeAlias = tuple[str, int]
-"""What an action adds to the gradient of a stage: a backward `done`, or the sum over replicas `G`; and the stage."""
+"""A contribution to the gradient of a stage: a backward `done`, or the sum over replicas `G`; and the stage."""
 
 
 class _Ranks:
