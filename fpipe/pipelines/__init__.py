@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline, the plan of a step, the step, and what ranks agree on."""
+"""The pipeline, the plan of a step, the step, and the agreement of ranks."""

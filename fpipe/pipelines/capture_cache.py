@@ -67,12 +67,12 @@ class CaptureCache:
     watches: dict[tuple[Variant, Microbatch], Watch] = field(default_factory=dict)
 
     def with_example(self, example: SplitBatch) -> CaptureCache:
-        """Return the same cache, for an example that has its answers."""
+        """Return the same cache with the signature of `example`, which includes its answers."""
         batchings = {**self.batchings, True: replace(self.batchings[True], example=example.signature)}
         return replace(self, batchings=batchings)
 
     def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
-        """Return the captured model and the positions of its cuts for a microbatch, with or without outputs alike."""
+        """Return the captured model and the positions of its cuts for a microbatch; outputs make no difference."""
         what = replace(variant, outputs=True), microbatch
         if what not in self.positions:
             if what not in self.captured:

@@ -145,7 +145,7 @@ class Pipeline:
           `source`; it is returned under the first. Values are moved to the pipeline's device and are not cast.
         - `fill(module)`: initializes the non-persistent buffers, which no state dict has, if `source` lacks them;
           called like the function of `initialise`, with seed 0.
-        - `strict`: if true, names that the model does not have raise; otherwise they are ignored.
+        - `strict`: if true, raise for names that the model does not have; otherwise ignore them.
 
         Parameters are leaves and require a gradient where the model's did when the pipeline was built. Raise
         `InputError`, naming the leaf, if one has no value, is on the meta device, or has another shape or dtype.

@@ -26,8 +26,8 @@ class Step(NamedTuple):
 
     - `loss`: the sum over microbatches of loss / M, or of loss times its share of the weight, on every rank; `None` if
       no loss was requested.
-    - `outputs`: what the model returned, merged in microbatch order, on the ranks of the last stage and if requested;
-      `None` elsewhere.
+    - `outputs`: the model's outputs, merged in microbatch order, if requested and on the ranks of the last stage;
+      otherwise `None`.
     - `buffers`: this process's buffers after the step.
     """
 

@@ -32,7 +32,7 @@ def join_ranks(ranks: int, group: dist.ProcessGroup | None, device: torch.device
 
 
 def require_process_group(environment: Mapping[str, str]) -> None:
-    """Raise `TransportError` if a launcher started several processes; for use without a process group."""
+    """Raise `TransportError` if a launcher started several processes, to call if no process group exists."""
     size = environment.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise TransportError(

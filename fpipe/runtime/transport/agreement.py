@@ -6,8 +6,8 @@ step is silently used, and a rank that raises alone leaves the others hanging.
 
 Idea. Everything that ranks do together begins with one small collective, always of the same size: every rank sends a
 `row` with a digest of the call, and one per field that must be the same. If all rows are equal, nothing more is sent.
-If not, every rank sees it, so all exchange the texts of the digests and raise the same error. A rank that refuses its
-arguments also says so in a row, so that the others do not wait in vain.
+If not, every rank sees it, so all exchange the texts that were digested and raise the same error. A rank that refuses
+its arguments also says so in a row, so that the others are not left waiting.
 
 Invariant: whichever calls two ranks are in, the next message that each sends over the control group is a row.
 
@@ -130,7 +130,7 @@ def _compare(name: str, ranks: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _find_start(lines: Sequence[str]) -> int:
-    """Return where to start showing lines that differ only near their ends."""
+    """Return the column from which to show lines that differ only near their ends."""
     if max(map(len, lines)) <= WIDTH:
         return 0
     columns = zip(*lines, strict=False)

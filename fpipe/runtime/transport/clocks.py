@@ -26,7 +26,7 @@ Trip: TypeAlias = tuple[float, float, float]
 
 
 def measure_offset(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return how many seconds our clock is ahead of the group's first process; every process must call this."""
+    """Return how many seconds our clock is ahead of the group's first process's; every process must call this."""
     world, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if rank:
         return difference(_ask(world[0], group, device))
