@@ -14,7 +14,7 @@ from schedules.language.graph import Graph
 
 Output: TypeAlias = tuple[str, int, int]
 Flow: TypeAlias = tuple[str, int, int, int | None]
-"""The type that an action exchanges with other stages (`F`, `B` or empty), and its stage, microbatch and slice."""
+"""The type of what an action exchanges with other stages (or empty), and the stage, microbatch and slice."""
 
 
 def inputs_of(action: Action, graph: Graph) -> list[Output]:
