@@ -4,8 +4,9 @@
 Problem. Such numbers don't depend on the step's seed. If one becomes part of the captured program, every step gets the
 number drawn when the pipeline was built; otherwise it depends on which stages run in which process.
 
-Idea. Compare the states of both global generators before and after a run. A comparison takes longer than many modules
-do, so only if a run drew, rerun the model and compare around each call, to name the module.
+Idea. Compare the states of both global generators before and after a run. All threads share them, so a state may have
+moved because a data loader's thread drew. Then the model runs again from the same state, compared around each call: the
+forward draws at the same call every time, another thread does not.
 
 Runs when a pipeline is built, and when a new kind of batch first comes.
 """
@@ -15,35 +16,56 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from threading import active_count
+from typing import Final, NamedTuple
 
 from fpipe.errors import CaptureError
 
+ROUNDS: Final = 10
+"""How many runs must see the same draw while other threads run. Where they take the interpreter is not random."""
+
 
 class Drawing(NamedTuple):
-    """The place that drew random numbers, and the generator it drew from."""
+    """A draw: how many looks came before, the place that drew, and the generator it drew from."""
 
+    look: int
     where: str
     generator: str
 
 
 class Generators:
-    """The states of Python's and, if imported, numpy's global generators at the last look.
-
-    `drawing`: the first draw that any look has found; `None` if there was none.
-    """
+    """The states of Python's and, if imported, numpy's global generators at the last look, and the draws between looks."""
 
     def __init__(self) -> None:
-        self.states = _states()
-        self.drawing: Drawing | None = None
+        self.states: Mapping[str, object] = {}
+        self.looks = 0
+        self.drawings: list[Drawing] = []
 
-    def look(self, where: str) -> Drawing | None:
-        """Attribute any draw since the last look to `where`; return the first draw found so far, if any."""
+    def look(self, where: str) -> None:
+        """Note that `where` has run since the last look."""
         before, self.states = self.states, _states()
         moved = [name for name, state in self.states.items() if name in before and state != before[name]]
-        if moved and self.drawing is None:
-            self.drawing = Drawing(where, moved[0])
-        return self.drawing
+        self.drawings += [Drawing(self.looks, where, name) for name in moved]
+        self.looks += 1
+
+
+class Suspects:
+    """The draws that all runs so far have seen; in the first, which looks once, any of them."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.common: list[Drawing] = []
+
+    @property
+    def are_certain(self) -> bool:
+        """True if nothing but the forward can have drawn what is left."""
+        return self.rounds == ROUNDS or (self.rounds > 1 and active_count() == 1)
+
+    def narrow(self, drawings: list[Drawing]) -> bool:
+        """Keep those that a run has seen again; return whether any are left."""
+        self.common = [one for one in drawings if self.rounds < 2 or one in self.common]
+        self.rounds += 1
+        return bool(self.common)
 
 
 def drawing_error(drawing: Drawing) -> CaptureError:
@@ -51,7 +73,8 @@ def drawing_error(drawing: Drawing) -> CaptureError:
     return CaptureError(
         f"{drawing.where}: got a forward that draws from {drawing.generator}, expected torch's random operations, "
         "which follow the step's seed: the numbers of the build would be used in every step. Draw with torch, or turn "
-        "this off; in transformers that is mostly SpecAugment, config.apply_spec_augment = False."
+        "this off; in transformers that is mostly SpecAugment, config.apply_spec_augment = False. If another thread "
+        "draws all the time, give it a generator of its own (random.Random(), numpy.random.default_rng())."
     )
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from contextvars import copy_context
+from threading import active_count
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fpipe.capture.generators import Drawing, Generators, drawing_error
+from fpipe.capture.generators import Generators, Suspects, drawing_error
 from fpipe.capture.leftovers import defining_files, remove_fakes, user_classes, user_files
 from fpipe.capture.module_state import plain_state, require_unchanged
 from fpipe.capture.originals import changed_attributes
@@ -25,8 +26,8 @@ from fpipe.capture.trace.recorder import Recorder
 from fpipe.capture.trace.second_run import remember_answers, repeat_answers, require_same_run
 from fpipe.capture.trace.settling import fill_caches, settle, try_constant
 from fpipe.capture.trace.values import KeptError
-from fpipe.errors import CaptureError, PipelineError
-from fpipe.ir.questions import Answer
+from fpipe.errors import CaptureError
+from fpipe.ir.questions import Answer, Ask
 from fpipe.model.snapshot import CACHED, ContainerState, Snapshot, Walk, contents
 
 
@@ -45,6 +46,16 @@ class SettledRun(NamedTuple):
     changed_attributes: frozenset[str]
 
 
+class _Run(NamedTuple):
+    recorder: Recorder
+    loss: Tensor | None
+    outputs: Any
+
+
+class _RunAgain(Exception):
+    """Some thread has drawn random numbers during a run: find out whether it was the forward."""
+
+
 class Settling:
     """Runs a fake model to a fixed point.
 
@@ -61,16 +72,27 @@ class Settling:
     def run(self) -> SettledRun:
         """Return the settled run; if a run fails and has left fake tensors elsewhere, remove them and try again."""
         try:
-            return copy_context().run(self._run_twice)  # discards changes to context variables
+            return self._settle()
         except CaptureError as error:
             classes = user_classes(self.model.model)
             near = defining_files(classes, self.model.objective.loss)
             self.left = remove_fakes(user_files() if isinstance(error, KeptError) else near, classes)
             if not self.left:
                 raise
-            return copy_context().run(self._run_twice)
+            return self._settle()
 
-    def _run_twice(self) -> SettledRun:
+    def _settle(self) -> SettledRun:
+        """Run the model twice, from the start again if some thread has drawn random numbers meanwhile."""
+        suspects = Suspects(), Suspects()
+        while True:
+            with suppress(_RunAgain):
+                found = copy_context().run(self._run_twice, suspects)  # discards changes to context variables
+                seen = [drawing for one in suspects for drawing in one.common]
+                if seen and active_count() == 1:
+                    raise drawing_error(seen[0])  # it drew once in this process: nothing else could have
+                return found
+
+    def _run_twice(self, suspects: tuple[Suspects, Suspects]) -> SettledRun:
         skeleton, mode = self.model.skeleton, self.model.mode
         original = Walk()
         original.follow([self.model.model])
@@ -79,14 +101,12 @@ class Settling:
         self.caches = [one for one in before.containers.values() if isinstance(one.container, CACHED)]
         try:
             answers: list[Answer] = []
-            first = self.model.recorder(remember_answers(self.model.objective.ask, answers))
-            self._run(first)
+            first = self._run(remember_answers(self.model.objective.ask, answers), suspects[0]).recorder
             plain = plain_state(skeleton)
             self._keep_constant_buffers(first)
             fill_caches(before, Snapshot.of(*roots), first, mode)
             settled = Snapshot.of(*roots)
-            second = self.model.recorder(repeat_answers(answers))
-            loss, outputs = self._run(second)
+            second, loss, outputs = self._run(repeat_answers(answers), suspects[1])
             require_unchanged(plain, plain_state(skeleton), "each microbatch would see another value")
             require_same_run(first, second)
             changed = changed_attributes(skeleton, before, settled)
@@ -111,21 +131,22 @@ class Settling:
                 one.table[one.name] = tensor
                 self.model.remove_seat((one.table, one.name))
 
-    def _run(self, recorder: Recorder) -> tuple[Tensor | None, Any]:
-        """Run the model once, restore the buffers that it reassigned, and return its loss and outputs.
+    def _run(self, ask: Ask, suspects: Suspects) -> _Run:
+        """Run the model, and restore the buffers that it assigned.
 
-        Raise `CaptureError` if it draws from generators other than torch's.
+        Raise `CaptureError` if it draws from generators other than torch's; `_RunAgain` if that is not yet certain.
         """
-        generators = Generators()
+        whole, calls = Generators(), Generators()
+        recorder = self.model.recorder(ask, calls if suspects.rounds else None)
+        whole.look("model")
         try:
-            result = self.model.run(recorder)
+            loss, outputs = self.model.run(recorder)
         finally:
             self.empty_caches()
-            drawing = generators.look("model")
-            if drawing is not None:
-                raise drawing_error(self._find_drawing() or drawing)
+            whole.look("model")
+            _suspect(calls if suspects.rounds else whole, suspects)
         recorder.reassignments.restore()
-        return result
+        return _Run(recorder, loss, outputs)
 
     def empty_caches(self) -> None:
         """Clear the function caches that a run has filled."""
@@ -134,9 +155,9 @@ class Settling:
                 self.filled[id(one.container)] = one
                 one.restore()
 
-    def _find_drawing(self) -> Drawing | None:
-        """Run once more to find the module that draws."""
-        generators = Generators()
-        with suppress(PipelineError):
-            self.model.run(self.model.recorder(generators=generators))
-        return generators.drawing
+
+def _suspect(generators: Generators, suspects: Suspects) -> None:
+    if generators.drawings and suspects.narrow(generators.drawings):
+        if suspects.are_certain:
+            raise drawing_error(suspects.common[0])
+        raise _RunAgain

@@ -3,6 +3,8 @@
 
 import random
 import time
+from contextlib import contextmanager
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -64,3 +66,49 @@ def test_a_forward_that_restores_the_generators_is_allowed():
         return x
 
     pipeline(nn.Sequential(Drawing(quiet), nn.Linear(4, 4)), cuts=["1"])
+
+
+@contextmanager
+def another_thread(draw, seconds):
+    """Call `draw` in another thread again and again, at random times, `seconds` apart on average."""
+    done, times = Event(), random.Random(0)
+
+    def loop():
+        while not done.is_set():
+            draw()
+            done.wait(times.uniform(0, 2 * seconds))
+
+    thread = Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_another_thread_may_draw_during_a_capture(draw):
+    deep = nn.Sequential(*[nn.Linear(4, 4) for _ in range(60)])
+    with another_thread(draw, seconds=0.01):
+        pipeline(deep)
+
+
+def test_a_draw_of_the_forward_is_found_beside_another_thread():
+    model = nn.Sequential(nn.Linear(4, 4), Drawing(FORWARDS["a factor"][1]), *[nn.Linear(4, 4) for _ in range(60)])
+    with (
+        another_thread(random.random, seconds=0.01),
+        pytest.raises(fpipe.CaptureError, match=r"module 1: got a forward that draws from Python's random"),
+    ):
+        pipeline(model)
+
+
+def test_a_draw_in_the_first_call_of_a_process_is_refused():
+    kept = []
+
+    def forward(x):
+        kept or kept.append(random.random())
+        return x * kept[0]
+
+    with pytest.raises(fpipe.CaptureError, match="got a forward that draws from Python's random"):
+        pipeline(nn.Sequential(nn.Linear(4, 4), Drawing(forward)))
