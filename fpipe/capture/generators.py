@@ -34,7 +34,7 @@ class Drawing(NamedTuple):
 
 
 class Generators:
-    """The states of Python's and, if imported, numpy's global generators at the last look, and the draws between looks."""
+    """The states of Python's and, if imported, numpy's global generators at the last look, and the draws so far."""
 
     def __init__(self) -> None:
         self.states: Mapping[str, object] = {}

@@ -52,7 +52,7 @@ class _Run(NamedTuple):
     outputs: Any
 
 
-class _RunAgain(Exception):
+class _UncertainError(Exception):
     """Some thread has drawn random numbers during a run: find out whether it was the forward."""
 
 
@@ -85,7 +85,7 @@ class Settling:
         """Run the model twice, from the start again if some thread has drawn random numbers meanwhile."""
         suspects = Suspects(), Suspects()
         while True:
-            with suppress(_RunAgain):
+            with suppress(_UncertainError):
                 found = copy_context().run(self._run_twice, suspects)  # discards changes to context variables
                 seen = [drawing for one in suspects for drawing in one.common]
                 if seen and active_count() == 1:
@@ -134,7 +134,7 @@ class Settling:
     def _run(self, ask: Ask, suspects: Suspects) -> _Run:
         """Run the model, and restore the buffers that it assigned.
 
-        Raise `CaptureError` if it draws from generators other than torch's; `_RunAgain` if that is not yet certain.
+        Raise `CaptureError` if it draws from generators other than torch's; `_UncertainError` if that is not yet certain.
         """
         whole, calls = Generators(), Generators()
         recorder = self.model.recorder(ask, calls if suspects.rounds else None)
@@ -160,4 +160,4 @@ def _suspect(generators: Generators, suspects: Suspects) -> None:
     if generators.drawings and suspects.narrow(generators.drawings):
         if suspects.are_certain:
             raise drawing_error(suspects.common[0])
-        raise _RunAgain
+        raise _UncertainError
