@@ -134,7 +134,7 @@ class Settling:
     def _run(self, ask: Ask, suspects: Suspects) -> _Run:
         """Run the model, and restore the buffers that it assigned.
 
-        Raise `CaptureError` if it draws from generators other than torch's; `_UncertainError` if that is not yet certain.
+        Raise `CaptureError` if it draws from generators other than torch's, `_UncertainError` if something may have.
         """
         whole, calls = Generators(), Generators()
         recorder = self.model.recorder(ask, calls if suspects.rounds else None)
