@@ -2,6 +2,10 @@
 """Functional, JAX-style pipeline parallelism for PyTorch, bit for bit equal to one device."""
 
 from fpipe.api import evaluate, pipeline, reference, value_and_grad, verify
+from fpipe.checkpoints.export import export
+from fpipe.checkpoints.load import Checkpoint, load
+from fpipe.checkpoints.manifest import is_checkpoint
+from fpipe.checkpoints.save import begin_save, save
 from fpipe.errors import (
     CaptureError,
     CutError,
@@ -26,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "Checkpoint",
     "CutError",
     "DeadlockError",
     "GraphError",
@@ -42,11 +47,16 @@ __all__ = [
     "Verification",
     "VocabularyError",
     "__version__",
+    "begin_save",
     "costs",
     "evaluate",
+    "export",
+    "is_checkpoint",
+    "load",
     "pipeline",
     "reference",
     "safetensors",
+    "save",
     "timeline",
     "value_and_grad",
     "verify",

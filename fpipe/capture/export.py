@@ -26,7 +26,7 @@ from fpipe.tensors.tree import Structure, flatten, require_transparent
 from fpipe.torch_private import FakeTensorMode
 
 
-def export(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
+def export_model(model: nn.Module, objective: Objective, leaves: Sequence[Tensor]) -> Captured:
     """Capture `model` and its loss for one microbatch; see `FrontEnd`."""
     refuse_hooks(model)
     device = leaves[0].device if leaves else torch.device("cpu")

@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 
 from fpipe.capture.dynamo import dynamo
-from fpipe.capture.export import export
+from fpipe.capture.export import export_model
 from fpipe.capture.fx import fx
 from fpipe.capture.modules import modules
 from fpipe.capture.trace.front_end import trace_model
@@ -19,7 +19,7 @@ from fpipe.errors import InputError
 from fpipe.ir.captured import FrontEnd
 
 FRONT_ENDS: Mapping[str, FrontEnd] = MappingProxyType(
-    {"trace": trace_model, "export": export, "fx": fx, "dynamo": dynamo, "modules": modules}
+    {"trace": trace_model, "export": export_model, "fx": fx, "dynamo": dynamo, "modules": modules}
 )
 
 

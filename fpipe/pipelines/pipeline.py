@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
-from fpipe.weights.loading import ValueSource, load
+from fpipe.weights.loading import ValueSource, load_values
 from schedules import Program, Schedule, Sizes
 
 
@@ -163,7 +164,7 @@ class Pipeline:
         tensor(32.)
         """
         with wait_for_turn():
-            return self._split_state(load(self.model, self.training.share, source, fill, strict))
+            return self.adopt(load_values(self.model, self.training.share, source, fill, strict))
 
     def initialise(
         self, function: Initializer = reset_parameters, *, seed: int
@@ -187,9 +188,14 @@ class Pipeline:
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
         with wait_for_turn():
-            return self._split_state(initialize(self.model, self.training.share, function, seed))
+            return self.adopt(initialize(self.model, self.training.share, function, seed))
 
-    def _split_state(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def adopt(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return this process's parameters and buffers, made of `values` without copying.
+
+        `values` has a new tensor for each of them, of the right shape, dtype and device, by the model's own names.
+        Parameters become leaves that require a gradient where the model's did when the pipeline was built.
+        """
         plan, trainable = self.training, self.training.assembly.captured.trainable
         params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
         self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
@@ -237,11 +243,16 @@ class Pipeline:
         ...     torch.distributed.all_reduce(squares)
         >>> norm = squares.sqrt()
         """
-        owners: dict[str, int] = {}
+        return tuple(name for name in self.training.params if self.owners[name] in self.ranks.ranks)
+
+    @cached_property
+    def owners(self) -> Mapping[str, int]:
+        """The rank that owns each parameter and buffer of the model: the first rank of the first stage to read it."""
+        found: dict[str, int] = {}
         for stage in self.stages:
-            for name in (*stage.parameters, *stage.unused):
-                owners.setdefault(name, self.schedule.placement.homes[stage.index])
-        return tuple(name for name in self.training.params if owners[name] in self.ranks.ranks)
+            for name in (*stage.parameters, *stage.buffers, *stage.unused):
+                found.setdefault(name, self.schedule.placement.homes[stage.index])
+        return MappingProxyType(found)
 
     @property
     def device(self) -> torch.device:

@@ -27,7 +27,7 @@ from fpipe.weights.state import require_leaf
 ValueSource: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
 
 
-def load(
+def load_values(
     model: nn.Module, held: Collection[str], source: ValueSource, fill: Initializer | None = None, strict: bool = True
 ) -> dict[str, Tensor]:
     """Return copies of the values of a model's `held` leaves; `fill` initializes buffers that no state dict has.
@@ -42,8 +42,8 @@ def load(
     missing = [name for name in held if not found[name]]
     made: dict[str, Tensor] = {}
     if fill is not None:
-        made = initialize(model, [name for name in missing if name in _not_persistent(model)], fill, seed=0)
-    _require_none([name for name in missing if name not in made], _not_persistent(model))
+        made = initialize(model, [name for name in missing if name in list_transient_buffers(model)], fill, seed=0)
+    _require_none([name for name in missing if name not in made], list_transient_buffers(model))
     fakes = list_leaves(model)
     return {
         name: made[name] if name in made else _copy_value(values, found[name], Spec.of(fakes[name])) for name in held
@@ -63,7 +63,7 @@ def _by_name(source: ValueSource) -> Mapping[str, Any]:
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
-def _not_persistent(model: nn.Module) -> set[str]:
+def list_transient_buffers(model: nn.Module) -> set[str]:
     """Return the names of the buffers that state dicts omit."""
     return {
         f"{path}.{name}" if path else name

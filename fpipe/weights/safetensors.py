@@ -87,34 +87,41 @@ def _list_names(path: Path) -> Iterator[tuple[str, Path]]:
         for file in inside:
             yield from _list_names(file)
     elif path.suffix == ".json":
-        with _wrap_read_errors(path):
+        with wrap_read_errors(path):
             index = json.loads(path.read_text())["weight_map"]
         yield from ((name, path.parent / file) for name, file in index.items())
     else:
-        with _wrap_read_errors(path), _open_file(path) as file:
+        with wrap_read_errors(path), _open_file(path) as file:
             yield from ((name, path) for name in list(file.keys()))
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:
-    with _wrap_read_errors(path), _open_file(path) as file:
+    with wrap_read_errors(path), _open_file(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
 def _open_file(path: Path) -> Any:
     """Return the open file, as a context manager."""
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise InputError(
-            "fpipe.safetensors: got no library safetensors, expected it to be installed. Run pip install "
-            "'fpipe[safetensors]'."
-        ) from error
+    require_library()
+    from safetensors import safe_open
+
     return safe_open(path, framework="pt")
 
 
+def require_library() -> None:
+    """Raise `InputError` if the library safetensors is not installed."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            "*.safetensors: got no library safetensors, expected it to be installed. Run pip install "
+            "'fpipe[safetensors]'."
+        ) from error
+
+
 @contextmanager
-def _wrap_read_errors(path: Path) -> Iterator[None]:
+def wrap_read_errors(path: Path) -> Iterator[None]:
     """Turn errors while reading `path` into an `InputError` that names it."""
     try:
         yield

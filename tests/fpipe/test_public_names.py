@@ -15,9 +15,9 @@ import fpipe
 
 PLACES = {
     "fpipe": """
-CaptureError CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline PipelineError
-ScheduleError SizeError Step TransportError Verification VocabularyError __version__ costs evaluate pipeline reference
-safetensors timeline value_and_grad verify
+CaptureError Checkpoint CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline
+PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ begin_save costs
+evaluate export is_checkpoint load pipeline reference safetensors save timeline value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
@@ -58,6 +58,11 @@ SIGNATURES = {
     "value_and_grad": "pipe outputs=False record=None",
     "evaluate": "pipe record=None",
     "reference": "pipe outputs=False",
+    "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
+    "begin_save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
+    "load": "pipe path",
+    "export": "pipe path params buffers=None",
+    "is_checkpoint": "path",
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
@@ -149,6 +154,7 @@ def pipeline():
 
 def test_results_keep_their_fields():
     assert fpipe.Step._fields == ("loss", "outputs", "buffers")
+    assert fpipe.Checkpoint._fields == ("params", "buffers", "state", "step", "data")
     assert fpipe.Verification._fields == ("reference", "eager")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.capture.export import export
+from fpipe.capture.export import export_model
 from fpipe.ir.captured import BatchLeaf, Call, Constant, Parameter
 from fpipe.tensors.fake import fake_mode
 from schedules import gpipe, one_f_one_b
@@ -115,7 +115,7 @@ def test_a_front_end_that_breaks_the_contract_is_refused_by_name(what):
     change, message = WRONG[what]
 
     def mine(model, objective, leaves):
-        return change(export(model, objective, leaves))
+        return change(export_model(model, objective, leaves))
 
     with pytest.raises(fpipe.CaptureError, match=message) as caught:
         build(CASE, gpipe(ranks=1, microbatches=2), 4, capture=mine)
@@ -127,7 +127,7 @@ def test_users_may_write_their_own_front_end():
 
     def mine(model, objective, leaves):
         seen.append(len(leaves))
-        return export(model, objective, leaves)
+        return export_model(model, objective, leaves)
 
     built = _, model, inputs, targets = build(CASE, one_f_one_b(ranks=4, microbatches=3), 6, capture=mine)
     assert seen == [2]

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load a training run into any pipeline of the same model.
+
+Problem. The pipeline that saved a checkpoint had other ranks, cuts and stages, and perhaps another model.
+
+Idea. Names in the files are the model's, and every process knows the model's names, shapes and dtypes, whoever holds
+them. So each compares the whole checkpoint with the whole model first, and all come to the same verdict. Then each
+reads what it holds, from whichever files have it: a parameter that is on several ranks is read by each of them.
+
+Invariant: nothing is read before every rank has agreed that the checkpoint fits; nothing is cast.
+
+Runs when a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.checkpoints.json_trees import DATA_PREFIX, decode_tree
+from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
+from fpipe.checkpoints.shards import read_into, read_specs
+from fpipe.checkpoints.slots import STATE_PREFIX, Slots, find_parameter, unflatten_slots
+from fpipe.errors import InputError
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.runtime.transport.agreement import Field
+from fpipe.tensors.spec import Spec
+
+
+class Checkpoint(NamedTuple):
+    """What `load` returns.
+
+    - `params`, `buffers`: this process's share, as `pipe.init` returns them.
+    - `state`: the optimizer's, by parameter name, for the parameters of this process; `None` if none was saved.
+    - `step`, `data`: as they were saved; tensors in `data` are in host memory.
+    """
+
+    params: State
+    buffers: State
+    state: dict[str, Slots] | None
+    step: int
+    data: Any
+
+
+def load(pipe: Pipeline, path: str | os.PathLike[str]) -> Checkpoint:
+    """Return this process's share of the checkpoint at `path`; every rank calls this.
+
+    The pipeline may have other ranks, cuts and another schedule than the one that saved it. A parameter that several
+    ranks hold is read by each. From here on, the run goes on bit for bit as it would have without the interruption.
+    Values are moved to the pipeline's device, and are not cast.
+
+    Raises `InputError`, on every rank, before any value is read: if there is no finished checkpoint at `path`, if a
+    file is missing or cut off, and, naming the leaf, if names, shapes or dtypes are not those of the model.
+
+    See `save` for an example.
+    """
+    with pipe.ranks.enter_call("load"):
+        saved = _Saved.open(Path(path))
+        _require_names(saved, pipe)
+        _require_specs(saved, pipe)
+        pipe.ranks.agree(lambda: [Field.of("checkpoint", [str(path), str(saved.manifest)])])
+        values = saved.read(pipe)
+        pipe.ranks.agree(about="its values")
+        return _divide(saved, pipe, values)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A checkpoint, before any value is read: its manifest, every tensor's spec, and what is not a tensor."""
+
+    path: Path
+    manifest: Manifest
+    specs: Mapping[str, Spec]
+    numbers: Mapping[str, float]
+    on_device: frozenset[str]
+
+    @classmethod
+    def open(cls, path: Path) -> _Saved:
+        """Read everything but the values; raise `InputError` if a file is missing or damaged."""
+        manifest = read_manifest(path)
+        sidecars = [*read_sidecars(path, manifest)]
+        numbers = {name: value for sidecar in sidecars for name, value in sidecar.numbers.items()}
+        on_device = frozenset(name for sidecar in sidecars for name in sidecar.on_device)
+        return cls(path, manifest, read_specs(manifest.folder(path)), numbers, on_device)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of tensors and numbers that begin with `prefix`, without it."""
+        flat = [*self.specs, *self.numbers]
+        return [name.removeprefix(prefix) for name in flat if name.startswith(prefix)]
+
+    def read(self, pipe: Pipeline) -> dict[str, Tensor]:
+        """Return the tensors that this process holds, by their names in the files."""
+        plan = pipe.training
+        values = {f"params.{name}": spec.empty() for name, spec in plan.params.items()}
+        values |= {f"buffers.{name}": spec.empty() for name, spec in plan.buffers.items()}
+        for name, spec in self.specs.items():
+            if name.startswith(STATE_PREFIX):
+                owner = find_parameter(name, plan.params)
+                if owner is not None:
+                    values[name] = self._blank(name, spec, plan.params[owner])
+            elif name.startswith(DATA_PREFIX):
+                values[name] = spec.empty("cpu")
+        read_into(self.manifest.folder(self.path), values)
+        return values
+
+    def _blank(self, name: str, spec: Spec, parameter: Spec) -> Tensor:
+        """Return where to read a tensor of the optimizer's state: beside its parameter, and in its layout.
+
+        Optimizers keep scalars, such as the number of steps, in host memory unless they were told otherwise.
+        """
+        if spec.shape == parameter.shape and spec.shape:
+            return torch.empty_like(parameter.empty("meta"), dtype=spec.dtype, device=parameter.device)
+        host = not spec.shape and name not in self.on_device
+        return spec.empty("cpu" if host else parameter.device)
+
+
+def _require_names(saved: _Saved, pipe: Pipeline) -> None:
+    """Raise `InputError` unless the checkpoint has the names of the model, all of them and no others."""
+    whole = pipe.training.assembly
+    for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
+        found = saved.names(f"{kind}.")
+        missing, extra = [n for n in expected if n not in set(found)], [n for n in found if n not in expected]
+        if missing or extra:
+            raise InputError(
+                f"{saved.path}: got {len(found)} {kind}, expected the model's {len(expected)} (missing {missing[:5]}, "
+                f"unexpected {extra[:5]}). Build the pipeline from the model that was saved."
+            )
+    for name in saved.names(STATE_PREFIX):
+        if find_parameter(f"{STATE_PREFIX}{name}", whole.parameters) is None:
+            raise InputError(
+                f"{saved.path}: got optimizer state {name!r}, expected the state of the model's parameters only. Build "
+                "the pipeline from the model that was saved."
+            )
+
+
+def _require_specs(saved: _Saved, pipe: Pipeline) -> None:
+    """Raise `InputError`, naming the leaf, unless shapes and dtypes are the model's."""
+    whole = pipe.training.assembly
+    for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
+        for name, spec in expected.items():
+            found = saved.specs[f"{kind}.{name}"]
+            if (found.shape, found.dtype) != (spec.shape, spec.dtype):
+                raise InputError(
+                    f"{saved.path}, {kind}[{name!r}]: got {found}, expected {spec} as in the model; values are never "
+                    "cast. Build the pipeline from a model of the checkpoint's shapes and dtypes."
+                )
+
+
+def _divide(saved: _Saved, pipe: Pipeline, values: Mapping[str, Tensor]) -> Checkpoint:
+    """Return the values under the names that the caller knows them by."""
+    manifest, plan = saved.manifest, pipe.training
+    params, buffers = pipe.adopt(
+        {
+            **{name: values[f"params.{name}"] for name in plan.params},
+            **{name: values[f"buffers.{name}"] for name in plan.buffers},
+        }
+    )
+    flat = {**values, **saved.numbers}
+    state = unflatten_slots({name: flat[name] for name in flat if name.startswith(STATE_PREFIX)}, params)
+    data = decode_tree(manifest.data, values)
+    return Checkpoint(params, buffers, state if manifest.has_state else None, manifest.step, data)

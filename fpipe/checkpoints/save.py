@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save a training run, whole or not at all, while it goes on.
+
+Problem. Ranks hold different parts, some parts are on several ranks, and any rank may fail at any time. Writing takes
+longer than a step.
+
+Idea. Every parameter and buffer has one owner (`Pipeline.owners`), which writes it, and the optimizer's state of it,
+under its name in the model. So the files say nothing about ranks or cuts. The values are copied to host memory, a
+thread writes the copy, and when every rank is done, one of them makes it the checkpoint (`fpipe.checkpoints.manifest`).
+
+Invariant: all ranks agree that the checkpoint is saved, or all raise and the earlier one is intact.
+
+Runs when a checkpoint is saved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fpipe.checkpoints.json_trees import encode_tree
+from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sidecar
+from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
+from fpipe.checkpoints.slots import Slots, flatten_slots, require_slots
+from fpipe.errors import InputError
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.runtime.fingerprint import describe_value
+from fpipe.runtime.transport.agreement import Field
+from fpipe.tensors.spec import Spec
+from fpipe.weights.state import require_state
+
+
+def save(
+    pipe: Pipeline,
+    path: str | os.PathLike[str],
+    *,
+    params: State,
+    buffers: State | None = None,
+    state: Mapping[str, Slots] | None = None,
+    step: int = 0,
+    data: Any = None,
+) -> None:
+    """Save parameters, buffers and optimizer state at `path`, whole or not at all; every rank calls this.
+
+    - `params`, `buffers`: this process's, as `pipe.init` and the steps return them.
+    - `state`: the optimizer's, `{parameter name: {slot: tensor or number}}`; `None` saves none.
+    - `step`, `data`: whatever else the run needs to go on: a number, and a tree of dicts, lists, tuples, tensors,
+      numbers, strings and `None`. They must be the same on every rank.
+
+    The checkpoint is a directory, on a file system that all ranks share. Its names are the model's, so any pipeline of
+    the same model loads it: other ranks, cuts, schedules. It has no pickles. A checkpoint that is already at `path` is
+    replaced in one atomic operation, so whenever a process is killed, the old one or the new one is there. Every rank
+    needs host memory for two copies of what it owns; of replicas of the pipeline, let one save.
+
+    Raises `InputError`, naming the leaf, for values that do not fit the pipeline or that a checkpoint can't hold, and
+    for a `path` where something else is; if only some ranks fail, `TransportError` on the others. What was at `path`
+    is then intact.
+
+    >>> import tempfile, torch, fpipe
+    >>> from schedules import gpipe, one_f_one_b
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)), torch.ones(4, 4)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=2))
+    >>> params, buffers = pipe.init(model)
+    >>> other = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=one_f_one_b(1, 4))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fpipe.save(pipe, folder, params=params, step=3, data={"epoch": 1})
+    ...     found = fpipe.load(other, folder)
+    >>> found.step, found.data, torch.equal(found.params["0.weight"], params["0.weight"])
+    (3, {'epoch': 1}, True)
+    """
+    begin_save(pipe, path, params=params, buffers=buffers, state=state, step=step, data=data)()
+
+
+def begin_save(
+    pipe: Pipeline,
+    path: str | os.PathLike[str],
+    *,
+    params: State,
+    buffers: State | None = None,
+    state: Mapping[str, Slots] | None = None,
+    step: int = 0,
+    data: Any = None,
+) -> Callable[[], None]:
+    """Begin to save as `save` does, and return the function that finishes it; every rank calls both.
+
+    Values are copied to host memory at once and written by a thread while training goes on; they may change after this
+    returns. The checkpoint exists once the function returned has been called, which waits for the files of all ranks:
+    call it some steps later, or right before the next save.
+
+    Raises what `save` raises: at once for bad arguments, when it is finished for what can't be written.
+
+    >>> import tempfile, torch, fpipe
+    >>> from schedules import gpipe
+    >>> model, x = torch.nn.Linear(4, 1), torch.ones(2, 4)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=1, microbatches=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     finish = fpipe.begin_save(pipe, folder, params=pipe.init(model)[0], step=3)
+    ...     began = fpipe.is_checkpoint(folder)
+    ...     finish()
+    ...     began, fpipe.is_checkpoint(folder)
+    (False, True)
+    """
+    home = Path(path)
+    with pipe.ranks.enter_call("begin_save"):
+        share = _collect(pipe, params, require_whole_state(pipe, params, buffers), state, data)
+        fields = _compare(home, state is not None, step, data)
+        number = pipe.ranks.agree(lambda: fields, note=next_save(home))[0]
+        manifest = Manifest(number, count_processes(pipe), step, state is not None, share.data)
+        writing = _start(share, manifest.folder(home), own_index(pipe), manifest.shards)
+
+    def finish() -> None:
+        with pipe.ranks.enter_call("the end of a save"):
+            writing.result()
+            pipe.ranks.agree(about="its files")
+            if own_index(pipe) == 0:
+                commit(home, manifest)
+            pipe.ranks.agree(about="its commit")
+
+    return finish
+
+
+def own_index(pipe: Pipeline) -> int:
+    """Return the number of this process among those of the pipeline."""
+    return pipe.ranks.ranks[0] // len(pipe.ranks.ranks)
+
+
+def count_processes(pipe: Pipeline) -> int:
+    """Return the number of processes of the pipeline."""
+    return pipe.schedule.ranks // len(pipe.ranks.ranks)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this process writes: copies of its tensors, numbers by flat name, scalars on its device, and JSON data."""
+
+    tensors: dict[str, Tensor]
+    numbers: dict[str, float]
+    on_device: list[str]
+    data: Any
+
+
+def _collect(pipe: Pipeline, params: State, buffers: State, state: Mapping[str, Slots] | None, data: object) -> _Share:
+    """Return copies of what this process owns, once all of it was checked."""
+    require_slots({} if state is None else state, params)
+    tree, extra = encode_tree(data)
+    kept, numbers = flatten_slots(state or {}, owned_names(pipe, params))
+    tensors = {
+        **{f"params.{name}": params[name] for name in owned_names(pipe, params)},
+        **{f"buffers.{name}": buffers[name] for name in owned_names(pipe, buffers)},
+        **kept,
+        **(extra if own_index(pipe) == 0 else {}),
+    }
+    scalars = [name for name, value in kept.items() if not value.dim() and value.device.type != "cpu"]
+    return _Share(copy_to_host(tensors), numbers, scalars, tree)
+
+
+def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) -> State:
+    """Return the buffers; raise `InputError`, naming the leaf, unless these are this process's parameters and buffers.
+
+    `None` stands for the buffers of a model without any.
+    """
+    expected: Mapping[str, Spec] = pipe.training.assembly.buffers
+    if buffers is None and expected:
+        raise InputError(
+            f"buffers: got none, expected {list(expected)[:5]}: the model does not compute the same without them. Pass "
+            "those of the last step, as in buffers=out.buffers."
+        )
+    buffers = {} if buffers is None else buffers
+    require_state("params", params, pipe.training.params)
+    require_state("buffers", buffers, pipe.training.buffers)
+    for name, value in {**params, **buffers}.items():
+        require_savable(name, value)
+    return buffers
+
+
+def owned_names(pipe: Pipeline, held: State) -> list[str]:
+    """Return those of the parameters or buffers held here that this process writes."""
+    return [name for name in held if pipe.owners[name] in pipe.ranks.ranks]
+
+
+def _compare(home: Path, has_state: bool, step: object, data: object) -> list[Field]:
+    """Return what must be the same on every rank."""
+    if type(step) is not int:
+        raise InputError(f"step: got {step!r}, expected an int. Pass the number of steps done, and others in data=.")
+    return [
+        Field.of("path", [str(home)]),
+        Field.of("step", [str(step)]),
+        Field.of("state", ["an optimizer's" if has_state else "none"]),
+        Field.of("data", describe_value(data)),
+    ]
+
+
+def _start(share: _Share, folder: Path, index: int, count: int) -> Future[None]:
+    """Write this process's files in a thread."""
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_shard(folder, share.tensors, index, count)
+        write_sidecar(folder, index, count, share.numbers, share.on_device)
+
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fpipe save")
+    try:
+        return thread.submit(write)
+    finally:
+        thread.shutdown(wait=False)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs that can be saved and resumed anywhere, and the plain loop that is never interrupted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import Schedule, dualpipe, gpipe, one_f_one_b, zb_h1, zb_v
+from tests.common.cases import WIDTH, cross_entropy, mse, rows_of, words
+from tests.common.loops import piece
+from tests.common.models import GPT
+
+MICROBATCHES, ROWS = 8, 16
+
+
+def blocks(*extra: Callable[[], nn.Module]) -> nn.Module:
+    """Eight blocks with BatchNorm, and one frozen weight."""
+    made = [[nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), *[one() for one in extra], nn.Tanh()] for _ in range(8)]
+    model = nn.Sequential(*[nn.Sequential(*layers) for layers in made])
+    model[2][0].weight.requires_grad_(False)
+    return model
+
+
+class Subject(NamedTuple):
+    """A model to train: how to build it, its batches and its loss; `random` if it draws random numbers."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Any, Any]]
+    loss: Callable[..., Tensor]
+    random: bool = False
+
+
+SUBJECTS = {
+    "normalised": Subject(blocks, rows_of(), mse),
+    "tied": Subject(GPT, words, cross_entropy),
+    "dropping": Subject(lambda: blocks(lambda: nn.Dropout(0.2)), rows_of(), mse, random=True),
+}
+
+LAYOUTS: dict[str, Schedule] = {
+    "1f1b on four": one_f_one_b(ranks=4, microbatches=MICROBATCHES),
+    "zb_v on two": zb_v(ranks=2, microbatches=MICROBATCHES),
+    "zb_h1 on two": zb_h1(ranks=2, microbatches=MICROBATCHES),
+    "one": gpipe(ranks=1, microbatches=MICROBATCHES),
+    "1f1b on eight": one_f_one_b(ranks=8, microbatches=MICROBATCHES),
+    "dualpipe on two": dualpipe(ranks=2, microbatches=MICROBATCHES),
+}
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "plain": partial(torch.optim.SGD, lr=0.05),
+    "asgd": partial(torch.optim.ASGD, lr=0.05),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.01),
+}
+
+
+class Run(NamedTuple):
+    """A training run between two steps: what `fpipe.save` takes."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    state: dict[str, dict[str, Any]]
+
+
+def model_of(name: str) -> nn.Module:
+    """The model, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return SUBJECTS[name].build()
+
+
+def batch_of(name: str, step: int) -> tuple[Any, Any]:
+    """The batch of a step, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(100 + step)
+        return SUBJECTS[name].batch(ROWS)
+
+
+@lru_cache
+def pipeline(name: str, layout: str) -> fpipe.Pipeline:
+    """A pipeline of a subject; built once in a process."""
+    inputs, targets = batch_of(name, 0)
+    return fpipe.pipeline(
+        model_of(name), example=inputs, targets=targets, loss=SUBJECTS[name].loss, schedule=LAYOUTS[layout]
+    )
+
+
+@lru_cache
+def step_of(name: str, layout: str) -> Any:
+    """The step of a pipeline; made once in a process."""
+    return fpipe.value_and_grad(pipeline(name, layout))
+
+
+def start(name: str, layout: str) -> Run:
+    """A run before its first step."""
+    params, buffers = pipeline(name, layout).init(model_of(name))
+    return Run(params, buffers, {})
+
+
+def resume(name: str, layout: str, path: Any) -> tuple[Run, int]:
+    """A run as it was saved, and its step."""
+    found = fpipe.load(pipeline(name, layout), path)
+    assert found.state is not None, "it was saved"
+    return Run(found.params, found.buffers, found.state), found.step
+
+
+def save(name: str, layout: str, path: Any, run: Run, step: int, **more: Any) -> None:
+    """Save a run."""
+    fpipe.save(pipeline(name, layout), path, **run._asdict(), step=step, **more)
+
+
+def train(name: str, layout: str, optimizer: str, run: Run, steps: Iterable[int]) -> Run:
+    """Run these steps."""
+    step = step_of(name, layout)
+    for i in steps:
+        out, grads = step(run.params, run.buffers, *batch_of(name, i), seed=i)
+        run = Run(run.params, out.buffers, update(OPTIMIZERS[optimizer], run, grads))
+    return run
+
+
+def update(make: Callable[..., torch.optim.Optimizer], run: Run, grads: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Update parameters in place with a new optimizer of torch's that has the state of the last; return its state."""
+    if not run.params:
+        return {}
+    optimizer = make([*run.params.values()])
+    for name, p in run.params.items():
+        p.grad = grads.get(name)
+        optimizer.state[p].update(run.state.get(name, {}))
+    optimizer.step()
+    optimizer.zero_grad()
+    return {name: dict(optimizer.state[p]) for name, p in run.params.items()}
+
+
+def plain_loop(name: str, optimizer: str, steps: int) -> Run:
+    """One device, one optimizer, no interruption, and nothing of fpipe's."""
+    subject, model = SUBJECTS[name], model_of(name)
+    made = OPTIMIZERS[optimizer]([*model.parameters()])
+    for i in range(steps):
+        inputs, targets = batch_of(name, i)
+        for k in range(MICROBATCHES):
+            part, wanted = piece(inputs, k, MICROBATCHES), piece(targets, k, MICROBATCHES)
+            (subject.loss(model(*part), wanted) / MICROBATCHES).backward()
+        made.step()
+        made.zero_grad()
+    params = dict(model.named_parameters())
+    return Run(params, dict(model.named_buffers()), {n: dict(made.state[p]) for n, p in params.items()})
+
+
+def undisturbed(name: str, optimizer: str, steps: int) -> Run:
+    """The run that is never saved: the plain loop, or, if the model draws random numbers, one rank."""
+    if SUBJECTS[name].random:
+        return copy.deepcopy(train(name, "one", optimizer, start(name, "one"), range(steps)))
+    return plain_loop(name, optimizer, steps)
+
+
+def require_same_run(got: Run, want: Run) -> None:
+    """Raise unless everything that `got` holds is, bit for bit, that of `want`."""
+    for kind in ("params", "buffers"):
+        mine, whole = getattr(got, kind), getattr(want, kind)
+        assert [name for name in mine if not same_bits(mine[name], whole[name])] == [], kind
+    for name in got.params:
+        slots, wanted = got.state.get(name, {}), want.state[name]
+        assert slots.keys() == wanted.keys(), name
+        assert all(same_value(slots[slot], wanted[slot]) for slot in slots), name
+
+
+def same_value(mine: Any, theirs: Any) -> bool:
+    """Whether two slots have the same type and bits."""
+    if isinstance(mine, Tensor):
+        return same_bits(mine, theirs)
+    return type(mine) is type(theirs) and mine == theirs
