@@ -35,7 +35,7 @@ from fpipe.tensors.spec import Spec
 
 
 class Checkpoint(NamedTuple):
-    """What `load` returns.
+    """A training run as it was saved: the share of this process.
 
     - `params`, `buffers`: this process's share, as `pipe.init` returns them.
     - `state`: the optimizer's, by parameter name, for the parameters of this process; `None` if none was saved.

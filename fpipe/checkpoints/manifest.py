@@ -39,7 +39,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `checkpoint.json` says.
+    """The contents of `checkpoint.json`.
 
     - `save`: the number of the save, and of its folder; `shards`: how many processes wrote it.
     - `step`, `data`: the caller's, `data` as JSON; `has_state`: whether it has the state of an optimizer.
@@ -59,7 +59,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What one process writes beside its tensors.
+    """The file that a process writes beside its tensors.
 
     - `size`: the bytes of its safetensors file; 0 if it has none.
     - `numbers`: numbers in the state of the optimizer, by flat name.

@@ -138,7 +138,7 @@ def count_processes(pipe: Pipeline) -> int:
 
 @dataclass(frozen=True)
 class _Share:
-    """What this process writes: copies of its tensors, numbers by flat name, scalars on its device, and JSON data."""
+    """Copies of the tensors that this process writes, numbers by flat name, scalars on its device, and data as JSON."""
 
     tensors: dict[str, Tensor]
     numbers: dict[str, float]
