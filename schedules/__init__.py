@@ -59,6 +59,7 @@ from schedules.transforms.overlap import overlap
 from schedules.transforms.recompute import recompute
 from schedules.transforms.split import merge_backward, split_backward
 from schedules.transforms.transform import transform
+from schedules.transforms.update import update_weights
 
 __all__ = [
     "drawing",
@@ -114,6 +115,7 @@ __all__ = [
     "split_backward",
     "summarize",
     "transform",
+    "update_weights",
     "vee",
     "wave",
     "chimera",

@@ -34,7 +34,8 @@ breadth_first chain check chimera connect critical_path dag defer_weights drawin
 estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
 memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule seq_1f1b
 TimelineError
-simulate spans split_backward summarize transform v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1 zb_h2 zb_v
+simulate spans split_backward summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
+zb_h2 zb_v
 """,
     "schedules.drawing": """
 ansi legend plain svg text texts trace
