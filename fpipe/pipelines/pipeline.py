@@ -35,6 +35,7 @@ from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
+from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
 from schedules import Program, Schedule, Sizes
@@ -200,6 +201,23 @@ class Pipeline:
         params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
         self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
         return params, {name: values[name] for name in plan.buffers}
+
+    def module(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
+        """Return a module that holds `params` and `buffers`, without copying, under the model's own names.
+
+        It is for what expects a module: `state_dict` and `load_state_dict`, `torch.distributed.checkpoint`, averaged
+        models, optimizers. It is a copy of the model in which what this process does not have is `None`. A tied
+        parameter is there under all of its names. Raise `InputError` for names that the model does not have.
+
+        >>> import torch, fpipe
+        >>> from schedules import gpipe
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
+        >>> params, buffers = pipe.init(model)
+        >>> list(pipe.module(params, buffers).state_dict())
+        ['0.weight', '0.bias', '1.weight']
+        """
+        return hold(self.model, {**params, **buffers})
 
     def rebuilt(self, model: nn.Module | Sequence[Any]) -> Pipeline:
         """Return a new pipeline of `model` as it is now, built with the arguments of this one.
