@@ -98,5 +98,5 @@ def test_an_average_of_holders_is_the_average_of_the_model():
 
 
 def test_names_that_the_model_lacks_are_refused():
-    with pytest.raises(InputError, match=r"got \['2.weight'\], which the model does not have, expected names like \['0"):
+    with pytest.raises(InputError, match=r"got \['2.weight'\], which the model does not have, expected names like"):
         hold(nn.Sequential(nn.Linear(2, 2)), {"2.weight": torch.ones(2, 2)})
