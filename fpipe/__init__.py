@@ -23,6 +23,8 @@ from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.timelines import costs, timeline
+from fpipe.training.clipping import clip, clip_value
+from fpipe.training.norms import all_finite, norm
 from fpipe.verification.comparison import Verification
 from fpipe.weights.safetensors import safetensors
 
@@ -47,12 +49,16 @@ __all__ = [
     "Verification",
     "VocabularyError",
     "__version__",
+    "all_finite",
     "begin_save",
+    "clip",
+    "clip_value",
     "costs",
     "evaluate",
     "export",
     "is_checkpoint",
     "load",
+    "norm",
     "pipeline",
     "reference",
     "safetensors",

@@ -123,6 +123,8 @@ NAMES: Final = (
     Name("torch._C._functorch.maybe_current_level", "refusing tensors inside transforms of torch.func"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", "refusing tensors inside transforms of torch.func"),
     Name("torch._foreach_add_", "adding gradients in one call"),
+    Name("torch._foreach_norm", "norms of gradients with the bits of torch's clipping"),
+    Name("torch.utils._foreach_utils._group_tensors_by_device_and_dtype", "the order in which torch combines norms"),
     # process groups
     Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
     Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
@@ -242,6 +244,7 @@ from torch.autograd import forward_ad, graph
 from torch.nn.modules import activation
 from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -296,6 +299,7 @@ bypass_autograd: Any = torch._C._AutoDispatchBelowAutograd
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 foreach_add_: Any = torch._foreach_add_
+foreach_norm: Any = torch._foreach_norm
 
 # settings
 get_deterministic_algorithms: Callable[[], bool] = torch._C._get_deterministic_algorithms
@@ -342,6 +346,15 @@ def unseen_by_modes() -> AbstractContextManager[Any]:
 def mark_as_parameter(tensor: Tensor) -> None:
     """Make a tensor an instance of `nn.Parameter`, in the way that torch marks tensors of other classes."""
     setattr(tensor, PARAMETER_MARK, True)
+
+
+def order_dtypes(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.dtype]:
+    """Return distinct dtypes in the order in which torch's functions on many tensors go through groups of tensors.
+
+    `dtypes` are in the order in which tensors of them first come. It is the order of a hash table of torch's.
+    """
+    tensors: list[Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
+    return [dtype for _, dtype in _group_tensors_by_device_and_dtype([tensors])] if tensors else []
 
 
 def has_dual_level() -> bool:

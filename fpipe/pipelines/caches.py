@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fpipe.batching.batch import Signature
 from fpipe.ir.variant import Variant
+from fpipe.pipelines.norm_table import NormTable
 from fpipe.runtime.transport.agreement import Field
 
 BatchKind: TypeAlias = tuple[Variant, Signature]
@@ -41,9 +42,11 @@ class Caches:
     - `unquestioned`: the kinds of batches whose values the model asks nothing about.
     - `compared`: the kind of batch of the first step, when ranks have compared the tensors that several of them hold.
     - `trainable`: the trainable parameters that `init` and `initialise` returned, by id.
+    - `norm_tables`: where norms of gradients are exchanged, by the digests of all ranks' lists of gradients.
     """
 
     agreements: dict[BatchKind, Agreement] = field(default_factory=dict)
     unquestioned: set[BatchKind] = field(default_factory=set)
     compared: set[BatchKind] = field(default_factory=set)
     trainable: WeakValueDictionary[int, Tensor] = field(default_factory=WeakValueDictionary)
+    norm_tables: dict[tuple[int, ...], NormTable] = field(default_factory=dict)

@@ -241,12 +241,19 @@ class Pipeline:
         """
         return self.rebuild(model)
 
-    @property
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of all the model's parameters, on every rank, in the order of `model.named_parameters()`."""
+        return tuple(name for name, _ in self.model.named_parameters())
+
+    @cached_property
     def owned(self) -> tuple[str, ...]:
         """The parameters that this process owns; each of the model's parameters is owned by exactly one process.
 
         A sum over all parameters must count each once, although tied parameters and those of replicated stages are on
-        several ranks. For example, the norm of all gradients:
+        several ranks. For the norm of all gradients, call `fpipe.norm` or `fpipe.clip`: a sum of squares per rank,
+        added over the ranks, is off in the last bit, and `torch.nn.utils.clip_grad_norm_` on each rank scales by the
+        norm of that rank's share, so copies of a tied parameter drift apart.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -255,11 +262,8 @@ class Pipeline:
         >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
         >>> pipe.owned
         ('0.weight', '0.bias', '1.bias')
-        >>> _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (torch.ones(2, 2),))
-        >>> squares = sum(grads[name].square().sum() for name in pipe.owned if name in grads)
-        >>> if torch.distributed.is_initialized():
-        ...     torch.distributed.all_reduce(squares)
-        >>> norm = squares.sqrt()
+        >>> params, _ = pipe.init(model)
+        >>> count = sum(params[name].numel() for name in pipe.owned)  # of this process; then add over processes
         """
         return tuple(name for name in self.training.params if self.owners[name] in self.ranks.ranks)
 

@@ -53,11 +53,17 @@ class Ranks(Protocol):
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
 
-    def exchange_text(self, text: str) -> list[str]:
-        """Send a text to all ranks; return every process's text, in rank order."""
+    def exchange_text(self, text: str, about: str = "what the model asks about its batch") -> list[str]:
+        """Send a text to all ranks; return every process's text, in rank order. `about` names it in errors."""
 
     def measure_clock_offset(self) -> float:
         """Return how many seconds the clock of this process is ahead of the first rank's."""
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows that each process passes, in rank order: CPU tensors with the same number of columns."""
+
+    def gather_vectors(self, vector: Tensor) -> Tensor:
+        """Return the vectors of all processes, in rank order, as rows of a matrix on this process's device.
+
+        All have the same length and dtype, on which the ranks must have agreed. The host does not wait for the device.
+        """

@@ -16,8 +16,9 @@ import fpipe
 PLACES = {
     "fpipe": """
 CaptureError Checkpoint CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline
-PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ begin_save costs
-evaluate export is_checkpoint load pipeline reference safetensors save timeline value_and_grad verify
+PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ all_finite
+begin_save clip clip_value costs evaluate export is_checkpoint load norm pipeline reference safetensors save timeline
+value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
@@ -67,6 +68,10 @@ SIGNATURES = {
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
+    "norm": "pipe grads order=2.0 names='*'",
+    "clip": "pipe grads max_norm order=2.0 names='*' donate=False",
+    "clip_value": "grads value donate=False",
+    "all_finite": "pipe grads",
     "verify": "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0",
 }
 

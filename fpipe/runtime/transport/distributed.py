@@ -149,9 +149,9 @@ class DistributedRanks:
         """Return whether the flag is set on any rank."""
         return any(self.agree(about="a question to all ranks", note=int(flag)))
 
-    def exchange_text(self, text: str) -> list[str]:
+    def exchange_text(self, text: str, about: str = "what the model asks about its batch") -> list[str]:
         """Return the texts of all ranks, including this one; every rank must call this."""
-        self.agree(about="what the model asks about its batch")
+        self.agree(about=about)
         return exchange_texts(self._gather, text)
 
     def measure_clock_offset(self) -> float:
@@ -165,6 +165,18 @@ class DistributedRanks:
         mine = rows.new_zeros(max([*counts, 1]), columns)
         mine[:count] = rows
         return [one[:length] for one, length in zip(self._gather(mine), counts, strict=True)]
+
+    def gather_vectors(self, vector: Tensor) -> Tensor:
+        """Return the vectors of all ranks as rows; every rank must call this, once all have agreed on the length."""
+        self.deciding = False
+        mine = vector.contiguous().view(torch.uint8)  # not every backend knows every dtype
+        rows = mine.new_empty(dist.get_world_size(self.group), len(mine))
+        try:
+            dist.all_gather([*rows], mine, group=self.group)
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+        return rows.view(vector.dtype)
 
 
 def _replicas(world: list[int], device: torch.device) -> list[list[int]]:

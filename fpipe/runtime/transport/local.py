@@ -144,7 +144,7 @@ class LocalRanks:
         """Return the flag: every rank is here."""
         return flag
 
-    def exchange_text(self, text: str) -> list[str]:
+    def exchange_text(self, text: str, about: str = "") -> list[str]:
         """Return the text: every rank is here."""
         return [text]
 
@@ -155,6 +155,10 @@ class LocalRanks:
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
         """Return the rows: every rank is here."""
         return [rows]
+
+    def gather_vectors(self, vector: Tensor) -> Tensor:
+        """Return the vector as the only row: every rank is here."""
+        return vector[None]
 
 
 def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[int, Outcome]:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients clipped by norm or by value, with the bits of `torch.nn.utils`.
+
+The functions of `torch.nn.utils` change `.grad` of parameters in place. Here they get tensors that have the gradients,
+or copies of them, as their `.grad`.
+
+Invariant: every process scales all gradients that it holds by the same factor, so copies of tied parameters stay equal.
+
+Runs in every step, after the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
+
+from fpipe.errors import InputError
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.training.norms import choose_gradients, compute_total
+
+
+def clip(
+    pipe: Pipeline,
+    grads: State,
+    max_norm: float,
+    order: float = 2.0,
+    names: str | Iterable[str] = "*",
+    donate: bool = False,
+) -> tuple[State, Tensor]:
+    """Return the gradients, scaled so that their norm over the whole model is at most `max_norm`, and the norm before.
+
+    Bit for bit what `torch.nn.utils.clip_grad_norm_` computes on one device, on any ranks, cuts and schedules. On one
+    rank's parameters alone, that function would take the norm of its share: copies of tied parameters would drift.
+
+    - `max_norm`, `order`: as in `torch.nn.utils.clip_grad_norm_`.
+    - `names`: a pattern or patterns; only matching gradients count and are scaled, all others are returned as they
+      are. To clip groups by norms of their own, call this once per group.
+    - `donate`: scale in place; the same tensors are returned, and no second set of gradients is held.
+
+    Under torch.distributed every rank must call this with the same arguments. Raises as `fpipe.norm` does.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model = torch.nn.Linear(3, 1)
+    >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 3),), loss=torch.mean, schedule=gpipe(1, 2))
+    >>> _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (torch.ones(2, 3),))
+    >>> clipped, norm = fpipe.clip(pipe, grads, 1.0)
+    >>> norm, fpipe.norm(pipe, clipped)
+    (tensor(2.), tensor(1.0000))
+    """
+    with pipe.ranks.enter_call("clip"):
+        limit, chosen = require_bound("max_norm", max_norm), choose_gradients(pipe, grads, names)
+        total = compute_total(pipe, chosen, order, f"names={names!r}", f"max_norm={limit}")
+    scaled = {name: grad if donate else grad.clone() for name, grad in chosen.items()}
+    clip_grads_with_norm_(_hold(scaled.values()), limit, total)
+    return {**grads, **scaled}, total
+
+
+def clip_value(grads: State, value: float, donate: bool = False) -> State:
+    """Return the gradients with every element clamped to [-value, value], as `torch.nn.utils.clip_grad_value_` does.
+
+    It needs nothing of other ranks. With `donate`, the gradients are clamped in place and the same tensors returned.
+    Raises `InputError` for a negative value.
+
+    >>> import torch, fpipe
+    >>> fpipe.clip_value({"bias": torch.tensor([-3.0, 0.5])}, 1.0)
+    {'bias': tensor([-1.0000,  0.5000])}
+    """
+    limit = require_bound("value", value)
+    clamped = {name: grad if donate else grad.clone() for name, grad in grads.items()}
+    clip_grad_value_(_hold(clamped.values()), limit)
+    return clamped
+
+
+def require_bound(what: str, value: float) -> float:
+    """Return the number as a float; raise `InputError` if it is negative or nan."""
+    number = float(value)
+    if not number >= 0:
+        raise InputError(f"{what}: got {value!r}, expected a number that is not negative. Pass how large it may be.")
+    return number
+
+
+def _hold(grads: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors that have these as their `.grad`."""
+    holders = []
+    for grad in grads:
+        holder = grad.detach()
+        holder.grad = grad
+        holders.append(holder)
+    return holders

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms over all gradients of a model, wherever they are.
+
+Problem. A process holds the gradients of its own stages. A sum of squares per rank, added up over ranks, is off in the
+last bit, since rounding depends on the order of additions: the first clipped step already differs from one device.
+`torch.nn.utils.clip_grad_norm_` on each rank is worse. It scales by the norm of that rank's share, so copies of a tied
+parameter are scaled by different factors and drift apart.
+
+Idea. What torch does on one device: take the norm of each gradient, then the norm of these norms in the model's order
+of parameters. Each norm is computed by the one process that owns the parameter, and all processes get all of them.
+
+Invariant: every rank gets the same bits, those of one device, whatever the ranks, cuts and schedule. One small message
+of host memory and one collective of a number per gradient; the host does not wait for the device.
+
+Runs in every step, after the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.norm_table import NormTable, list_gradients
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.runtime.fingerprint import digest
+from fpipe.runtime.transport.agreement import Field
+from fpipe.torch_private import foreach_norm
+from fpipe.training.patterns import as_patterns, select_names
+
+KEPT_TABLES = 32
+
+
+def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable[str] = "*") -> Tensor:
+    """Return the norm of all gradients of the model, a tensor without dimensions, on every rank.
+
+    Bit for bit what `torch.nn.utils.get_total_norm` returns on one device, for the gradients of the whole model in the
+    order of `model.named_parameters()`.
+
+    - `grads`: this process's gradients by name, as the step returned them. Parameters without one are left out.
+    - `order`: of the norm, such as 2, 1 or `float("inf")`.
+    - `names`: a pattern or patterns; only matching parameters count. A star stands for any text, dots included.
+
+    Under torch.distributed every rank must call this, with the same `order` and `names`. Raises `InputError` for
+    gradients that are not this pipeline's, or for a pattern that matches no parameter of the model; `TransportError`,
+    on every rank, if ranks differ or one of them refuses its arguments.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
+    >>> _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (torch.ones(2, 2),))
+    >>> bool(fpipe.norm(pipe, grads) == torch.nn.utils.get_total_norm(grads.values()))
+    True
+    >>> fpipe.norm(pipe, grads, order=float("inf"), names="1.bias")
+    tensor(1.)
+    """
+    with pipe.ranks.enter_call("norm"):
+        return compute_total(pipe, choose_gradients(pipe, grads, names), order, f"names={names!r}")
+
+
+def all_finite(pipe: Pipeline, grads: State) -> Tensor:
+    """Return whether no gradient of the model is infinite or nan: a boolean tensor, the same on every rank.
+
+    Under torch.distributed every rank must call this. Raises as `norm` does.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(1, 2))
+    >>> fpipe.all_finite(pipe, {"weight": torch.ones(1, 2), "bias": torch.full((1,), torch.inf)})
+    tensor(False)
+    """
+    with pipe.ranks.enter_call("all_finite"):
+        require_gradients_of(pipe, grads)
+        ends = [end for grad in grads.values() for end in _find_ends(grad)]
+        finite = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device=pipe.device)
+        pipe.ranks.agree()
+        return pipe.ranks.gather_vectors(finite.to(pipe.device)[None]).all()
+
+
+def choose_gradients(pipe: Pipeline, grads: State, names: str | Iterable[str]) -> State:
+    """Return the gradients that the patterns in `names` select; raise `InputError` as `norm` does."""
+    require_gradients_of(pipe, grads)
+    chosen = set(select_names(as_patterns(names), pipe.names))
+    return {name: grad for name, grad in grads.items() if name in chosen}
+
+
+def compute_total(pipe: Pipeline, chosen: State, order: float, *arguments: str) -> Tensor:
+    """Return the norm of the chosen gradients; called inside of a call of all ranks, which agree on the arguments."""
+    order = float(order)
+    mine = {name: chosen[name] for name in pipe.owned if name in chosen}
+    norms = _compute_norms(mine, order)
+    table = _agree_on_table(pipe, mine, (f"order={order}", *arguments))
+    return table.combine(pipe.ranks.gather_vectors(table.row(norms, pipe.device)), order)
+
+
+def require_gradients_of(pipe: Pipeline, grads: State) -> None:
+    """Raise `InputError`, naming the leaf, unless these are gradients of this process's parameters."""
+    if not isinstance(grads, Mapping):
+        raise InputError(
+            f"grads: got {type(grads).__name__}, expected a dict by name. Pass the gradients that the step returned."
+        )
+    params = pipe.training.params
+    for name, grad in grads.items():
+        if name not in params:
+            raise InputError(
+                f"grads[{name!r}]: got a name that is none of this process's parameters, expected some of "
+                f"{list(params)[:8]}. Pass the gradients that a step of this pipeline returned."
+            )
+        if not isinstance(grad, Tensor) or grad.shape != params[name].shape:
+            got = f"shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
+            raise InputError(
+                f"grads[{name!r}]: got {got}, expected a tensor of shape {list(params[name].shape)}. Pass the "
+                "gradients that a step of this pipeline returned."
+            )
+
+
+def _agree_on_table(pipe: Pipeline, mine: State, arguments: Sequence[str]) -> NormTable:
+    """Return where the norms of all processes go, once all ranks have agreed on the arguments of the call.
+
+    Every rank learns the digests of all ranks' lists of gradients. If these were seen before, so were the lists.
+    """
+    listed, known = list_gradients(mine.items()), pipe.caches.norm_tables
+    notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
+    if notes not in known:
+        rows = pipe.ranks.exchange_text(listed, "which gradients there are")
+        if len(known) >= KEPT_TABLES:
+            del known[next(iter(known))]
+        known[notes] = NormTable.of(rows, pipe.names, pipe.device)
+    return known[notes]
+
+
+def _compute_norms(grads: State, order: float) -> list[Tensor]:
+    """Return the norm of each gradient; those of one dtype go together, which chooses the kernel on an accelerator."""
+    found: dict[str, Tensor] = {}
+    for dtype in dict.fromkeys(grad.dtype for grad in grads.values()):
+        same = {name: grad.detach() for name, grad in grads.items() if grad.dtype == dtype}
+        found.update(zip(same, foreach_norm(list(same.values()), order), strict=True))
+    return [found[name] for name in grads]
+
+
+def _find_ends(grad: Tensor) -> tuple[Tensor, ...]:
+    """Return the least and the greatest number of a gradient; both are nan if one number is."""
+    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return tuple(end.double() for end in torch.aminmax(values)) if values.numel() else ()
