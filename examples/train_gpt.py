@@ -200,7 +200,7 @@ def plain_loop(model: nn.Module, tokens: Tensor, targets: Tensor, microbatches: 
     """Return loss and gradients of one step in plain PyTorch, one microbatch after another."""
     model.zero_grad()
     total = torch.zeros(())
-    for x, y in zip(tokens.chunk(microbatches), targets.chunk(microbatches), strict=True):
+    for x, y in zip(tokens.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True):
         loss = cross_entropy(model(x), y) / microbatches
         loss.backward()
         total += loss.detach()

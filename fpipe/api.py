@@ -71,18 +71,18 @@ def pipeline(
       batch alone, such as whether a mask is full, they also select the branch (an example without values answers no and
       zero). Later batches may have other sizes, take other branches, and have other flags and numbers in their
       non-tensor leaves: the model is captured again for each kind of batch, at its first step.
-    - `batch_dims`: how tensors are split into microbatches: a dimension (the last microbatch may be smaller), `None` to
-      give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one for all
-      tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`.
+    - `batch_dims`: how tensors are split into microbatches: a dimension, along which `torch.tensor_split` splits them,
+      `None` to give every microbatch the whole tensor, or a function `f(tensor, M)` that returns M tensors. Either one
+      for all tensors, or a tree that is a prefix of `(example, targets)`, such as `((0, None), 0)`.
     - `output_dims`: how the outputs of microbatches are merged: a dimension to concatenate along (scalars are stacked),
       `None` to take the first microbatch's, or a function of the sequence of them. Either one for all, or a tree that
       is a prefix of the outputs.
     - `loss(outputs, targets)` returns a scalar for one microbatch. Without targets it is `loss(outputs)`, for a model
       that computes its own loss, as in `loss=lambda outputs: outputs.loss`. The loss of a step is the sum over
-      microbatches of loss / M.
-    - `weight(inputs, targets)`: the weight of a microbatch, such as its number of tokens. The loss of a step is then
-      the sum of loss * (weight / total), so a mean per token is exact however the batch is split. Auxiliary losses that
-      the model adds in its forward are scaled the same way.
+      microbatches of loss / M: if their sizes differ, rows of smaller ones count for more, unless there is a `weight`.
+    - `weight(inputs, targets)`: the weight of a microbatch, such as its number of rows or tokens. The loss of a step is
+      then the sum of loss * (weight / total), so a mean per row or token is exact however the batch is split. Auxiliary
+      losses that the model adds in its forward are scaled the same way.
     - `schedule`: an asynchronous or sliced schedule can be checked and simulated, but not run yet.
     - `cuts`: where new stages begin, in execution order: module names ("blocks.3.norm"; "norm@1" for the second call),
       or indices of the calls that the model itself makes (of the parts, if the model is a sequence). Given classes or

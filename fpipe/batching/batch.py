@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split batches into microbatches, and describe what may differ from step to step.
 
-Problem. Arguments are split along different dimensions or not at all, the last microbatch may be smaller, and later
+Problem. Arguments are split along different dimensions or not at all, microbatches may differ in size, and later
 batches may have other sizes. But a program is captured for shapes that are known before anything is sent.
 
 Idea. A batch is the pair (inputs, targets). Its `Signature` is everything about it except the values of its tensors.
@@ -192,10 +192,10 @@ class Batching:
         return f"the batch: got {signature.program} besides tensors, where the example has {self.example.program}"
 
     def _require_pieces(self, signature: Signature) -> None:
-        """Raise `InputError` if a leaf has too few pieces, or if leaves would be split between different rows."""
+        """Raise `InputError` if a leaf has too few rows, or if leaves would be split between different rows."""
         cut = [(leaf, specs[0].shape) for leaf, specs in zip(self.leaves, signature.leaves, strict=True)]
         for leaf, shape in cut:
-            leaf.require_pieces(shape, self.microbatches)
+            leaf.require_rows(shape, self.microbatches)
         sizes = [(leaf, shape[leaf.dim]) for leaf, shape in cut if isinstance(leaf.dim, int)]
         for leaf, size in sizes:
             other, another = next(((o, n) for o, n in sizes if n != size), (leaf, size))
@@ -203,8 +203,9 @@ class Batching:
                 raise InputError(
                     f"{leaf.name}: got {size} in dimension {leaf.dim}, and {another} in dimension {other.dim} of "
                     f"{other.name}, expected the same size, or sizes divisible by {self.microbatches}: otherwise rows "
-                    "that belong together are in different microbatches. Pad or truncate the batch. On a rank that "
-                    "lacks part of it, pass that part on the meta device, for its shape."
+                    "that belong together are in different microbatches. Pad or truncate the batch, or say in "
+                    "batch_dims how to split both leaves. On a rank that lacks part of it, pass that part on the meta "
+                    "device, for its shape."
                 )
         self._require_same_pieces(signature)
 

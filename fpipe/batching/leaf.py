@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor leaf of the batch, and how it is split into microbatches.
 
-There are three ways to split a leaf. Along a dimension, as `torch.chunk` does: into pieces of equal size, except for a
-smaller last one if the size is not divisible by the number of microbatches. Not at all: every microbatch gets the whole
-leaf. Or by a user's function.
+There are three ways to split a leaf. Along a dimension, as `torch.tensor_split` does: into pieces whose sizes differ
+by at most one, the larger ones first. Not at all: every microbatch gets the whole leaf. Or by a user's function.
+
+A batch thus has at most two kinds of microbatches, and any size works that has a row for each of them.
 
 Runs when a pipeline is built and in every step.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import TypeAlias
 
 import torch
@@ -101,7 +101,7 @@ class Leaf:
         (whole,) = known
         if self.dim is None:
             return (whole,) * microbatches
-        return torch.split(whole, -(-whole.shape[self.dim] // microbatches), self.dim)
+        return torch.tensor_split(whole, microbatches, self.dim)
 
     def part_specs(self, known: Sequence[Spec], microbatches: int) -> Sequence[Spec]:
         """Return one spec for each microbatch."""
@@ -111,7 +111,7 @@ class Leaf:
         if self.dim is None:
             return (whole,) * microbatches
         before, after = whole.shape[: self.dim], whole.shape[self.dim + 1 :]
-        sizes = chunk_sizes(whole.shape[self.dim], microbatches)
+        sizes = split_evenly(whole.shape[self.dim], microbatches)
         return tuple([replace(whole, shape=(*before, size, *after)) for size in sizes])
 
     def piece_sizes(self, known: Sequence[Spec], microbatches: int) -> list[int]:
@@ -120,27 +120,21 @@ class Leaf:
         dim = self.dim if isinstance(self.dim, int) else 0
         return [] if self.dim is None or not all(shapes) else [shape[dim] for shape in shapes]
 
-    def require_pieces(self, shape: tuple[int, ...], microbatches: int) -> None:
-        """Raise `InputError` if a leaf of this shape has too few pieces."""
-        if not isinstance(self.dim, int):
-            return
-        size = shape[self.dim]
-        found = chunk_sizes(size, microbatches)
-        if len(found) < microbatches:
-            more = next(n for n in count(size + 1) if len(chunk_sizes(n, microbatches)) == microbatches)
+    def require_rows(self, shape: tuple[int, ...], microbatches: int) -> None:
+        """Raise `InputError` if a leaf of this shape has fewer rows than there are microbatches."""
+        if isinstance(self.dim, int) and shape[self.dim] < microbatches:
             raise InputError(
-                f"{self.name}: got shape {list(shape)}, {size} in dimension {self.dim}, which makes pieces of {found}, "
-                f"expected {microbatches} pieces, one per microbatch, of equal size except for a smaller last one. "
-                f"Pass {more} or a multiple of {microbatches}, change the number of microbatches, or say in batch_dims "
-                "how to split the leaf."
+                f"{self.name}: got shape {list(shape)}, {shape[self.dim]} in dimension {self.dim}, expected at least "
+                f"{microbatches}, one row for each microbatch. Skip the batch (drop_last=True in a DataLoader), pad "
+                "it, choose a schedule with fewer microbatches, or say in batch_dims how to split the leaf."
             )
 
 
-def chunk_sizes(size: int, microbatches: int) -> list[int]:
-    """Return the sizes of the pieces: all equal except the last, none empty, so there may be too few.
+def split_evenly(size: int, microbatches: int) -> list[int]:
+    """Return the sizes of the pieces: they differ by at most one, and the larger ones come first.
 
-    >>> chunk_sizes(7, 3), chunk_sizes(6, 4)
-    ([3, 3, 1], [2, 2, 2])
+    >>> split_evenly(7, 3), split_evenly(6, 3)
+    ([3, 2, 2], [2, 2, 2])
     """
-    most = -(-size // microbatches)
-    return [min(most, size - start) for start in range(0, size, most)] if size else []
+    least, larger = divmod(size, microbatches)
+    return [least + (i < larger) for i in range(microbatches)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make plans: capture the model for a kind of batch, cut it into stages, and lower the schedule for them.
 
-A plan is made for train or eval mode, with or without the loss and the outputs, and for batches of one signature. A
-microbatch of another shape, such as a smaller last one, is captured separately. Captures, stages and plans are made
+A plan is made for train or eval mode, with or without the loss and the outputs, and for batches of one signature. Its
+microbatches are captured separately if they differ in shape. Captures, stages and plans are made
 once and cached.
 
 Runs when a plan is made: once per kind of batch. In every step, the cached plan is looked up.

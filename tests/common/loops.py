@@ -130,7 +130,7 @@ def piece(tree: Any, i: int, microbatches: int, dims: Any = 0) -> Any:
             return leaf
         if callable(dims):
             return dims(leaf, microbatches)[i]
-        return leaf.clone() if dims is None else leaf.chunk(microbatches, dims)[i]
+        return leaf.clone() if dims is None else leaf.tensor_split(microbatches, dims)[i]
 
     return optree.tree_map(cut, tree)
 

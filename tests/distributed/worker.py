@@ -666,7 +666,7 @@ def as_needed(inputs, targets, rank: int, size: int):
 
 @case
 def batches_of_other_shapes(rank, size):
-    """Rows and lengths change from step to step, and the last microbatch is smaller."""
+    """Rows and lengths change from step to step, and microbatches differ in size."""
     one = ZOO["gpt"]
     pipe, model, *_ = build(one, one_f_one_b(ranks=size, microbatches=4), 8)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe, outputs=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe.batching.batch import Batching
-from fpipe.batching.leaf import Leaf, chunk_sizes
+from fpipe.batching.leaf import Leaf, split_evenly
 from fpipe.batching.loss_weights import compute_scales
 from fpipe.batching.merge import Merge, merge
 from fpipe.tensors.spec import Spec
@@ -31,7 +31,7 @@ def leaves(draw):
     """A tensor in some layout, a dimension, and a number of microbatches that this may have."""
     shape = draw(SHAPES)
     dim = draw(st.integers(-len(shape), len(shape) - 1))
-    count = draw(st.sampled_from([m for m in range(1, 8) if len(chunk_sizes(shape[dim], m)) == m]))
+    count = draw(st.integers(1, shape[dim]))
     order = draw(st.permutations(range(len(shape))))
     inverse = [order.index(k) for k in range(len(shape))]
     return count_up([shape[k] for k in order]).permute(inverse), dim, count
@@ -43,7 +43,7 @@ def test_microbatches_are_merged_into_the_batch(given):
     leaf = Leaf.of("x", tensor, dim, CPU)
     known = leaf.cut(tensor, count)
     parts = leaf.parts(known, count)
-    assert [part.shape for part in parts] == [part.shape for part in tensor.chunk(count, dim)]
+    assert [part.shape for part in parts] == [part.shape for part in tensor.tensor_split(count, dim)]
     assert same_bits(merge(parts, dim), tensor)
     assert leaf.part_specs(leaf.specs(known), count) == tuple(map(Spec.of, parts))
 
@@ -55,18 +55,24 @@ def test_a_batch_on_meta_has_the_same_microbatches(given):
     assert leaf.specs(leaf.cut(tensor.to("meta"), count)) == leaf.specs(leaf.cut(tensor, count))
 
 
-@given(st.integers(0, 40), st.integers(1, 12))
-def test_too_few_microbatches_are_refused_with_a_size_that_works(size, count):
-    leaf = Leaf.of("x", torch.zeros(count), 0, CPU)
-    if len(chunk_sizes(size, count)) == count:
-        leaf.require_pieces((size,), count)
-        assert sum(chunk_sizes(size, count)) == size
-        return
-    with pytest.raises(fpipe.InputError) as caught:
-        leaf.require_pieces((size,), count)
-    better = int(str(caught.value).split("Pass ")[1].split()[0])
-    assert better > size
-    leaf.require_pieces((better,), count)
+@pytest.mark.parametrize("count", range(1, 10))
+def test_any_size_of_at_least_a_row_per_microbatch_is_split_as_by_tensor_split(count):
+    """Views of the batch, in the memory of the batch; fewer rows are refused."""
+    batching = Batching.of((torch.zeros(count, 2),), torch.zeros(count), 0, count)
+    for size in range(65):
+        x, y = torch.randn(size, 2), torch.randn(size)
+        if size < count:
+            with pytest.raises(fpipe.InputError, match=rf"inputs\[0\]: got .* {size} in .*, expected at least {count}"):
+                batching.split_batch((x,), y)
+            continue
+        batch = batching.split_batch((x,), y)
+        for parts, whole in zip(batch.take().values(), (x, y), strict=True):
+            want = whole.tensor_split(count)
+            assert all(map(same_bits, parts, want))
+            assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in want]
+            assert [len(part) for part in parts] == split_evenly(size, count)
+        kinds = set(batching.split(batch.signature))
+        assert len(kinds) == (1 if size % count == 0 else 2)
 
 
 @given(leaves(), SHAPES)
@@ -137,7 +143,7 @@ def test_batches_that_differ_have_different_signatures():
         signature((x, 2.0), y),
     ]
     assert len({known, *others}) == 5
-    assert len(set(batching.split(others[1]))) == 2, "the last microbatch is smaller"
+    assert len(set(batching.split(others[1]))) == 2, "the last is smaller"
     assert len(set(batching.split(known))) == 1
 
 
@@ -157,14 +163,14 @@ def test_later_batches_are_split_like_the_first(rows, others, fits):
     batch = (torch.zeros(rows, 2), torch.zeros(4, others)), torch.zeros(8)
     if fits:
         parts = batching.split_batch(*batch).take()
-        assert [len(part) for part in parts[0]] == chunk_sizes(rows, 3)
-        assert [part.shape[1] for part in parts[1]] == chunk_sizes(others, 3)
+        assert [len(part) for part in parts[0]] == split_evenly(rows, 3)
+        assert [part.shape[1] for part in parts[1]] == split_evenly(others, 3)
         return
     with pytest.raises(
         fpipe.InputError, match=rf"got \d+ in dimension [01], and ({rows}|{others}) in dimension [01] of"
     ):
         batching.split_batch(*batch)
-    with pytest.raises(fpipe.InputError, match="expected 3 pieces, one per microbatch"):
+    with pytest.raises(fpipe.InputError, match="expected at least 3, one row for each"):
         batching.split_batch((torch.zeros(2, 2), torch.zeros(4, 2)), torch.zeros(8))
 
 
@@ -178,8 +184,9 @@ def at(*stops):
     [
         (((at(2, 5), at(2, 5)), at(2, 5)), []),
         (((at(1, 5), at(2, 5)), 0), ["inputs[0]", "[1, 4, 2] rows", "[2, 3, 2] of inputs[1]"]),
-        (((at(3, 6), 0), at(1, 3)), ["inputs[0]: got pieces of [3, 3, 1] rows", "[1, 2, 4] of targets"]),
-        (((at(3, 6), 0), 0), []),
+        (((at(3, 6), 0), 0), ["inputs[0]: got pieces of [3, 3, 1] rows", "[3, 2, 2] of inputs[1]", "the same way"]),
+        (((at(3, 5), 0), at(1, 3)), ["inputs[0]: got pieces of [3, 2, 2] rows", "[1, 2, 4] of targets"]),
+        (((at(3, 5), 0), 0), []),
         (((lambda x, m: [x[:3]] * m, 0), 0), []),
         (((at(3), 0), 0), ["inputs[0]", "expected 3 tensors", "one for each microbatch"]),
         (((lambda x, m: [x, x, None], 0), 0), ["inputs[0]", "None", "expected 3 tensors"]),
