@@ -19,6 +19,7 @@ from fpipe.errors import (
     TransportError,
     VocabularyError,
 )
+from fpipe.inference.predictions import predict, stream
 from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
@@ -60,9 +61,11 @@ __all__ = [
     "load",
     "norm",
     "pipeline",
+    "predict",
     "reference",
     "safetensors",
     "save",
+    "stream",
     "timeline",
     "value_and_grad",
     "verify",

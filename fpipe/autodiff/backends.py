@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from fpipe.autodiff.autograd import Autograd
-from fpipe.autodiff.graph.codegen import PhaseFunction, generate, generate_adding
+from fpipe.autodiff.graph.codegen import PhaseFunction, generate_adding, generate_function
 from fpipe.autodiff.graph.compiler import Compiler, compile_adding, compile_phase
 from fpipe.autodiff.graph.joint_graph import Examples, record
 from fpipe.autodiff.graph.phases import Phase, divide
@@ -40,7 +40,7 @@ def backend_of(backward: Backward) -> Backend | None:
     if backward == "autograd":
         return None
     if backward == "graph":
-        return partial(record_stage, generate, generate_adding, "as a graph")
+        return partial(record_stage, generate_function, generate_adding, "as a graph")
     compiler, name = _compiler_of(backward), backward if isinstance(backward, str) else repr(backward)
     run, add = partial(compile_phase, compiler=compiler), partial(compile_adding, compiler=compiler)
     return partial(record_stage, run, add, f"as a graph, compiled by {name}")
@@ -74,14 +74,14 @@ def record_stage(
     try:
         phases = divide(record(eager, examples), eager.wiring)
         return Recorded(
-            views=generate(phases.views),
+            views=generate_function(phases.views),
             forward=run(phases.forward),
             backward=add(phases.backward),
             backward_input=run(phases.input),
             backward_weight=add(phases.weight),
             evaluation=partial(run, phases.evaluation),
             undeferred=phases.early,
-            below_autograd=run is generate,
+            below_autograd=run is generate_function,
             remark=remark,
         )
     except Exception as error:  # whatever tracers or compilers reject, autograd can run

@@ -45,15 +45,15 @@ def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: S
     results = {i: payload for outcome in outcomes.values() for i, payload in outcome.results.items()}
     last = plan.placement.replicas(len(stages) - 1)
     if len(last) > 1:
-        results = _broadcast_results(plan, ranks, results)
+        results = broadcast_results(plan, ranks, results)
     loss, outputs = merge_results(plan, results) if results else (None, None)
     if len(last) == 1 and plan.assembly.captured.loss is not None:
         loss = ranks.broadcast(loss, stages[-1].results[0], last[0])
     return Step(loss, outputs if outcomes.keys() & last else None, new)
 
 
-def _broadcast_results(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict[int, Tensors]:
-    """Return the results of every microbatch; each replica of the last stage has only some of them."""
+def broadcast_results(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict[int, Tensors]:
+    """Return the results of every microbatch on every rank; here are only those of this process's stages."""
     lasts = [cut.stages[-1] for cut in plan.assemblies]
     return {
         i: tuple(

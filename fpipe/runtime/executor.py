@@ -106,12 +106,15 @@ class Inputs(NamedTuple):
     - `params`: per microbatch and stage of the rank, in the form that the stage's functions take; `buffers`: per stage.
     - `batch`: `batch(stage, microbatch)` returns the stage's part of the batch.
     - `keys`: the random key of each microbatch.
+    - `deliver`: `deliver(microbatch, values)` is called with what leaves the pipeline, as soon as it does; `None` to
+      keep that for the outcome.
     """
 
     params: Sequence[Mapping[int, Any]]
     buffers: Mapping[int, Any]
     batch: Callable[[int, int], Payload]
     keys: Sequence[int]
+    deliver: Callable[[int, Payload], None] | None = None
 
 
 class Outcome(NamedTuple):
@@ -119,7 +122,7 @@ class Outcome(NamedTuple):
 
     - `buffers`, `grads`: per stage of the rank, after all microbatches; the gradients of a stage without any are `()`.
     - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.
-    - `results`: per microbatch, the values that leave the pipeline on this rank.
+    - `results`: per microbatch, the values that leave the pipeline on this rank, unless they were delivered.
     """
 
     buffers: dict[int, Any]
@@ -187,6 +190,7 @@ class Execution:
         self.grads: dict[int, Any] = dict.fromkeys(self.buffers, ())
         self.shared: dict[tuple[int, int], Payload] = {}
         self.results: dict[int, Payload] = {}
+        self.deliver = inputs.deliver or self.results.__setitem__
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
         self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}

@@ -26,7 +26,7 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
     if residuals is not None:
         run.residuals[s, i] = residuals
     if stage.results:
-        run.results[i] = outputs[: len(stage.results)]
+        run.deliver(i, outputs[: len(stage.results)])
     return outputs
 
 
@@ -36,7 +36,7 @@ def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arri
     run.checkpoints[s, i] = buffers[s], arrived
     outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
     if stage.results:
-        run.results[i] = outputs[: len(stage.results)]
+        run.deliver(i, outputs[: len(stage.results)])
     return outputs
 
 

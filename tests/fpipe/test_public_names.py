@@ -17,8 +17,8 @@ PLACES = {
     "fpipe": """
 CaptureError Checkpoint CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline
 PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ all_finite
-begin_save clip clip_value costs evaluate export is_checkpoint load norm pipeline reference safetensors save timeline
-value_and_grad verify
+begin_save clip clip_value costs evaluate export is_checkpoint load norm pipeline predict reference safetensors save
+stream timeline value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
@@ -59,6 +59,8 @@ SIGNATURES = {
     ),
     "value_and_grad": "pipe outputs=False record=None",
     "evaluate": "pipe record=None",
+    "predict": "pipe",
+    "stream": "pipe take",
     "reference": "pipe outputs=False",
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "begin_save": "pipe path *params *buffers=None *state=None *step=0 *data=None",

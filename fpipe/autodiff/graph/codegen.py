@@ -71,7 +71,7 @@ NUMBERED = frozenset(
 """Operators of two tensors that, given a number, convert it to a tensor in every call."""
 
 
-def generate(phase: Phase) -> PhaseFunction:
+def generate_function(phase: Phase) -> PhaseFunction:
     """Return the phase as a function."""
     return _compile(phase, None)
 
@@ -82,7 +82,7 @@ def generate_adding(phase: Phase) -> PhaseFunction:
     It adds each tensor to its sum as soon as it is computed (at the end, if the phase writes anything in place), and
     returns the sums. Without sums it returns the tensors themselves.
     """
-    return _compile(phase, generate(phase))
+    return _compile(phase, generate_function(phase))
 
 
 def _compile(phase: Phase, alone: PhaseFunction | None) -> PhaseFunction:

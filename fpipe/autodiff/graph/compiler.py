@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fpipe.autodiff.accumulation import own_all
-from fpipe.autodiff.graph.codegen import PhaseFunction, generate
+from fpipe.autodiff.graph.codegen import PhaseFunction, generate_function
 from fpipe.autodiff.graph.joint_graph import CONSTANT
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.tensors import random
@@ -31,9 +31,9 @@ Compiler: TypeAlias = Callable[[GraphModule, list[Any]], Callable[..., Sequence[
 def compile_phase(phase: Phase, compiler: Compiler) -> PhaseFunction:
     """Return the phase as a function compiled by `compiler`; uncompiled if it has no nodes or seeds a generator."""
     if not phase.nodes or any(node.target is random.reseed for node in phase.nodes):
-        return generate(phase)
+        return generate_function(phase)
     takes = [node for node in phase.inputs if "val" in node.meta]
-    run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), generate(phase)
+    run, plain = compiler(_module(phase, takes), [node.meta["val"] for node in takes]), generate_function(phase)
 
     def call(*groups: Any) -> Any:
         taken = [value for group in groups if isinstance(group, tuple | list) for value in group]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fpipe.autodiff.graph.codegen import generate, generate_adding
+from fpipe.autodiff.graph.codegen import generate_adding, generate_function
 from fpipe.autodiff.graph.phases import Phase
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
@@ -49,7 +49,7 @@ def test_numbers_beside_tensors_are_exact(kind, number):
     torch.manual_seed(0)
     x = some(kind, 3, 4)
     tensors = (x, x.t(), x[:1].expand(3, 4), x[1, 1])
-    for got, want in zip(generate(phase_of(computed, *tensors))([*tensors]), *computed(*tensors), strict=True):
+    for got, want in zip(generate_function(phase_of(computed, *tensors))([*tensors]), *computed(*tensors), strict=True):
         assert same_bits(got, want)
         assert got.stride() == want.stride()
 
@@ -58,7 +58,7 @@ def test_residuals_are_freed_and_results_have_their_layouts():
     x = torch.randn(3, 4)
     spec = Spec.of(torch.empty(4, 3).t())
     kept = [x]
-    ((got,), (total,)) = generate(phase_of(lambda y: ((y * 2,), (y.sum(0),)), x, layouts=(spec,)))(kept)
+    ((got,), (total,)) = generate_function(phase_of(lambda y: ((y * 2,), (y.sum(0),)), x, layouts=(spec,)))(kept)
     assert not kept
     assert got.stride() == spec.stride
     assert same_bits(got, x * 2)

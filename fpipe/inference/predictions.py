@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute outputs only: merged on every rank, or microbatch by microbatch where they are computed.
+
+`fpipe.evaluate` returns the loss too, and leaves the outputs on the ranks of the last stage. That is where a metric
+wants them. The functions here are for programs that need outputs everywhere, and for outputs that are too large to be
+kept until the batch is done.
+
+Invariant: nothing of training changes. The model runs in eval mode, the buffers of its forward are dropped, and torch's
+generators are put back.
+
+Runs when `predict` or `stream` is called; the functions that they return run for every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fpipe.ir.captured import Tensors
+from fpipe.ir.variant import EVALUATION, Variant
+from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.handshake import agree_to_step
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.results import broadcast_results, merge_results
+from fpipe.runtime.executor import Inputs
+from fpipe.weights.state import require_state
+
+
+def predict(pipe: Pipeline) -> Callable[..., Any]:
+    """Return the function that computes the model's outputs in eval mode, merged, on every rank.
+
+    The function takes parameters and buffers as `pipe.init` returns them, the inputs of a whole batch, and a `seed` if
+    the model draws random numbers even in eval mode. It returns what the model returns, bit for bit, with microbatches
+    merged in their order. Every rank receives all outputs; where only the rank of the last stage needs them,
+    `fpipe.evaluate` sends nothing.
+
+    Under torch.distributed every rank must call the function in the same order. Raise `InputError` for arguments that
+    don't fit the pipeline, before anything is sent.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)), torch.randn(6, 4)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=3))
+    >>> y = fpipe.predict(pipe)(*pipe.init(model), (x,))
+    >>> y.shape, y.requires_grad
+    (torch.Size([6, 1]), False)
+    """
+
+    def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> Any:
+        with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a prediction"):
+            plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
+            outcomes = pipe.run(plan, given)
+            results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
+            return merge_results(plan, broadcast_results(plan, pipe.ranks, results))[1]
+
+    return run
+
+
+def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., None]:
+    """Return the function that computes outputs in eval mode, and passes on those of each microbatch at once.
+
+    `take(i, outputs)` is called with the number of a microbatch and the model's outputs for it, on the rank that
+    computes them, as soon as they exist: with one rank for the last stage, in the order of the schedule's forwards.
+    fpipe keeps no reference to the outputs. The function takes the arguments of the one that `fpipe.predict` returns;
+    it returns nothing.
+
+    If `take` raises, the rest of the batch still runs, because other ranks wait for it; `take` is not called again, and
+    the error is raised at the end. Raise `InputError` for arguments that don't fit the pipeline, before anything is
+    sent.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model, x = torch.nn.Linear(4, 1), torch.randn(6, 4)
+    >>> pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(ranks=1, microbatches=3))
+    >>> seen = []
+    >>> fpipe.stream(pipe, lambda i, y: seen.append((i, list(y.shape))))(*pipe.init(model), (x,))
+    >>> seen
+    [(0, [2, 1]), (1, [2, 1]), (2, [2, 1])]
+    """
+
+    def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> None:
+        errors: list[Exception] = []
+        with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a stream of outputs"):
+            plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
+
+            def deliver(i: int, values: Tensors) -> None:
+                if errors:
+                    return
+                try:
+                    take(i, plan.assemblies[i].captured.structure.unflatten(list(values)))
+                except Exception as error:
+                    errors.append(error)
+
+            pipe.run(plan, given._replace(deliver=deliver))
+        if errors:
+            raise errors[0]
+
+    return run
+
+
+def _prepare(
+    pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
+) -> tuple[Plan, Inputs]:
+    """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the call."""
+    require_state("params", params, pipe.training.params)
+    require_state("buffers", buffers, pipe.training.buffers)
+    batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
+    return agree_to_step(pipe, variant, params, buffers, batch, seed)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions equal a plain loop in eval mode, and leave training as it was."""
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import gpipe, one_f_one_b
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import eval_loop
+from tests.common.running import build
+from tests.common.schedules import SCHEDULES
+from tests.common.zoo import ZOO
+
+
+def require_same(got, want):
+    assert_same(Result(None, got, {}, {}), Result(None, want, {}, {}))
+
+
+@pytest.mark.parametrize("name", ["gpt", "normalised", "gpt_dropout", "dicts", "several"])
+def test_predictions_are_those_of_a_plain_loop(name):
+    one = ZOO[name]
+    pipe, model, inputs, targets = build(one, SCHEDULES["one_f_one_b"](ranks=2, microbatches=4), 8, capture="trace")
+    want = eval_loop(model, one.loss, inputs, targets, 4).outputs
+    require_same(fpipe.predict(pipe)(*pipe.init(model), inputs), want)
+
+
+def test_streamed_outputs_are_those_of_each_microbatch():
+    one = ZOO["gpt"]
+    pipe, model, inputs, _ = build(one, one_f_one_b(ranks=2, microbatches=4), 8, capture="trace")
+    seen = {}
+    assert fpipe.stream(pipe, seen.__setitem__)(*pipe.init(model), inputs) is None
+    assert list(seen) == [0, 1, 2, 3]
+    for i in range(4):
+        with torch.no_grad():
+            assert same_bits(seen[i], model.eval()(inputs[0][2 * i : 2 * i + 2]))
+
+
+def test_an_error_of_take_comes_at_the_end_and_the_pipeline_goes_on():
+    one = ZOO["mlp"]
+    pipe, model, inputs, _ = build(one, gpipe(ranks=2, microbatches=4), 8)
+    calls = []
+
+    def take(i, outputs):
+        calls.append(i)
+        raise ValueError("disk full")
+
+    with pytest.raises(ValueError, match="disk full"):
+        fpipe.stream(pipe, take)(*pipe.init(model), inputs)
+    assert calls == [0]
+    assert fpipe.predict(pipe)(*pipe.init(model), inputs).shape[0] == 8
+
+
+def test_training_is_not_disturbed():
+    """Steps with predictions between them are the steps without."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    x, y = torch.randn(8, 4), torch.randn(8, 1)
+
+    def train(look):
+        pipe = fpipe.pipeline(
+            model, example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=gpipe(2, 2), cuts=["2"]
+        )
+        (params, buffers), step = pipe.init(model), fpipe.value_and_grad(pipe)
+        torch.manual_seed(3)
+        found = []
+        for i in range(3):
+            out, grads = step(params, buffers, (x,), y, seed=i)
+            params, buffers = {n: p - grads[n] for n, p in params.items()}, out.buffers
+            look(pipe, params, buffers)
+            found.append((out.loss, grads, buffers))
+        return found, torch.rand(3)  # the generator has not moved
+
+    def look(pipe, params, buffers):
+        fpipe.predict(pipe)(params, buffers, (x,))
+        fpipe.stream(pipe, lambda i, outputs: None)(params, buffers, (x,))
+
+    require_same(train(look), train(lambda *_: None))
+
+
+def test_predictions_need_no_targets_and_no_loss():
+    """A model that computes its own loss predicts all of its outputs."""
+    model, x = nn.Linear(4, 1), torch.randn(6, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=gpipe(1, 3))
+    assert same_bits(fpipe.predict(pipe)(*pipe.init(model), (x,)), torch.cat([model(p) for p in x.chunk(3)]).detach())
+
+
+def test_bad_arguments_are_refused():
+    one = ZOO["mlp"]
+    pipe, model, inputs, _ = build(one, gpipe(ranks=2, microbatches=4), 8)
+    params, buffers = pipe.init(model)
+    for call in (fpipe.predict(pipe), fpipe.stream(pipe, print)):
+        with pytest.raises(fpipe.InputError, match="params: got 0 leaves"):
+            call({}, buffers, inputs)
+        with pytest.raises(fpipe.InputError, match="inputs"):
+            call(params, buffers, (inputs[0][:, :2],))
