@@ -26,6 +26,7 @@ from fpipe.pipelines.results import Step
 from fpipe.timelines import costs, timeline
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.norms import all_finite, norm
+from fpipe.training.optimizers import Optimizer, optimizer
 from fpipe.verification.comparison import Verification
 from fpipe.weights.safetensors import safetensors
 
@@ -40,6 +41,7 @@ __all__ = [
     "InputError",
     "MismatchError",
     "ModuleGraph",
+    "Optimizer",
     "Part",
     "Pipeline",
     "PipelineError",
@@ -60,6 +62,7 @@ __all__ = [
     "is_checkpoint",
     "load",
     "norm",
+    "optimizer",
     "pipeline",
     "predict",
     "reference",

@@ -15,9 +15,9 @@ import fpipe
 
 PLACES = {
     "fpipe": """
-CaptureError Checkpoint CutError DeadlockError GraphError InputError MismatchError ModuleGraph Part Pipeline
-PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ all_finite
-begin_save clip clip_value costs evaluate export is_checkpoint load norm pipeline predict reference safetensors save
+CaptureError Checkpoint CutError DeadlockError GraphError InputError MismatchError ModuleGraph Optimizer Part Pipeline
+PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ all_finite begin_save
+clip clip_value costs evaluate export is_checkpoint load norm optimizer pipeline predict reference safetensors save
 stream timeline value_and_grad verify
 """,
     "fpipe.errors": """
@@ -70,6 +70,7 @@ SIGNATURES = {
     "safetensors": "paths",
     "timeline": "pipe spans",
     "costs": "pipe timelines",
+    "optimizer": "cls *groups=None *names=None *donate=False options",
     "norm": "pipe grads order=2.0 names='*'",
     "clip": "pipe grads max_norm order=2.0 names='*' donate=False",
     "clip_value": "grads value donate=False",

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any class of `torch.optim` as a pair of pure functions, on parameters and state by name.
+
+Problem. An instance of `torch.optim.AdamW` holds references to parameters, keeps its state by their identity, saves it
+by their position in a list, and refuses an empty list. On several ranks, positions collide, another cut moves them, and
+a rank may well hold no parameters.
+
+Idea. As in optax, a pair of functions: `init(params)` returns the state, `update(grads, state, params)` returns new
+parameters and a new state. State is a dict by parameter name, so it is saved by name and loads under any cut. An update
+makes an instance of the class, puts the state in, calls its `step`, and takes the state out again: torch's own math,
+with the same bits.
+
+Invariant: the update of a parameter depends on its own gradient, state and options only. `fpipe.training.trial` refuses
+classes for which that isn't so. Nothing is kept between updates but what they return.
+
+Runs in every step, after the backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.pipelines.inputs import State
+from fpipe.training.groups import Groups, Options, find_group
+from fpipe.training.slots import require_gradient, require_names, require_options, require_slots
+from fpipe.training.trial import Trial, try_optimizer
+
+OptimizerState: TypeAlias = dict[str, dict[str, Any]]
+"""For each parameter, by name, its state by slot: tensors or numbers; empty until its first update."""
+
+
+class Update(Protocol):
+    """The type of the function that updates parameters."""
+
+    def __call__(
+        self,
+        grads: State,
+        state: OptimizerState,
+        params: State,
+        *,
+        groups: Mapping[str, Options] | None = None,
+        **options: Any,
+    ) -> tuple[State, OptimizerState]:
+        """Return the parameters and the state after one update."""
+
+
+class Optimizer(NamedTuple):
+    """A pair of pure functions.
+
+    - `init(params)` returns the state before the first update: an empty dict for each parameter.
+    - `update(grads, state, params, *, groups=None, **options)` returns the new parameters and the new state.
+    """
+
+    init: Callable[[State], OptimizerState]
+    update: Update
+
+
+def optimizer(
+    cls: type[torch.optim.Optimizer],
+    *,
+    groups: Mapping[str, Options] | None = None,
+    names: Iterable[str] | None = None,
+    donate: bool = False,
+    **options: Any,
+) -> Optimizer:
+    """Return an optimizer of `torch.optim`, or of a library that follows it, as a pair of pure functions.
+
+    - `cls`: the class, such as `torch.optim.AdamW`; `options`: those that it takes, such as `lr`.
+    - `groups`: options of some parameters, by pattern, as in `{"*.bias": {"weight_decay": 0.0}}`. A star stands for any
+      text, dots included. A parameter is in one group at most.
+    - `names`: all names of the model's parameters, `pipe.names`. A process sees its own parameters only, so under
+      torch.distributed a pattern that matches nothing is noticed only if they are given.
+    - `donate`: update in place. Parameters, state and gradients that are passed are consumed, and the same tensors are
+      returned; else nothing that is passed is modified.
+
+    Then `init, update = fpipe.optimizer(...)`. `update(grads, state, params)` computes, bit for bit, what the class
+    computes in its `step`. A parameter without a gradient is returned as it is, and so is its state. Parameters are
+    returned as leaves, with the flags that they had.
+
+    Options may change from update to update, so a schedule is a function of the step: `update(..., lr=schedule(i))`.
+    The rule is that of `fpipe.optimizer` itself: options by name are for all parameters whose group has no value of its
+    own, and `groups={pattern: {...}}` are for a group.
+
+    The update needs nothing of other ranks. Ranks that hold no parameters call it like all others.
+
+    Raises `InputError` for a class that combines parameters or keeps state elsewhere (LBFGS does both), for options
+    that it doesn't have, for patterns that overlap or match nothing, and for state of another optimizer.
+
+    >>> import torch, fpipe
+    >>> init, update = fpipe.optimizer(torch.optim.SGD, lr=0.5, momentum=0.9, groups={"*.bias": {"lr": 0.25}})
+    >>> params = {"0.weight": torch.ones(1, 2), "0.bias": torch.ones(1)}
+    >>> grads = {name: torch.ones_like(p) for name, p in params.items()}
+    >>> params, state = update(grads, init(params), params)
+    >>> params, state
+    ({'0.weight': tensor([[0.5000, 0.5000]]), '0.bias': tensor([0.7500])}, \
+{'0.weight': {'momentum_buffer': tensor([[1., 1.]])}, '0.bias': {'momentum_buffer': tensor([1.])}})
+    >>> params, state = update({"0.bias": grads["0.bias"]}, state, params, groups={"*.bias": {"lr": 0.0}})
+    >>> params["0.bias"]
+    tensor([0.7500])
+    """
+    parts = Groups.of(options, groups)
+    trials: dict[str | None, Trial] = {None: try_optimizer(cls, options, "options")}
+    trials |= {pattern: try_optimizer(cls, parts.merge(pattern), f"groups[{pattern!r}]") for pattern in parts.own}
+    whole = None if names is None else tuple(names)
+    if whole is not None:
+        parts.require_partition(whole, True)
+
+    def init(params: State) -> OptimizerState:
+        """Return the state before the first update."""
+        parts.require_partition(params, whole is None and not dist.is_initialized())
+        return {name: {} for name in params}
+
+    def update(
+        grads: State,
+        state: OptimizerState,
+        params: State,
+        *,
+        groups: Mapping[str, Options] | None = None,
+        **options: Any,
+    ) -> tuple[State, OptimizerState]:
+        """Return the parameters and the state after one update."""
+        now = parts.replace(options, groups)
+        require_options(cls.__name__, now, trials[None])
+        require_names(grads, state, params)
+        chosen = {name: find_group(name, tuple(parts.own)) for name in grads}
+        leaves = {}
+        for name, grad in grads.items():
+            require_gradient(name, grad, params[name])
+            require_slots(cls.__name__, name, state[name], params[name], trials[chosen[name]])
+            leaves[name] = _make_leaf(params[name], grad, donate)
+        new = _step(cls, now, chosen, leaves, {name: state[name] if donate else _copy(state[name]) for name in leaves})
+        return _collect(params, leaves, donate), {**state, **new}
+
+    return Optimizer(init, update)
+
+
+def _make_leaf(p: Tensor, grad: Tensor, donate: bool) -> Tensor:
+    """Return a tensor for torch's optimizer to update: the parameter's own memory if it is donated, else a copy."""
+    leaf = p.detach() if donate else p.detach().clone()
+    leaf.grad = grad.detach() if donate else grad.detach().clone()
+    return leaf
+
+
+def _copy(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of a parameter's state."""
+    return {slot: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for slot, value in slots.items()}
+
+
+def _step(
+    cls: Any, groups: Groups, chosen: Mapping[str, str | None], leaves: State, state: OptimizerState
+) -> OptimizerState:
+    """Update the leaves and their state in place, by an instance of the class; return the state."""
+    listed = []
+    for pattern in (None, *groups.own):
+        members = [leaf for name, leaf in leaves.items() if chosen[name] == pattern]
+        if members:
+            listed.append({"params": members, **groups.merge(pattern)})
+    if not listed:
+        return {}
+    instance = cls(listed, **groups.options)
+    for name, leaf in leaves.items():
+        if state[name]:
+            instance.state[leaf] = state[name]
+    instance.step()
+    return {name: dict(instance.state.get(leaf, {})) for name, leaf in leaves.items()}
+
+
+def _collect(params: State, leaves: State, donate: bool) -> State:
+    """Return the parameters after an update, as leaves with the flags that they had."""
+    new = dict(params)
+    for name, leaf in leaves.items():
+        leaf.grad = None
+        if not donate:
+            new[name] = leaf.requires_grad_(params[name].requires_grad)
+    return new

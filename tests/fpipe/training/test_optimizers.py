@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers as pure functions compute what the class of torch computes on its own, bit for bit."""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+
+STEPS = 6
+
+
+class Options(NamedTuple):
+    """A class of torch.optim with options of the optimizer, and of a group of it."""
+
+    cls: type[optim.Optimizer]
+    options: dict
+    group: dict
+
+
+CLASSES = [
+    Options(optim.SGD, {"lr": 0.1}, {"momentum": 0.9}),
+    Options(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}, {"weight_decay": 0.1}),
+    Options(optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}, {"lr": 0.2}),
+    Options(optim.Adam, {"lr": 0.1, "amsgrad": True}, {"amsgrad": False}),
+    Options(optim.Adam, {"lr": torch.tensor(0.1)}, {"betas": (0.5, 0.9)}),
+    Options(optim.AdamW, {"lr": 0.1}, {"weight_decay": 0.0}),
+    Options(optim.AdamW, {"lr": 0.1, "foreach": True}, {"eps": 1e-3}),
+    Options(optim.AdamW, {"lr": 0.1, "fused": True}, {"weight_decay": 0.0}),
+    Options(optim.Adamax, {}, {"lr": 0.1}),
+    Options(optim.NAdam, {}, {"lr": 0.1}),
+    Options(optim.RAdam, {}, {"lr": 0.1}),
+    Options(optim.RMSprop, {"momentum": 0.5, "centered": True}, {"lr": 0.1}),
+    Options(optim.Rprop, {}, {"lr": 0.1}),
+    Options(optim.Adagrad, {"lr_decay": 0.1}, {"lr": 0.1}),
+    Options(optim.Adadelta, {}, {"rho": 0.5}),
+    Options(optim.ASGD, {"t0": 2}, {"lr": 0.1}),
+    Options(optim.Adafactor, {}, {"lr": 0.1}),
+    Options(optim.Muon, {}, {"lr": 0.1}),
+    Options(optim.SparseAdam, {}, {"lr": 0.1}),
+]
+
+
+def names_of(cls) -> list[str]:
+    return ["a.weight", "b.weight", "c.weight"] + ([] if cls is optim.Muon else ["a.bias", "b.bias", "scale"])
+
+
+def start(cls) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"weight": (3, 4), "bias": (3,), "scale": ()}
+    return {name: torch.randn(shapes[name.rpartition(".")[2]], generator=generator) for name in names_of(cls)}
+
+
+def gradients(cls, step: int) -> dict[str, Tensor]:
+    """Gradients for the parameters of a class; in some steps, one of them has none."""
+    generator = torch.Generator().manual_seed(step + 1)
+    grads = {name: torch.randn(p.shape, generator=generator) for name, p in start(cls).items()}
+    if cls is optim.SparseAdam:
+        grads = {name: grad.to_sparse() for name, grad in grads.items() if grad.dim()}
+    return {name: grad for k, (name, grad) in enumerate(grads.items()) if (step, k) not in ((0, 1), (3, 2))}
+
+
+def torch_alone(one: Options, lr=None):
+    """Parameters and state by name after a plain loop."""
+    params = {name: nn.Parameter(p) for name, p in start(one.cls).items()}
+    parts = [[p for name, p in params.items() if name.startswith("b.") is mine] for mine in (False, True)]
+    instance = one.cls([{"params": parts[0]}, {"params": parts[1], **one.group}], **one.options)
+    for step in range(STEPS):
+        grads = gradients(one.cls, step)
+        for name, p in params.items():
+            p.grad = grads.get(name)
+        if lr is not None:
+            instance.param_groups[0]["lr"] = lr(step)
+        instance.step()
+    return params, {name: instance.state.get(p, {}) for name, p in params.items()}
+
+
+def require_same(got, want) -> None:
+    params, state = got
+    wanted, kept = want
+    assert list(params) == list(wanted)
+    assert all(same_bits(params[name].detach(), p.detach()) for name, p in wanted.items())
+    for name, slots in kept.items():
+        assert state[name].keys() == slots.keys()
+        for slot, value in slots.items():
+            mine = state[name][slot]
+            assert same_bits(mine, value) if isinstance(value, Tensor) else mine == value, (name, slot)
+
+
+@pytest.mark.parametrize("one", CLASSES, ids=lambda one: f"{one.cls.__name__}-{'-'.join(one.options)}")
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_updates_are_those_of_the_class(one, donate):
+    init, update = fpipe.optimizer(one.cls, groups={"b.*": one.group}, donate=donate, **one.options)
+    params = {name: p.requires_grad_() for name, p in start(one.cls).items()}
+    state = init(params)
+    assert state == {name: {} for name in params}
+    for step in range(STEPS):
+        grads = gradients(one.cls, step)
+        given = (grads, state, params)
+        before = copy.deepcopy([{name: p.detach() for name, p in params.items()}, grads, state])
+        params, state = update(*given)
+        assert all(p.requires_grad and p.is_leaf and p.grad is None for p in params.values())
+        if donate:
+            assert all(params[name] is given[2][name] for name in params)
+        else:
+            after = [{name: p.detach() for name, p in given[2].items()}, given[0], given[1]]
+            assert all(map(same_leaves, before, after)), "nothing that was passed is modified"
+    require_same((params, state), torch_alone(one))
+
+
+def same_leaves(a, b) -> bool:
+    """Whether two trees of dicts have the same bits."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_leaves(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor):
+        return same_bits(a.to_dense(), b.to_dense()) if a.is_sparse else same_bits(a, b)
+    return a == b
+
+
+def test_a_schedule_is_a_function_of_the_step():
+    """An option by name goes to the parameters whose group has no value of its own."""
+
+    def lr(step):
+        return 0.1 / (step + 1)
+
+    one = Options(optim.AdamW, {"lr": 0.1}, {"lr": 0.01})
+    init, update = fpipe.optimizer(one.cls, groups={"b.*": one.group}, **one.options)
+    params = start(one.cls)
+    state = init(params)
+    for step in range(STEPS):
+        params, state = update(gradients(one.cls, step), state, params, lr=lr(step))
+    require_same((params, state), torch_alone(one, lr))
+
+
+def test_a_schedule_over_groups_is_that_of_torch():
+    """LambdaLR multiplies the rate of each group."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    plain = optim.AdamW([{"params": weights}, {"params": biases, "lr": 0.01, "weight_decay": 0.0}], lr=0.1)
+
+    def factor(step):
+        return min(1, (step + 1) / 4)
+
+    schedule = optim.lr_scheduler.LambdaLR(plain, factor)
+    init, update = fpipe.optimizer(optim.AdamW, groups={"*.bias": {"lr": 0.01, "weight_decay": 0.0}}, lr=0.1)
+    params = start
+    state = init(params)
+    for step in range(8):
+        grads = {name: torch.randn(p.shape, generator=torch.Generator().manual_seed(step)) for name, p in start.items()}
+        for name, p in model.named_parameters():
+            p.grad = grads[name].clone()
+        plain.step()
+        schedule.step()
+        groups = {"*.bias": {"lr": 0.01 * factor(step)}}
+        params, state = update(grads, state, params, lr=0.1 * factor(step), groups=groups)
+    assert all(same_bits(params[name], p.detach()) for name, p in model.named_parameters())
+
+
+def test_a_process_without_parameters_is_no_special_case():
+    init, update = fpipe.optimizer(optim.AdamW, groups={"*.bias": {"lr": 0.1}}, names=["0.weight", "0.bias"])
+    assert init({}) == {}
+    assert update({}, {}, {}) == ({}, {})
+
+
+def test_flags_are_kept():
+    params = {"a": torch.ones(2, requires_grad=True), "b": torch.ones(2)}
+    init, update = fpipe.optimizer(optim.SGD)
+    after, _ = update({"a": torch.ones(2), "b": torch.ones(2)}, init(params), params)
+    assert (after["a"].requires_grad, after["b"].requires_grad) == (True, False)
+
+
+class Counting(optim.SGD):
+    """Counts its steps in an attribute."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        super().step()
+
+
+class Growing(optim.SGD):
+    """Changes an option of its groups."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["lr"] *= 1.1
+
+
+class Global(optim.SGD):
+    """Keeps state for all parameters."""
+
+    def step(self, closure=None):
+        super().step()
+        self.state["all"] = 1
+
+
+class Normed(optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = nn.utils.get_total_norm(grads)
+        for grad in grads:
+            grad.div_(norm)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (optim.LBFGS, "cls: got LBFGS, whose step needs ['closure']"),
+        (Counting, "cls: got Counting, which changes its attribute 'count' in a step"),
+        (Growing, "cls: got Growing, which changes its option 'lr' in a step"),
+        (Global, "cls: got Global, which keeps state outside of parameters"),
+        (Normed, "cls: got Normed, which updates a parameter otherwise if there are others"),
+        (nn.Linear, "expected a class of optimizers"),
+        (optim.SGD([torch.ones(1)]), "expected a class of optimizers"),
+    ],
+)
+def test_what_is_no_function_of_one_parameter_is_refused(cls, words):
+    with pytest.raises(fpipe.InputError) as error:
+        fpipe.optimizer(cls)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lr": -1.0}, "options: got {'lr': -1.0}, which AdamW refuses: Invalid learning rate: -1.0"),
+        ({"rate": 1.0}, "options: got {'rate': 1.0}, which AdamW refuses"),
+        ({"groups": {"*": {"momentum": 1}}}, "groups['*']: got {'momentum': 1}, which AdamW refuses"),
+        ({"groups": ["*.bias"]}, "groups: got ['*.bias'], expected a dict from pattern to options"),
+        ({"groups": {"*.bias": 0.1}}, "groups: got {'*.bias': 0.1}, expected a dict from pattern to options"),
+        ({"groups": {"*.bais": {}}, "names": ["0.bias"]}, "groups['*.bais']: got the pattern '*.bais', which matches"),
+        (
+            {"groups": {"*.bias": {}, "0.*": {}}, "names": ["0.bias"]},
+            "groups: got '0.bias' in two groups, '*.bias' and '0.*'",
+        ),
+    ],
+)
+def test_bad_options_are_refused_at_once(arguments, words):
+    with pytest.raises(fpipe.InputError) as error:
+        fpipe.optimizer(optim.AdamW, **arguments)
+    assert words in str(error.value)
+
+
+def test_in_one_process_init_sees_all_names():
+    init, _ = fpipe.optimizer(optim.AdamW, groups={"*.bais": {}})
+    with pytest.raises(fpipe.InputError, match=r"which matches none of the model's 1 parameters"):
+        init({"0.bias": torch.ones(1)})
+    init, _ = fpipe.optimizer(optim.AdamW, groups={"*.bias": {}, "0.*": {}})
+    with pytest.raises(fpipe.InputError, match="in two groups"):
+        init({"0.bias": torch.ones(1)})
+
+
+W = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"grads": [W]}, "grads: got list, expected a dict by parameter name"),
+        ({"grads": {"x": W}}, "grads['x']: got a gradient of none of the 1 parameters"),
+        ({"grads": {"w": W.double()}}, "grads['w']: got torch.float64 of shape [2, 2], expected torch.float32"),
+        ({"grads": {"w": W[0]}}, "grads['w']: got torch.float32 of shape [2], expected torch.float32 of shape [2, 2]"),
+        ({"state": {}}, "state: got one for 0 parameters, expected 1 (missing ['w'], unexpected [])"),
+        ({"state": {"w": {}, "x": {}}}, "unexpected ['x']"),
+        ({"state": {"w": {"momentum_buffer": W}}}, "state['w']: got ['momentum_buffer'], expected ['exp_avg', "),
+        ({"state": {"w": 1}}, "state['w']: got int, expected a dict"),
+        (
+            {"state": {"w": {"step": torch.ones(()), "exp_avg": W[0], "exp_avg_sq": W}}},
+            "state['w']['exp_avg']: got shape [2], expected [2, 2]",
+        ),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(changed, words):
+    _, update = fpipe.optimizer(optim.AdamW, donate=True)
+    given = {"grads": {"w": W.clone()}, "state": {"w": {}}, "params": {"w": W.clone()}} | changed
+    with pytest.raises(fpipe.InputError) as error:
+        update(**given)
+    assert words in str(error.value)
+    assert same_bits(given["params"]["w"], W), "nothing was overwritten"
+
+
+def test_unknown_overrides_are_refused():
+    _, update = fpipe.optimizer(optim.AdamW, groups={"*.bias": {}})
+    with pytest.raises(fpipe.InputError, match=r"options: got \['rate'\], expected options of AdamW: \['amsgrad'"):
+        update({}, {}, {}, rate=0.1)
+    with pytest.raises(fpipe.InputError, match=r"groups\['\*'\]: got a pattern that is none of the optimizer's"):
+        update({}, {}, {}, groups={"*": {"lr": 0.1}})
+    with pytest.raises(fpipe.InputError, match=r"groups\['\*\.bias'\]: got \['rate'\]"):
+        update({}, {}, {}, groups={"*.bias": {"rate": 0.1}})
