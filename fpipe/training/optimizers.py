@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.pipelines.inputs import State
+from fpipe.training.argument_checks import require_fitting, require_gradient, require_options, require_own_slots
 from fpipe.training.groups import Groups, Options, find_group
-from fpipe.training.slots import require_gradient, require_names, require_options, require_slots
-from fpipe.training.trial import Trial, try_optimizer
+from fpipe.training.trial import Traits, try_optimizer
 
 OptimizerState: TypeAlias = dict[str, dict[str, Any]]
 """For each parameter, by name, its state by slot: tensors or numbers; empty until its first update."""
@@ -105,7 +105,7 @@ def optimizer(
     tensor([0.7500])
     """
     parts = Groups.of(options, groups)
-    trials: dict[str | None, Trial] = {None: try_optimizer(cls, options, "options")}
+    trials: dict[str | None, Traits] = {None: try_optimizer(cls, options, "options")}
     trials |= {pattern: try_optimizer(cls, parts.merge(pattern), f"groups[{pattern!r}]") for pattern in parts.own}
     whole = None if names is None else tuple(names)
     if whole is not None:
@@ -127,12 +127,12 @@ def optimizer(
         """Return the parameters and the state after one update."""
         now = parts.replace(options, groups)
         require_options(cls.__name__, now, trials[None])
-        require_names(grads, state, params)
+        require_fitting(grads, state, params)
         chosen = {name: find_group(name, tuple(parts.own)) for name in grads}
         leaves = {}
         for name, grad in grads.items():
             require_gradient(name, grad, params[name])
-            require_slots(cls.__name__, name, state[name], params[name], trials[chosen[name]])
+            require_own_slots(cls.__name__, name, state[name], params[name], trials[chosen[name]])
             leaves[name] = _make_leaf(params[name], grad, donate)
         new = _step(cls, now, chosen, leaves, {name: state[name] if donate else _copy(state[name]) for name in leaves})
         return _collect(params, leaves, donate), {**state, **new}

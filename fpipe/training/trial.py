@@ -31,8 +31,8 @@ SHAPES = ((2, 3), (3,))
 """The shapes of the tensors that are tried: a matrix and a vector, for which some classes keep other state."""
 
 
-class Trial(NamedTuple):
-    """The result of a trial of a class with certain options.
+class Traits(NamedTuple):
+    """The traits of a class with certain options, found in a trial.
 
     - `options`: the names of the options that the class has.
     - `slots`: the sets of state that it may keep for a parameter; empty if it refused the gradients of the trial.
@@ -44,13 +44,13 @@ class Trial(NamedTuple):
     alike: frozenset[str]
 
 
-def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], where: str) -> Trial:
-    """Return the result of a trial of a class with these options.
+def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], where: str) -> Traits:
+    """Return the traits of a class with these options, found in a trial.
 
     Raises `InputError`, naming the reason, if the class can't be used or refuses the options; `where` names them.
     """
     _require_optimizer(cls)
-    errors, trials = list[Exception](), list[Trial]()
+    errors, trials = list[Exception](), list[Traits]()
     with torch.random.fork_rng(devices=[]):
         for shape in SHAPES:
             first, second = (torch.linspace(*ends, math.prod(shape)).reshape(shape) for ends in ((-1, 1), (2, 5)))
@@ -66,7 +66,7 @@ def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], 
             f"{where}: got {dict(options)}, which {cls.__name__} refuses: {errors[0]} Pass options that it takes."
         ) from errors[0]
     slots = frozenset(kept for one in trials for kept in one.slots)
-    return Trial(trials[0].options, slots, frozenset.intersection(*(one.alike for one in trials)))
+    return Traits(trials[0].options, slots, frozenset.intersection(*(one.alike for one in trials)))
 
 
 def _require_optimizer(cls: object) -> None:
@@ -88,10 +88,10 @@ def _require_optimizer(cls: object) -> None:
 
 def _try_steps(
     single: torch.optim.Optimizer, both: torch.optim.Optimizer, alone: list[Tensor], pair: list[Tensor]
-) -> Trial:
-    """Return the result of two steps on one tensor alone, and on the same one together with another."""
+) -> Traits:
+    """Return what two steps show: on one tensor alone, and on the same one together with another."""
     before = _list_memory(both)
-    found = Trial(frozenset(both.defaults), frozenset(), frozenset())
+    found = Traits(frozenset(both.defaults), frozenset(), frozenset())
     for _ in range(2):
         for tensor in (*alone, *pair):
             tensor.grad = 3 * tensor.detach()

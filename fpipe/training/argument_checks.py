@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.training.groups import Groups
-from fpipe.training.trial import Trial
+from fpipe.training.trial import Traits
 
 
-def require_options(cls: str, groups: Groups, trial: Trial) -> None:
+def require_options(cls: str, groups: Groups, trial: Traits) -> None:
     """Raise `InputError` for an option that the class doesn't have."""
     listed = {"options": groups.options} | {f"groups[{pattern!r}]": own for pattern, own in groups.own.items()}
     for where, options in listed.items():
@@ -29,7 +29,7 @@ def require_options(cls: str, groups: Groups, trial: Trial) -> None:
             )
 
 
-def require_names(grads: object, state: object, params: object) -> None:
+def require_fitting(grads: object, state: object, params: object) -> None:
     """Raise `InputError`, naming the leaf, unless these are dicts by parameter name that fit together."""
     for what, one in (("grads", grads), ("state", state), ("params", params)):
         if not isinstance(one, Mapping):
@@ -64,7 +64,7 @@ def require_gradient(name: str, grad: object, p: Tensor) -> None:
     )
 
 
-def require_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor, trial: Trial) -> None:
+def require_own_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor, trial: Traits) -> None:
     """Raise `InputError`, naming the leaf, unless a parameter's state is of this optimizer, or empty."""
     where = f"state[{name!r}]"
     if not isinstance(slots, Mapping):
