@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -85,45 +85,55 @@ def batch_of(name: str, step: int) -> tuple[Any, Any]:
 
 
 @lru_cache
-def pipeline(name: str, layout: str) -> fpipe.Pipeline:
+def pipeline(name: str, layout: str, group: Any = None) -> fpipe.Pipeline:
     """A pipeline of a subject; built once in a process."""
     inputs, targets = batch_of(name, 0)
-    return fpipe.pipeline(
-        model_of(name), example=inputs, targets=targets, loss=SUBJECTS[name].loss, schedule=LAYOUTS[layout]
-    )
+    loss, how = SUBJECTS[name].loss, LAYOUTS[layout]
+    return fpipe.pipeline(model_of(name), example=inputs, targets=targets, loss=loss, schedule=how, group=group)
 
 
 @lru_cache
-def step_of(name: str, layout: str) -> Any:
+def step_of(pipe: fpipe.Pipeline) -> Any:
     """The step of a pipeline; made once in a process."""
-    return fpipe.value_and_grad(pipeline(name, layout))
+    return fpipe.value_and_grad(pipe)
 
 
-def start(name: str, layout: str) -> Run:
-    """A run before its first step."""
-    params, buffers = pipeline(name, layout).init(model_of(name))
-    return Run(params, buffers, {})
+@dataclass(frozen=True)
+class Trainer:
+    """A subject on a layout, with an optimizer; `group` has its processes, if there are several."""
 
+    subject: str
+    layout: str
+    optimizer: str = "adamw"
+    group: Any = None
 
-def resume(name: str, layout: str, path: Any) -> tuple[Run, int]:
-    """A run as it was saved, and its step."""
-    found = fpipe.load(pipeline(name, layout), path)
-    assert found.state is not None, "it was saved"
-    return Run(found.params, found.buffers, found.state), found.step
+    @property
+    def pipe(self) -> fpipe.Pipeline:
+        """The pipeline."""
+        return pipeline(self.subject, self.layout, self.group)
 
+    def start(self) -> Run:
+        """Return a run before its first step."""
+        params, buffers = self.pipe.init(model_of(self.subject))
+        return Run(params, buffers, {})
 
-def save(name: str, layout: str, path: Any, run: Run, step: int, **more: Any) -> None:
-    """Save a run."""
-    fpipe.save(pipeline(name, layout), path, **run._asdict(), step=step, **more)
+    def train(self, run: Run, steps: Iterable[int]) -> Run:
+        """Run these steps; parameters and state are updated in place."""
+        step = step_of(self.pipe)
+        for i in steps:
+            out, grads = step(run.params, run.buffers, *batch_of(self.subject, i), seed=i)
+            run = Run(run.params, out.buffers, update(OPTIMIZERS[self.optimizer], run, grads))
+        return run
 
+    def save(self, path: Any, run: Run, step: int, **more: Any) -> None:
+        """Save a run."""
+        fpipe.save(self.pipe, path, **run._asdict(), step=step, **more)
 
-def train(name: str, layout: str, optimizer: str, run: Run, steps: Iterable[int]) -> Run:
-    """Run these steps."""
-    step = step_of(name, layout)
-    for i in steps:
-        out, grads = step(run.params, run.buffers, *batch_of(name, i), seed=i)
-        run = Run(run.params, out.buffers, update(OPTIMIZERS[optimizer], run, grads))
-    return run
+    def resume(self, path: Any) -> tuple[Run, int]:
+        """Return a run as it was saved, and its step."""
+        found = fpipe.load(self.pipe, path)
+        assert found.state is not None, "it was saved"
+        return Run(found.params, found.buffers, found.state), found.step
 
 
 def update(make: Callable[..., torch.optim.Optimizer], run: Run, grads: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -154,10 +164,11 @@ def plain_loop(name: str, optimizer: str, steps: int) -> Run:
     return Run(params, dict(model.named_buffers()), {n: dict(made.state[p]) for n, p in params.items()})
 
 
-def undisturbed(name: str, optimizer: str, steps: int) -> Run:
+def undisturbed(name: str, optimizer: str, steps: int, group: Any = None) -> Run:
     """The run that is never saved: the plain loop, or, if the model draws random numbers, one rank."""
     if SUBJECTS[name].random:
-        return copy.deepcopy(train(name, "one", optimizer, start(name, "one"), range(steps)))
+        alone = Trainer(name, "one", optimizer, group)
+        return alone.train(alone.start(), range(steps))
     return plain_loop(name, optimizer, steps)
 
 

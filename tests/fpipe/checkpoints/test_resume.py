@@ -8,24 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from tests.common.resuming import (
-    LAYOUTS,
-    OPTIMIZERS,
-    SUBJECTS,
-    pipeline,
-    require_same_run,
-    resume,
-    save,
-    start,
-    train,
-    undisturbed,
-)
+from schedules import gpipe
+from tests.common.resuming import LAYOUTS, OPTIMIZERS, SUBJECTS, Trainer, pipeline, require_same_run, undisturbed
 from tests.common.sizes import few
 
-STEPS = 6
+STEPS = 5
 MIRRORED = "dualpipe on two"  # adds gradients in another order: not comparable with the others once it has trained
 whole = lru_cache(undisturbed)
 trained = st.sampled_from([layout for layout in LAYOUTS if layout != MIRRORED])
@@ -37,37 +28,38 @@ trained = st.sampled_from([layout for layout in LAYOUTS if layout != MIRRORED])
     st.lists(st.tuples(trained, st.integers(0, STEPS)), min_size=1, max_size=3),
     trained,
 )
-@settings(max_examples=few(12))
+@settings(max_examples=few(5))
 def test_a_run_goes_on_exactly_after_any_saves_on_any_layouts(subject, optimizer, saves, last):
     """Train on one layout up to a step, save, resume on the next layout."""
     parts = sorted(saves, key=lambda one: one[1])
-    run, done = start(subject, parts[0][0]), 0
+    run, done = Trainer(subject, parts[0][0]).start(), 0
     with tempfile.TemporaryDirectory() as folder:
         for (layout, step), (following, _) in zip(parts, [*parts[1:], (last, STEPS)], strict=True):
-            run = train(subject, layout, optimizer, run, range(done, step))
-            save(subject, layout, folder, run, step)
-            run, done = resume(subject, following, folder)
+            trainer = Trainer(subject, layout, optimizer)
+            trainer.save(folder, trainer.train(run, range(done, step)), step)
+            run, done = Trainer(subject, following).resume(folder)
             assert done == step
-    run = train(subject, last, optimizer, run, range(done, STEPS))
+    run = Trainer(subject, last, optimizer).train(run, range(done, STEPS))
     require_same_run(run, whole(subject, optimizer, STEPS))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
 def test_twenty_steps_saved_on_four_and_resumed_elsewhere(layout, tmp_path):
-    run = train("tied", "1f1b on four", "adamw", start("tied", "1f1b on four"), range(10))
-    save("tied", "1f1b on four", tmp_path, run, 10)
-    run, step = resume("tied", layout, tmp_path)
+    saving, resuming = Trainer("tied", "1f1b on four"), Trainer("tied", layout)
+    saving.save(tmp_path, saving.train(saving.start(), range(10)), 10)
+    run, step = resuming.resume(tmp_path)
     if layout == MIRRORED:
         require_same_run(run, whole("tied", "adamw", 10))
         return
-    require_same_run(train("tied", layout, "adamw", run, range(step, 20)), whole("tied", "adamw", 20))
+    require_same_run(resuming.train(run, range(step, 20)), whole("tied", "adamw", 20))
 
 
 def test_parameters_come_back_as_the_next_step_takes_them(tmp_path):
     """Leaves that require a gradient where the model's did, in the model's order."""
-    save("normalised", "one", tmp_path, start("normalised", "one"), 0)
-    run, _ = resume("normalised", "one", tmp_path)
-    assert list(run.params) == list(pipeline("normalised", "one").training.params)
+    trainer = Trainer("normalised", "one")
+    trainer.save(tmp_path, trainer.start(), 0)
+    run, _ = trainer.resume(tmp_path)
+    assert list(run.params) == list(trainer.pipe.training.params)
     assert all(p.is_leaf for p in run.params.values())
     assert [name for name, p in run.params.items() if not p.requires_grad] == ["2.0.weight"]
     assert run.state == {name: {} for name in run.params}
@@ -75,7 +67,6 @@ def test_parameters_come_back_as_the_next_step_takes_them(tmp_path):
 
 def test_numbers_and_dtypes_of_the_state_come_back_as_they_were(tmp_path):
     pipe = pipeline("tied", "one")
-    params, _ = pipe.init(dict(start("tied", "one").params))
     slots = {
         "count": 3,
         "flag": True,
@@ -89,7 +80,7 @@ def test_numbers_and_dtypes_of_the_state_come_back_as_they_were(tmp_path):
         "mask": torch.tensor([True, False]),
         "dotted.name": torch.ones(1),
     }
-    fpipe.save(pipe, tmp_path, params=params, state={"embed.weight": slots})
+    fpipe.save(pipe, tmp_path, params=Trainer("tied", "one").start().params, state={"embed.weight": slots})
     found = fpipe.load(pipe, tmp_path).state
     assert found is not None
     assert {name for name in found if found[name]} == {"embed.weight"}
@@ -104,8 +95,6 @@ def test_state_has_the_layout_of_its_parameter(tmp_path):
     """Norms of what a later step computes from it may depend on strides."""
     conv = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
     x = torch.randn(2, 2, 4, 4)
-    from schedules import gpipe
-
     pipe = fpipe.pipeline(conv, example=(x,), loss=torch.mean, schedule=gpipe(1, 2))
     params, _ = pipe.init(conv)
     fpipe.save(
@@ -146,18 +135,18 @@ def same_tree(a, b):
 
 
 @given(TREES)
-@settings(max_examples=few(25))
+@settings(max_examples=few(15))
 def test_data_comes_back_as_it_was(tree):
     pipe = pipeline("tied", "one")
     with tempfile.TemporaryDirectory() as folder:
-        fpipe.save(pipe, folder, params=start("tied", "one").params, data=tree)
+        fpipe.save(pipe, folder, params=Trainer("tied", "one").start().params, data=tree)
         found = fpipe.load(pipe, folder)
     assert same_tree(found.data, tree)
     assert found.state is None
 
 
 def test_a_save_in_the_background_holds_the_values_of_when_it_began(tmp_path):
-    pipe, run = pipeline("tied", "1f1b on four"), start("tied", "1f1b on four")
+    pipe, run = pipeline("tied", "1f1b on four"), Trainer("tied", "1f1b on four").start()
     before = {name: p.detach().clone() for name, p in run.params.items()}
     finish = fpipe.begin_save(
         pipe, tmp_path, params=run.params, state={"embed.weight": {"sum": run.params["embed.weight"].detach()}}
@@ -174,10 +163,9 @@ def test_a_save_in_the_background_holds_the_values_of_when_it_began(tmp_path):
 
 def test_stock_torch_reads_the_files(tmp_path):
     """Names are the model's; nothing is pickled."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
-
-    run = train("tied", "zb_v on two", "adamw", start("tied", "zb_v on two"), range(2))
-    save("tied", "zb_v on two", tmp_path, run, 2)
+    trainer = Trainer("tied", "zb_v on two")
+    run = trainer.train(trainer.start(), range(2))
+    trainer.save(tmp_path, run, 2)
     names = ["params.embed.weight", "state.embed.weight.exp_avg"]
     values = {name: torch.empty_like(run.params["embed.weight"]) for name in names}
     with pytest.warns(UserWarning, match="single process"):

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train through crashes: the run saves itself, and torchrun starts it again where it stopped.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
+    python examples/resume.py                                          # the same run with both ranks in one process
+
+Kill a rank (`kill -9`) at any step, or in the middle of a save: torchrun starts all of them again, they load the last
+checkpoint, and the final parameters are bit for bit those of a run that nobody disturbed. So they are if the run goes
+on under the other command, or on another number of ranks: the checkpoint has the names of the model, not of ranks.
+
+What makes it exact is that nothing depends on when the process started. Batch and dropout follow from the number of
+the step, and the checkpoint holds the rest: parameters, BatchNorm's buffers, and the state of the optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fpipe
+from schedules import one_f_one_b
+
+WIDTH, ROWS, MICROBATCHES = 16, 32, 4
+
+
+def build_model() -> nn.Module:
+    """A network with all that a checkpoint must not forget; the same in every process."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
+    ]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+
+
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the batch of a step; it follows from the step's number alone."""
+    numbers = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, WIDTH, generator=numbers)
+    return x, x.square().mean(1, keepdim=True)
+
+
+def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
+    """Return the run as it was last saved, or a new one."""
+    if fpipe.is_checkpoint(path):
+        return fpipe.load(pipe, path)
+    return fpipe.Checkpoint(*pipe.init(build_model()), state={}, step=0, data=None)
+
+
+def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
+    """Run what is left of the steps, and save the run every so many."""
+    params, buffers, state, done, _ = begin(pipe, path)
+    step, optimizer = fpipe.value_and_grad(pipe), torch.optim.AdamW([*params.values()], lr=0.01)
+    for name, p in params.items():
+        optimizer.state[p].update((state or {}).get(name, {}))
+    for i in range(done, steps):
+        x, y = make_batch(i)
+        out, grads = step(params, buffers, (x,), y, seed=i)
+        buffers = out.buffers
+        for name, p in params.items():
+            p.grad = grads.get(name)
+        optimizer.step()
+        if (i + 1) % every == 0 or i + 1 == steps:
+            slots: dict[str, Any] = {name: optimizer.state[p] for name, p in params.items()}
+            fpipe.save(pipe, path, params=params, buffers=buffers, state=slots, step=i + 1)
+            if 0 in pipe.ranks.ranks:
+                print(f"step {i + 1:4}  loss {out.loss.item():.6f}  saved in {path}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, alone or as one rank of several."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, default=Path("run"), help="where the checkpoint is")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1:
+        dist.init_process_group("gloo")
+    x, y = make_batch(0)
+    how = one_f_one_b(ranks=max(2, size), microbatches=MICROBATCHES)
+    pipe = fpipe.pipeline(build_model(), example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=how)
+    train(pipe, options.path, options.steps, options.every)
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not a checkpoint of this model, or can't become one, is refused by name, and nothing is overwritten."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import gpipe
+
+X = torch.ones(4, 4)
+
+
+def pipeline_of(model, example=X):
+    return fpipe.pipeline(model, example=(example,), loss=torch.mean, schedule=gpipe(ranks=2, microbatches=2))
+
+
+def model_of(width=8, dtype=torch.float32, bias=True, between=None):
+    between = nn.BatchNorm1d(width, dtype=dtype) if between is None else between
+    return nn.Sequential(nn.Linear(4, width, dtype=dtype), between, nn.Linear(width, 1, bias=bias, dtype=dtype))
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return pipeline_of(model_of())
+
+
+@pytest.fixture(scope="module")
+def run(pipe):
+    """Parameters, buffers and an optimizer's state."""
+    params, buffers = pipe.init(model_of())
+    state = {name: {"step": 2, "exp_avg": torch.randn_like(p)} for name, p in params.items()}
+    return {"params": params, "buffers": buffers, "state": state}
+
+
+@pytest.fixture(scope="module")
+def original(pipe, run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("original") / "run"
+    fpipe.save(pipe, path, **run, step=7)
+    return path
+
+
+@pytest.fixture
+def saved(original, tmp_path):
+    """A copy of the checkpoint, to damage."""
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def contents(path):
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+SHARD = "save-1/model-00001-of-00001.safetensors"
+SIDECAR = "save-1/model-00001-of-00001.json"
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def rename_leaf(path):
+    """Another header of the same size: a leaf has another name."""
+    data = (path / SHARD).read_bytes()
+    (path / SHARD).write_bytes(data.replace(b"params.0.bias", b"params.0.bits"))
+
+
+DAMAGES = {
+    "no marker": (
+        lambda path: (path / "checkpoint.json").unlink(),
+        r"got no checkpoint\.json.*interrupted leaves none",
+    ),
+    "no JSON": (lambda path: cut(path / "checkpoint.json"), r"checkpoint\.json: got JSONDecodeError.*Copy the checkp"),
+    "another JSON": (lambda path: (path / "checkpoint.json").write_text("[1]"), r"got \[1\], expected .* of version 1"),
+    "another format": (
+        lambda path: (path / "checkpoint.json").write_text(json.dumps({"version": 9})),
+        r"got \{'version': 9\}, expected a checkpoint of version 1.*the version of fpipe that saved it",
+    ),
+    "another fields": (
+        lambda path: (path / "checkpoint.json").write_text(json.dumps({"version": 1, "no": 2})),
+        r"unexpected keyword argument 'no', expected what fpipe\.save writes|argument 'no'",
+    ),
+    "cut shard": (lambda path: cut(path / SHARD), r"00001\.safetensors: got \d+ bytes, expected \d+ bytes\. Copy the"),
+    "no shard": (lambda path: (path / SHARD).unlink(), r"00001\.safetensors: got no file, expected \d+ bytes"),
+    "no sidecar": (lambda path: (path / SIDECAR).unlink(), r"00001\.json: got FileNotFoundError"),
+    "cut sidecar": (lambda path: cut(path / SIDECAR), r"00001\.json: got JSONDecodeError"),
+    "no folder": (lambda path: shutil.rmtree(path / "save-1"), r"00001\.json: got FileNotFoundError"),
+    "damaged header": (
+        lambda path: (path / SHARD).write_bytes(b"\xff" * (path / SHARD).stat().st_size),
+        r"save-1: got \w+: .*expected a complete safetensors file",
+    ),
+    "another name": (rename_leaf, r"got 6 params.*missing \['0\.bias'\], unexpected \['0\.bits'\]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(pipe, saved, damage):
+    harm, words = DAMAGES[damage]
+    harm(saved)
+    with pytest.raises(fpipe.InputError, match=words):
+        fpipe.load(pipe, saved)
+
+
+OTHERS = {
+    "a wider layer": (model_of(width=6), r"params\['0\.weight'\]: got .*\[8, 4\].*, expected .*\[6, 4\].*never cast"),
+    "another dtype": (
+        model_of(dtype=torch.float64),
+        r"params\['0\.weight'\]: got float32.*, expected float64.*never cast",
+    ),
+    "no bias": (
+        model_of(bias=False),
+        r"got 6 params, expected the model's 5 \(missing \[\], unexpected \['2\.bias'\]\)",
+    ),
+    "no norm": (model_of(between=nn.Tanh()), r"expected the model's 4 .*unexpected \['1\.bias', '1\.weight'\]"),
+    "another norm": (
+        model_of(between=nn.BatchNorm1d(8, track_running_stats=False)),
+        r"got 3 buffers, expected the model's 0 .*unexpected \['1\.num_batches_tracked'",
+    ),
+    "one more layer": (nn.Sequential(*model_of(), nn.Linear(1, 1)), r"missing \['3\.weight', '3\.bias'\]"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_checkpoint_of_another_model_is_refused(original, kind):
+    model, words = OTHERS[kind]
+    with pytest.raises(fpipe.InputError, match=words):
+        fpipe.load(pipeline_of(model, X.to(next(model.parameters()).dtype)), original)
+
+
+def test_no_checkpoint_is_refused(pipe, tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert not fpipe.is_checkpoint(path)
+        with pytest.raises(fpipe.InputError, match=r"got no checkpoint\.json, expected a checkpoint\. Check the path"):
+            fpipe.load(pipe, path)
+
+
+def change(run, kind, name, value):
+    return {**run, kind: {**run[kind], name: value}}
+
+
+def without(run, kind, name):
+    return {**run, kind: {other: value for other, value in run[kind].items() if other != name}}
+
+
+ONE = torch.ones(8)
+ARGUMENTS = {
+    "another shape": (lambda run: change(run, "params", "0.bias", torch.ones(3)), r"params\['0\.bias'\]: got .*\[3\]"),
+    "another dtype": (lambda run: change(run, "params", "0.bias", ONE.double()), r"params\['0\.bias'\]: got float64"),
+    "on meta": (lambda run: change(run, "params", "0.bias", ONE.to("meta")), r"params\['0\.bias'\].*meta device"),
+    "a parameter less": (lambda run: without(run, "params", "0.bias"), r"params: got 5 leaves.*missing \['0\.bias'\]"),
+    "a parameter more": (lambda run: change(run, "params", "new", ONE), r"params: got 7 leaves.*unexpected \['new'\]"),
+    "no buffers": (
+        lambda run: {**run, "buffers": None},
+        r"buffers: got none, expected \['1\.running_mean'.*out\.buffers",
+    ),
+    "a buffer less": (lambda run: without(run, "buffers", "1.running_var"), r"buffers: got 2 leaves.*running_var"),
+    "numbered state": (
+        lambda run: {**run, "state": {"state": {0: {}}, "param_groups": []}},
+        r"state\['state'\]: got state of a parameter that this process does not hold.*state_dict\(\) numbers them",
+    ),
+    "a list of states": (lambda run: {**run, "state": [{}]}, r"state: got list, expected a dict \{parameter: \{slot"),
+    "no slots": (
+        lambda run: change(run, "state", "0.bias", ONE),
+        r"state\['0\.bias'\]: got Tensor, expected a dict by s",
+    ),
+    "an object": (
+        lambda run: change(run, "state", "0.bias", {"cache": [1]}),
+        r"state\['0\.bias'\]\['cache'\]: got list, expected a tensor or a number.*data=",
+    ),
+    "a numbered slot": (lambda run: change(run, "state", "0.bias", {0: 1}), r"state\['0\.bias'\]\[0\]: got int"),
+    "a dtype without a name": (
+        lambda run: change(run, "state", "0.bias", {"z": ONE.to(torch.complex128)}),
+        r"state\['0\.bias'\]\['z'\]: got complex128.*, expected a dtype that safetensors files have.*view_as_real",
+    ),
+    "sparse": (
+        lambda run: change(run, "state", "0.bias", {"z": ONE.to_sparse()}),
+        r"state\['0\.bias'\]\['z'\]: got a tensor on cpu of layout torch\.sparse_coo.*to_dense",
+    ),
+    "a set": (
+        lambda run: {**run, "data": {"seen": [{1}]}},
+        r"data\['seen'\]\[0\]: got set, expected None, a bool.*pickles",
+    ),
+    "a key": (lambda run: {**run, "data": {"$x": 1}}, r"data: got the key '\$x', expected text.*Rename it"),
+    "a number as key": (lambda run: {**run, "data": {"a": {1: 1}}}, r"data\['a'\]: got the key 1, expected text"),
+    "half a step": (lambda run: {**run, "step": 1.5}, r"step: got 1\.5, expected an int"),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_what_a_checkpoint_cannot_hold_is_refused_and_nothing_overwritten(pipe, run, saved, kind):
+    arguments, words = ARGUMENTS[kind]
+    before = contents(saved)
+    with pytest.raises(fpipe.InputError, match=words):
+        fpipe.save(pipe, saved, **arguments(run))
+    assert contents(saved) == before
+
+
+def test_other_files_are_not_overwritten(pipe, run, tmp_path):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.write_text("mine")
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("mine")
+    for path, words in ((file, "got a file"), (folder, r"got a directory with \['thesis\.tex'\]")):
+        with pytest.raises(fpipe.InputError, match=rf"{words}, expected a checkpoint, an empty.*Choose another path"):
+            fpipe.save(pipe, path, **run)
+    assert contents(tmp_path) == {"file": b"mine", "folder/thesis.tex": b"mine"}
+
+
+def test_a_save_that_fails_anywhere_leaves_the_checkpoint_before_it(pipe, run, saved, monkeypatch):
+    """Fail at every point in turn at which a file is made durable or renamed, until a save succeeds."""
+    newer = {**run, "params": {name: (p.detach() + 1).requires_grad_() for name, p in run["params"].items()}}
+    originals = {(os, "fsync"): os.fsync, (Path, "replace"): Path.replace}
+    for failures in range(20):
+        left = iter(range(failures))
+
+        def fail(original, left=left):
+            def call(*given):
+                if next(left, None) is None:
+                    raise OSError("disk full")
+                return original(*given)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for (owner, name), function in originals.items():
+                patch.setattr(owner, name, fail(function))
+            try:
+                fpipe.save(pipe, saved, **newer, step=8)
+            except OSError:
+                done = False
+            else:
+                done = True
+        found = fpipe.load(pipe, saved)
+        committed = done or found.step == 8  # only the last of all, once the marker is in place
+        want = (newer if committed else run)["params"]
+        assert found.step == (8 if committed else 7)
+        assert all(same_bits(found.params[name].detach(), want[name].detach()) for name in want)
+        if done:
+            break
+    assert failures == 7, "shard, sidecar, and marker: each is synced, and the last two also renamed in a synced folder"
+    names = {str(file) for file in contents(saved)}
+    assert all(name == "checkpoint.json" or re.match(r"save-\d+/", name) for name in names)
+    assert len({name.split("/")[0] for name in names}) == 2, "the folders of failed saves are gone"
+
+
+def test_files_that_are_not_there_are_not_committed(pipe, run, saved, monkeypatch):
+    """As on a file system that the ranks do not share."""
+    before = contents(saved)
+    monkeypatch.setattr("fpipe.checkpoints.save.write_sidecar", lambda *given: None)
+    with pytest.raises(
+        fpipe.InputError, match=r"save-2: got no \['model-00001.*'\], expected the files of all 1 .*share"
+    ):
+        fpipe.save(pipe, saved, **run)
+    monkeypatch.undo()
+    assert {name: data for name, data in contents(saved).items() if not name.startswith("save-2")} == before
+
+
+def test_the_library_is_named_if_it_is_missing(pipe, run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(fpipe.InputError, match=r"got no library safetensors.*pip install 'fpipe\[safetensors\]'"):
+        fpipe.save(pipe, tmp_path, **run)
