@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train through crashes: the run saves itself, and torchrun starts it again where it stopped.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
-    python examples/resume.py                                          # the same run with both ranks in one process
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
+    python examples/resume.py                                                       # both ranks in this process
 
-Kill a rank (`kill -9`) at any step, or in the middle of a save: torchrun starts all of them again, they load the last
-checkpoint, and the final parameters are bit for bit those of a run that nobody disturbed. So they are if the run goes
-on under the other command, or on another number of ranks: the checkpoint has the names of the model, not of ranks.
+Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all of them again, they load the checkpoint, and
+the final parameters are bit for bit those of an undisturbed run; also under the other command, or on more ranks.
 
-What makes it exact is that nothing depends on when the process started. Batch and dropout follow from the number of
-the step, and the checkpoint holds the rest: parameters, BatchNorm's buffers, and the state of the optimizer.
+It is exact because batch and dropout follow from the number of the step. The checkpoint holds all else: parameters,
+BatchNorm's buffers, and the state of the optimizer.
 """
 
 from __future__ import annotations
@@ -46,6 +45,13 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
     return x, x.square().mean(1, keepdim=True)
 
 
+def connect() -> None:
+    """Join the other ranks. Each start has a prefix to itself in torchrun's store, which still has keys of the dead."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    prefix, rank, size = (os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+    dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=int(rank), world_size=int(size))
+
+
 def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
     """Return the run as it was last saved, or a new one."""
     if fpipe.is_checkpoint(path):
@@ -75,7 +81,7 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, alone or as one rank of several."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Train a small network; resume the run if there is a checkpoint.")
     parser.add_argument("--path", type=Path, default=Path("run"), help="where the checkpoint is")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps from one save to the next")
@@ -83,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
-        dist.init_process_group("gloo")
-    x, y = make_batch(0)
+        connect()
+    (x, y), loss = make_batch(0), nn.functional.mse_loss
     how = one_f_one_b(ranks=max(2, size), microbatches=MICROBATCHES)
-    pipe = fpipe.pipeline(build_model(), example=(x,), targets=y, loss=nn.functional.mse_loss, schedule=how)
+    pipe = fpipe.pipeline(build_model(), example=(x,), targets=y, loss=loss, schedule=how)
     train(pipe, options.path, options.steps, options.every)
     if size > 1:
         dist.destroy_process_group()
