@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py    # one process per rank, over Gloo
     python examples/resume.py                                                       # both ranks in this process
 
-Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all of them again, they load the checkpoint, and
-the final parameters are bit for bit those of an undisturbed run; also under the other command, or on more ranks.
+Kill any rank (`kill -9`) at any step, or during a save: torchrun starts all again, they load the checkpoint, and the
+final parameters are bit for bit those of an undisturbed run. So are they under the other command, or on more ranks.
 
 It is exact because batch and dropout follow from the number of the step. The checkpoint holds all else: parameters,
 BatchNorm's buffers, and the state of the optimizer.
@@ -17,7 +17,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +31,8 @@ WIDTH, ROWS, MICROBATCHES = 16, 32, 4
 def build_model() -> nn.Module:
     """A network with all that a checkpoint must not forget; the same in every process."""
     torch.manual_seed(0)
-    blocks = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
-    ]
-    return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+    blocks = [[nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)] for _ in range(4)]
+    return nn.Sequential(*(layer for block in blocks for layer in block), nn.Linear(WIDTH, 1))
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -73,8 +70,8 @@ def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
             p.grad = grads.get(name)
         optimizer.step()
         if (i + 1) % every == 0 or i + 1 == steps:
-            slots: dict[str, Any] = {name: optimizer.state[p] for name, p in params.items()}
-            fpipe.save(pipe, path, params=params, buffers=buffers, state=slots, step=i + 1)
+            state = {name: optimizer.state[p] for name, p in params.items()}
+            fpipe.save(pipe, path, params=params, buffers=buffers, state=state, step=i + 1)
             if 0 in pipe.ranks.ranks:
                 print(f"step {i + 1:4}  loss {out.loss.item():.6f}  saved in {path}", flush=True)
 
