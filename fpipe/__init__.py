@@ -25,6 +25,8 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.timelines import costs, timeline
 from fpipe.training.clipping import clip, clip_value
+from fpipe.training.loss_scale import LossScale
+from fpipe.training.masters import masters
 from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
 from fpipe.verification.comparison import Verification
@@ -39,6 +41,7 @@ __all__ = [
     "DeadlockError",
     "GraphError",
     "InputError",
+    "LossScale",
     "MismatchError",
     "ModuleGraph",
     "Optimizer",
@@ -61,6 +64,7 @@ __all__ = [
     "export",
     "is_checkpoint",
     "load",
+    "masters",
     "norm",
     "optimizer",
     "pipeline",

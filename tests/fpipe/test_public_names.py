@@ -15,10 +15,10 @@ import fpipe
 
 PLACES = {
     "fpipe": """
-CaptureError Checkpoint CutError DeadlockError GraphError InputError MismatchError ModuleGraph Optimizer Part Pipeline
-PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ all_finite begin_save
-clip clip_value costs evaluate export is_checkpoint load norm optimizer pipeline predict reference safetensors save
-stream timeline value_and_grad verify
+CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
+Pipeline PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ all_finite
+begin_save clip clip_value costs evaluate export is_checkpoint load masters norm optimizer pipeline predict reference
+safetensors save stream timeline value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
@@ -71,6 +71,7 @@ SIGNATURES = {
     "timeline": "pipe spans",
     "costs": "pipe timelines",
     "optimizer": "cls *groups=None *names=None *donate=False options",
+    "masters": "optimizer dtype=torch.float32",
     "norm": "pipe grads order=2.0 names='*'",
     "clip": "pipe grads max_norm order=2.0 names='*' donate=False",
     "clip_value": "grads value donate=False",
