@@ -27,7 +27,7 @@ from benchmarks.common import ranks
 from benchmarks.common.models import cross_entropy, gpt, starts
 from benchmarks.common.rows import Reach, most, row
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.fields import call_fields
+from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.runtime.transport.envelope import Envelope
 from fpipe.runtime.transport.interface import MessageKey
@@ -62,7 +62,7 @@ def measured() -> dict[str, float]:
 def _agreed(pipe: Any) -> None:
     """Run the agreement of a step."""
     fields = pipe.caches.agreements[pipe.planner.kind(TRAINING)].fields
-    pipe.ranks.agree(lambda: [*fields, *call_fields(None)])
+    pipe.ranks.agree(lambda: [*fields, *call_fields(CommonArguments())])
 
 
 def _in_turns(reached: Any, step: Callable[[], object]) -> dict[str, float]:

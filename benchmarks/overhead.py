@@ -172,7 +172,7 @@ def empty(how: Schedule) -> dict[str, Function]:
     linked = [link(program.actions(rank), held[rank], how.placement) for rank in range(how.ranks)]
 
     def run(rank: int, transport: Transport) -> Execution:
-        return Execution(linked[rank], transport, inputs)
+        return Execution(rank, linked[rank], transport, inputs)
 
     order = [a(s, i) for i in range(MICROBATCHES) for a, way in ((F, 1), (B, -1)) for s in range(STAGES)[::way]]
     return {"run": lambda: LocalRanks(how.ranks).run(run), "bare": lambda: bare(stages, inputs, order)}

@@ -103,7 +103,7 @@ def step_of(how: Schedule, late: float) -> Callable[[], object]:
     inputs = scatter(plan, *pipe.init(model), pipe.batch(TRAINING, (x,), None), None)
 
     def execution(rank: int, transport: Transport) -> Execution:
-        return Execution(linked, transport, inputs)
+        return Execution(rank, linked, transport, inputs)
 
     return lambda: pipe.ranks.run(execution)
 

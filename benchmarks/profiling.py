@@ -49,7 +49,7 @@ class Unable(Pipeline):
         """Run the plan's program on this process's ranks."""
 
         def execution(rank: int, transport: Transport) -> Execution:
-            return Execution(plan.programs[rank], transport, inputs)
+            return Execution(rank, plan.programs[rank], transport, inputs)
 
         with random.preserve_generators(plan.generators), plan.context():
             return self.ranks.run(execution)

@@ -152,6 +152,14 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     them if their shapes are those of the example, or else tensors on the meta device that carry the shapes:
     `x.to("meta")`.
 
+    Three more arguments say what a step must know beforehand:
+
+    - `onto`: gradients that an earlier step returned, which this one adds to, in place, and returns. So K steps of M
+      microbatches give the same bits as one plain loop over K * M. They are donated: don't use them again.
+    - `total`: what the loss is averaged over, if that is more than this step: the number of microbatches of all
+      accumulated steps and replicas, or with `weight`, their weight.
+    - `scale`: the cotangent of the loss, a number, for gradients that would underflow. The loss is not scaled.
+
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span`, in seconds of
     `time.perf_counter`, for every compute action of this process and every transfer that it waited for; on an
     accelerator after the step, with the device's times. `fpipe.timeline` merges the spans of all ranks into one

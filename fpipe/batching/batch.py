@@ -17,67 +17,20 @@ Runs when a pipeline is built and in every step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe.batching.leaf import META, Leaf
-from fpipe.batching.loss_weights import Weight, compute_scales
+from fpipe.batching.loss_weights import Weight, compute_scales, require_total
 from fpipe.batching.memory import Memory
+from fpipe.batching.signature import Microbatch, Signature
 from fpipe.errors import InputError
-from fpipe.ir.questions import Answer
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tangents import require_primal
 from fpipe.tensors.tree import Structure, broadcast, flatten, require_same_tree
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Everything about a batch except its tensors' values, plus the answers to the model's questions about these.
-
-    - `leaves`: per tensor leaf, its spec, or those of its microbatches if a user's function splits it.
-    - `program`: the non-tensor leaves, which are part of the program; `halves`: the trees of inputs and of targets,
-      which include them.
-    - `answers`: by microbatch, the answers to the model's questions; empty if it asks none.
-    """
-
-    leaves: tuple[tuple[Spec, ...], ...]
-    program: str
-    halves: tuple[Structure, Structure] = field(compare=False)
-    answers: tuple[tuple[Answer, ...], ...] = ()
-
-    def __str__(self) -> str:
-        said = f", answering {[[one.text for one in row] for row in self.answers]}" if self.answers else ""
-        return f"{', '.join(' '.join(map(str, specs)) for specs in self.leaves)} and {self.program}{said}"
-
-    def with_answers(self, rows: Sequence[tuple[Answer, ...]]) -> Signature:
-        """Return the signature with the answers of each microbatch."""
-        return replace(self, answers=tuple(rows) if any(rows) else ())
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Everything about a microbatch except its tensors' values.
-
-    `leaves` are the specs of its tensors, in the order of the tree `structure`: (inputs, targets, scale), where the
-    scale is `None` if losses are not weighted. `program` has the non-tensor leaves. `answers` are those to the model's
-    questions so far.
-    """
-
-    leaves: tuple[Spec, ...]
-    program: str
-    structure: Structure = field(compare=False)
-    answers: tuple[Answer, ...] = ()
-
-    def __str__(self) -> str:
-        said = f", answering {[one.text for one in self.answers]}" if self.answers else ""
-        return f"{', '.join(map(str, self.leaves))} and {self.program}{said}"
-
-    def with_answer(self, answer: Answer) -> Microbatch:
-        """Return the microbatch with one more answer."""
-        return replace(self, answers=(*self.answers, answer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +63,7 @@ class Batching:
         ]
         cut = [leaf.cut(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
         halves = flatten(inputs)[1], flatten(targets)[1]
-        example = Signature(tuple(map(Leaf.specs, leaves, cut)), _program(halves), halves)
+        example = Signature(tuple(map(Leaf.specs, leaves, cut)), _program(halves), halves, microbatches)
         batching = cls(tuple(leaves), example, microbatches, weight)
         batching._require_pieces(example)
         return batching
@@ -143,19 +96,24 @@ class Batching:
         scale = () if self.scale is None else (self.scale,)
         rows = [(*[column[i] for column in columns], *scale) for i in range(self.microbatches)]
         answers = signature.answers or ((),) * self.microbatches
-        return [Microbatch(row, signature.program, structure, said) for row, said in zip(rows, answers, strict=True)]
+        return [
+            Microbatch(row, signature.program, structure, signature.divisor, said)
+            for row, said in zip(rows, answers, strict=True)
+        ]
 
     def _structure(self, signature: Signature) -> Structure:
         trees = [half.unflatten([torch.empty(0, device=META)] * len(half.names)) for half in signature.halves]
         return flatten((*trees, None if self.weight is None else torch.empty(0, device=META)))[1]
 
-    def split_batch(self, inputs: Any, targets: Any) -> SplitBatch:
-        """Split a batch.
+    def split_batch(self, inputs: Any, targets: Any, total: float | None = None) -> SplitBatch:
+        """Split a batch; `total` is the weight of all microbatches that losses are averaged over, these among them.
 
         For inputs or targets that this rank doesn't need, pass `None` if they are like the example except for values,
         else meta tensors. A leaf in another memory layout is copied. Raise `InputError`, naming the leaf, if it can't
         be split or does not match the example.
         """
+        if total is not None:
+            require_total(total, 0 if self.weight is not None else self.microbatches)
         halves, given = [], list[Tensor | None]()
         for what, tree, expected in zip(("inputs", "targets"), (inputs, targets), self.example.halves, strict=True):
             tensors, structure = (None, expected) if tree is None else flatten(tree)
@@ -172,14 +130,15 @@ class Batching:
             for leaf, parts, example in zip(self.leaves, cut, self.example.leaves, strict=True)
         ]
         both = (halves[0], halves[1])
-        signature = Signature(tuple(specs), _program(both), both)
+        divisor = self.microbatches if total is None or self.weight is not None else total
+        signature = Signature(tuple(specs), _program(both), both, divisor)
         if signature.leaves != self.example.leaves:
             self._require_pieces(signature)
         memories = [
             Memory(leaf.name, () if tensor is None or parts is None else leaf.memory(tensor, parts, self.microbatches))
             for leaf, tensor, parts in zip(self.leaves, given, cut, strict=True)
         ]
-        return SplitBatch(self, signature, tuple(cut), tuple(memories))
+        return SplitBatch(self, signature, tuple(cut), tuple(memories), total)
 
     def difference(self, signature: Signature) -> str:
         """Return a description of what differs from the example, for error messages."""
@@ -225,12 +184,16 @@ class Batching:
 
 @dataclass(frozen=True, eq=False)
 class SplitBatch:
-    """A split batch: its signature, and the leaves that this process was given (`known`), with their memory."""
+    """A split batch: its signature, and the leaves that this process was given (`known`), with their memory.
+
+    `total`: the weight that losses are averaged over; `None` for that of these microbatches.
+    """
 
     batching: Batching
     signature: Signature
     known: tuple[tuple[Tensor, ...] | None, ...]
     memories: tuple[Memory, ...]
+    total: float | None = None
 
     def without_values(self) -> SplitBatch:
         """Return the same batch for a process that was given none of its leaves."""
@@ -265,7 +228,7 @@ class SplitBatch:
         assert spec is not None
         return [
             torch.tensor(x, dtype=spec.dtype, device=spec.device)
-            for x in compute_scales(weight, self._microbatch_trees())
+            for x in compute_scales(weight, self._microbatch_trees(), self.total)
         ]
 
     def _microbatch_trees(self) -> Iterable[tuple[Any, Any]]:

@@ -2,7 +2,8 @@
 """The weights of microbatches in the loss of a step.
 
 The mean of means is not the mean if microbatches hold different numbers of rows or tokens. With a weight, the loss of a
-step is the sum of `loss_i * (weight_i / total)`, where total is the sum over all microbatches.
+step is the sum of `loss_i * (weight_i / total)`, where total is the sum over all microbatches: those of the step, or
+those of all steps and replicas that are averaged.
 
 Runs in every step of a pipeline with a weight, on the ranks that compute the loss.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
@@ -21,22 +22,43 @@ Weight: TypeAlias = Callable[[Any, Any], float | Tensor]
 """A function of a microbatch's inputs and targets: a number, or a tensor with one element."""
 
 
-def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> list[float]:
+WHOLE: Final = (
+    "Pass the weight of all microbatches that the loss is averaged over: those of all accumulated steps, on all "
+    "replicas. Without a weight, pass their number."
+)
+
+
+def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]], total: float | None = None) -> list[float]:
     """Return `weight_i / total` for each microbatch; inputs or targets that this rank was not given are `None`.
 
-    Raise `InputError` if a weight is invalid, or all are 0.
+    Without a `total`, it is the weight of these microbatches. Raise `InputError` if a weight is invalid, if all are 0,
+    or if they exceed the given total.
 
     >>> compute_scales(lambda inputs, targets: targets["tokens"], [(None, {"tokens": 3}), (None, {"tokens": 1})])
     [0.75, 0.25]
     """
     counts = [_count_microbatch(weight, i, *given) for i, given in enumerate(microbatches)]
-    total = sum(counts)
-    if not total:
+    here = sum(counts)
+    if total is None and not here:
         raise InputError(
             f"weight: got 0 for each of the {len(counts)} microbatches, expected a positive one. Skip this batch on "
             "every rank."
         )
+    if total is None:
+        return [count / here for count in counts]
+    require_total(total, here)
     return [count / total for count in counts]
+
+
+def require_total(total: object, here: float) -> None:
+    """Raise `InputError` unless the total is a number, and at least the weight of the microbatches `here`."""
+    if not isinstance(total, int | float) or isinstance(total, bool) or not (math.isfinite(total) and total > 0):
+        raise InputError(f"total: got {total!r}, expected a finite number above 0. {WHOLE}")
+    if here > total * (1 + 1e-9):  # sums of fractions are rounded
+        raise InputError(
+            f"total: got {total:g}, expected at least {here:g}, the weight of the microbatches of this step alone. "
+            f"{WHOLE}"
+        )
 
 
 def _count_microbatch(weight: Weight, i: int, inputs: Any, targets: Any) -> float:

@@ -12,7 +12,7 @@ Runs in every step; leaves are compared only if the model modifies one in place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -61,6 +61,28 @@ def has_overlap(a: Tensor, b: Tensor) -> bool:
         return False
     low, high = min(first, start), max(stop, end)
     return bool((_byte_mask(a, low, high) & _byte_mask(b, low, high)).any())
+
+
+def find_overlap(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+    """Return the names of two tensors that have a byte in common, or twice that of one in which elements have.
+
+    >>> rows = torch.zeros(4, 6)
+    >>> find_overlap({"left": rows[:, :3], "right": rows[:, 3:]}), find_overlap({"all": rows, "first": rows[0]})
+    (None, ('all', 'first'))
+    """
+    strided = [(name, tensor) for name, tensor in tensors.items() if tensor.layout is torch.strided]
+    inner = next((name for name, tensor in strided if _has_inner_overlap(tensor)), None)
+    if inner is not None:
+        return inner, inner
+    ranges = sorted(((*_range(tensor), k) for k, (_, tensor) in enumerate(strided)))
+    stop, last = 0, 0
+    for start, end, k in ranges:
+        if start < stop and has_overlap(strided[last][1], strided[k][1]):
+            first, second = sorted((last, k))
+            return strided[first][0], strided[second][0]
+        if end > stop:
+            stop, last = end, k
+    return None
 
 
 def _has_inner_overlap(tensor: Tensor) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model and its loss as one function of flat tensors, so that the loss belongs to the last stage.
 
-A microbatch's loss is divided by the number of microbatches, or multiplied by its share of the total weight, inside the
-captured program and before anything else uses it. So the sum over microbatches is the loss of the step, and the
-executor needs no special case for the last stage. The share is one more leaf of the batch.
+A microbatch's loss is divided by the number of microbatches in all, or multiplied by its share of the total weight,
+inside the captured program and before anything else uses it. So the sum over microbatches is the loss of the step, and
+the executor needs no special case for the last stage. The share is one more leaf of the batch.
 
 Runs when a plan is made, when `verify` runs the model eagerly, and in every step if a unit of a front end calls it.
 """
@@ -38,7 +38,7 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     )
 
 
-def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, microbatches: int) -> Tensor:
+def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, divisor: float) -> Tensor:
     """Return the microbatch's share of the step's loss, a scalar.
 
     Call `loss(outputs, targets)`, or `loss(outputs)` if targets are `None`. Raise `CaptureError` if it does not return
@@ -51,7 +51,7 @@ def scale_loss(loss: Loss, outputs: Any, targets: Any, scale: Tensor | None, mic
             f"loss: got {got}, expected a floating-point scalar tensor. Reduce it, for example by .mean(), and return "
             "nothing else."
         )
-    return value / microbatches if scale is None else value * scale.to(value.dtype)
+    return value / divisor if scale is None else value * scale.to(value.dtype)
 
 
 def require_no_parameters(loss: Loss | None) -> None:
@@ -69,13 +69,13 @@ class Objective:
     """The computation for one microbatch: the model, then the microbatch's share of the step's loss.
 
     `batch` is the tree (inputs, targets, scale). The loss is multiplied by the scale or, if that is `None`, divided by
-    the number of microbatches. `ask` answers the model's questions about the microbatch's values during a capture.
-    Model and loss run under the autocast `casts`.
+    the `divisor`: the number of microbatches in all. `ask` answers the model's questions about the microbatch's values
+    during a capture. Model and loss run under the autocast `casts`.
     """
 
     loss: Loss | None
     batch: Structure
-    microbatches: int
+    divisor: float
     ask: Ask = field(default=refuse_questions, compare=False)
     casts: Casts = ()
 
@@ -92,4 +92,4 @@ class Objective:
             outputs = call_model(model, inputs)
             if self.loss is None:
                 return None, outputs
-            return scale_loss(self.loss, outputs, targets, scale, self.microbatches), outputs
+            return scale_loss(self.loss, outputs, targets, scale, self.divisor), outputs

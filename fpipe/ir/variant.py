@@ -6,7 +6,7 @@ Runs when a pipeline is built and in every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -19,13 +19,20 @@ Casts: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 class Variant:
     """A mode of running the model: in training or evaluation, with or without the loss, with or without the outputs.
 
-    `casts`: the autocast that model and loss run under.
+    `casts`: the autocast that model and loss run under. `scaled`: whether the backward starts from a scale that the
+    step is passed, not from 1.
     """
 
     training: bool
     loss: bool
     outputs: bool
     casts: Casts = ()
+    scaled: bool = False
+
+    @property
+    def capture(self) -> Variant:
+        """The variant that is captured for this one: outputs and scale don't change what the model computes."""
+        return replace(self, outputs=True, scaled=False)
 
 
 TRAINING = Variant(training=True, loss=True, outputs=False)

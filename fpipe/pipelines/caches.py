@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from fpipe.batching.batch import Signature
+from fpipe.batching.signature import Signature
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.norm_table import NormTable
 from fpipe.runtime.transport.agreement import Field

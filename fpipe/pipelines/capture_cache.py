@@ -18,7 +18,8 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from fpipe.batching.batch import Batching, Microbatch, SplitBatch
+from fpipe.batching.batch import Batching, SplitBatch
+from fpipe.batching.signature import Microbatch
 from fpipe.capture.dynamo import dynamo
 from fpipe.capture.leftovers import defining_files, find_caches, remove_fakes, user_classes
 from fpipe.capture.originals import require_own_state
@@ -73,7 +74,7 @@ class CaptureCache:
 
     def of(self, variant: Variant, microbatch: Microbatch) -> Cut:
         """Return the captured model and the positions of its cuts for a microbatch; outputs make no difference."""
-        what = replace(variant, outputs=True), microbatch
+        what = variant.capture, microbatch
         if what not in self.positions:
             if what not in self.captured:
                 told = self.explore(variant, microbatch, refuse_questions)
@@ -84,15 +85,15 @@ class CaptureCache:
 
     def question(self, variant: Variant, microbatch: Microbatch) -> Question | None:
         """Return the model's next question about a microbatch; `None` if none is known."""
-        return self.questions.get((replace(variant, outputs=True), microbatch))
+        return self.questions.get((variant.capture, microbatch))
 
     def knows(self, variant: Variant, microbatch: Microbatch) -> bool:
         """Return whether the model has been captured for such a microbatch, with its answers."""
-        return (replace(variant, outputs=True), microbatch) in self.captured
+        return (variant.capture, microbatch) in self.captured
 
     def explore(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Microbatch:
         """Capture the model for a microbatch; return the microbatch with all answers, getting new ones from `ask`."""
-        variant, known = replace(variant, outputs=True), iter(microbatch.answers)
+        variant, known = variant.capture, iter(microbatch.answers)
         told, places = replace(microbatch, answers=()), self.watching.origin.places
 
         def answer(question: Question) -> Answer:
@@ -117,7 +118,7 @@ class CaptureCache:
 
     def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
         """Return the assumptions of the captures for these microbatches, which must still hold when they run."""
-        wanted = [(replace(variant, outputs=True), one) for one in dict.fromkeys(microbatches)]
+        wanted = [(variant.capture, one) for one in dict.fromkeys(microbatches)]
         return Watch.union(self.watches[what] for what in wanted)
 
     @property
@@ -134,7 +135,7 @@ class CaptureCache:
     def objective(self, variant: Variant, microbatch: Microbatch) -> Objective:
         """Return the computation to capture for such a microbatch."""
         loss = self.loss if variant.loss else None
-        return Objective(loss, microbatch.structure, self.batchings[variant.loss].microbatches, casts=variant.casts)
+        return Objective(loss, microbatch.structure, microbatch.divisor, casts=variant.casts)
 
     def _capture(self, variant: Variant, microbatch: Microbatch, ask: Ask) -> Captured:
         with torch.inference_mode(False), fake_mode():
@@ -147,7 +148,7 @@ class CaptureCache:
 
     def _positions(self, captured: Captured, variant: Variant, microbatch: Microbatch) -> tuple[int, ...]:
         """Return the positions of the cuts: at the same modules as for the example's first microbatch in training."""
-        batching, training = self.batchings[True], replace(TRAINING, outputs=True)
+        batching, training = self.batchings[True], TRAINING.capture
         first = batching.split(batching.example)[0]
         if (variant, microbatch) == (training, first):
             return self.cuts.positions(captured, self.model)

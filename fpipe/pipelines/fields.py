@@ -14,11 +14,12 @@ import dataclasses
 import platform
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fpipe.batching.batch import Batching, Signature
+from fpipe.batching.batch import Batching
+from fpipe.batching.signature import Signature
 from fpipe.ir.captured import Constant
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.autocast import DEVICE_TYPES
@@ -55,10 +56,26 @@ def batch_fields(pipe: Pipeline, kind: BatchKind, known: int = 0) -> tuple[Field
     )
 
 
-def call_fields(seed: int | None) -> tuple[Field, ...]:
+class CommonArguments(NamedTuple):
+    """The arguments of a call that are the same on every rank; `onto`: whether it adds to earlier sums."""
+
+    seed: int | None = None
+    scale: float | None = None
+    total: float | None = None
+    onto: bool = False
+
+    def __str__(self) -> str:
+        return f"scale={self.scale}, total={self.total}, {'with' if self.onto else 'without'} onto"
+
+
+def call_fields(call: CommonArguments) -> tuple[Field, ...]:
     """Return the fields of one call; they are made in every step."""
-    text, settings = str(seed), _setting_lines()
-    return Field("seed", digest([text]), lambda: [text]), Field("settings", _cached_digest(settings), lambda: settings)
+    seed, others, settings = str(call.seed), str(call), _setting_lines()
+    return (
+        Field("seed", digest([seed]), lambda: [seed]),
+        Field("scale, total and onto", _cached_digest((others,)), lambda: [others]),
+        Field("settings", _cached_digest(settings), lambda: settings),
+    )
 
 
 def _pipeline_lines(pipe: Pipeline) -> list[str]:
@@ -81,7 +98,7 @@ def _format_settings(dtype: torch.dtype, *casts: torch.dtype | str) -> tuple[str
     return f"default dtype: {dtype}", *lines
 
 
-_cached_digest = lru_cache(maxsize=1)(digest)
+_cached_digest = lru_cache(maxsize=8)(digest)
 """Returns the digest of lines, cached for as long as they stay the same."""
 
 

@@ -11,15 +11,17 @@ Runs when a pipeline is built, at the first batch of a kind, and in every step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fpipe.batching.batch import Batching, Signature, SplitBatch
+from fpipe.batching.batch import Batching, SplitBatch
+from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.caches import Agreement
-from fpipe.pipelines.fields import argument_fields, batch_fields, call_fields, plan_fields
+from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
@@ -29,6 +31,8 @@ from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.agreement import Field
 from schedules import Schedule
 
+NO_ARGUMENTS: Final = CommonArguments()
+
 
 def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching) -> None:
     """Raise `TransportError` on all ranks unless all of them build a pipeline with this schedule and batch."""
@@ -36,7 +40,7 @@ def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching) -> None
 
 
 def agree_on_plan(
-    pipe: Pipeline, variant: Variant, signature: Signature | None = None, seed: int | None = None
+    pipe: Pipeline, variant: Variant, signature: Signature | None = None, call: CommonArguments = NO_ARGUMENTS
 ) -> Plan:
     """Return the plan for a kind of batch, once all ranks have agreed on it and its channels are connected.
 
@@ -44,7 +48,7 @@ def agree_on_plan(
     """
     kind = pipe.planner.kind(variant, signature)
     if kind not in pipe.caches.agreements:
-        pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(seed)])
+        pipe.ranks.agree(lambda: [*batch_fields(pipe, kind), *call_fields(call)])
         plan, fields = pipe.plan(*kind), list[Field]()
 
         def record_fields() -> Sequence[Field]:
@@ -59,15 +63,15 @@ def agree_on_plan(
 
 
 def agree_to_step(
-    pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, seed: int | None
+    pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, call: CommonArguments
 ) -> tuple[Plan, Inputs]:
     """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the step."""
     kind = variant, batch.signature
-    plan = agree_on_plan(pipe, *kind, seed)
+    plan = agree_on_plan(pipe, *kind, call)
     plan.watch.require_unchanged()
-    inputs = scatter(plan, params, buffers, batch, seed)
+    inputs = scatter(plan, params, buffers, batch, call.seed)
     fields = pipe.caches.agreements[kind].fields
-    pipe.ranks.agree(lambda: [*fields, *call_fields(seed)])
+    pipe.ranks.agree(lambda: [*fields, *call_fields(call)])
     if not pipe.caches.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
         pipe.caches.compared.add(kind)

@@ -6,9 +6,10 @@ Runs in every step, before ranks agree to begin it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from fpipe.batching.batch import SplitBatch
@@ -17,6 +18,7 @@ from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Inputs
+from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.weights.state import require_state_names
 
@@ -40,6 +42,15 @@ def scatter(plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: 
         batch=lambda stage, i: rows[i][stage][i],
         keys=make_keys(plan, seed),
     )
+
+
+def start_backward(stages: Iterable[Stage], scale: float | None) -> dict[int, Tensors]:
+    """Return the cotangents of the loss, by stage, for stages that are passed one."""
+    return {
+        stage.index: tuple([torch.full(s.shape, scale or 1.0, dtype=s.dtype, device=s.device) for s in stage.start])
+        for stage in stages
+        if stage.start
+    }
 
 
 def _split_rows(numbers: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], microbatches: int) -> Sequence[Tensors]:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.batching.batch import Signature, SplitBatch
+from fpipe.batching.batch import SplitBatch
+from fpipe.batching.signature import Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import CaptureError
 from fpipe.ir.variant import TRAINING, Variant
@@ -113,13 +114,20 @@ class Pipeline:
         """True if the loss is a function of the outputs alone."""
         return not self.captures.batchings[True].has_targets and self.captures.loss is not None
 
-    def batch(self, variant: Variant, inputs: Any, targets: Any, exchange_text: ExchangeText = own_text) -> SplitBatch:
+    def batch(
+        self,
+        variant: Variant,
+        inputs: Any,
+        targets: Any,
+        exchange_text: ExchangeText = own_text,
+        total: float | None = None,
+    ) -> SplitBatch:
         """Return the batch, split into microbatches, with the answers to the model's questions in this variant.
 
         `exchange_text` exchanges answers with the other ranks, which must then all call this. Without it, this process
         must have every leaf that the model asks about.
         """
-        batch = self.captures.batchings[variant.loss].split_batch(inputs, targets)
+        batch = self.captures.batchings[variant.loss].split_batch(inputs, targets, total)
         if (variant, batch.signature) in self.caches.unquestioned:
             return batch
         try:
@@ -285,7 +293,7 @@ class Pipeline:
         """Run the plan's program on this process's ranks; return their outcomes. `record` gets each measured span."""
 
         def execution(rank: int, transport: Transport) -> Execution:
-            return Execution(plan.programs[rank], transport, inputs)
+            return Execution(rank, plan.programs[rank], transport, inputs)
 
         with random.preserve_generators(plan.generators), plan.context():
             if record is None:

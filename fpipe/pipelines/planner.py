@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fpipe.autodiff.backends import Backend
-from fpipe.batching.batch import Microbatch, Signature
 from fpipe.batching.merge import Merge
+from fpipe.batching.signature import Microbatch, Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import CutError, InputError, PipelineError
 from fpipe.ir.variant import Variant
@@ -27,7 +27,7 @@ from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.turns import wait_for_turn
-from fpipe.stages.assembly import Assembly, assemble, differentiate
+from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
@@ -117,6 +117,8 @@ class Planner:
     def _assemble(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         placement = self.schedule.placement
         assembly = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
+        if variant.scaled:
+            assembly = take_scale(assembly)
         if self.backend is None:
             return assembly
         return differentiate(assembly, self.backend, {s for rank in self.ranks for s in placement.stages_on(rank)})

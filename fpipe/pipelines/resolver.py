@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import torch
 
-from fpipe.batching.batch import Microbatch, SplitBatch
+from fpipe.batching.batch import SplitBatch
+from fpipe.batching.signature import Microbatch
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import InputError
 from fpipe.ir.questions import Answer, Question

@@ -19,6 +19,7 @@ Runs in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fpipe.runtime.transport.interface import Handle, MessageKey, Payload, Route, Transport
@@ -108,6 +109,8 @@ class Inputs(NamedTuple):
     - `keys`: the random key of each microbatch.
     - `deliver`: `deliver(microbatch, values)` is called with what leaves the pipeline, as soon as it does; `None` to
       keep that for the outcome.
+    - `starts`: per stage, cotangents that come from outside of the pipeline; they go before those of later stages.
+    - `onto`: per rank and stage, the sum of gradients to add to, in memory that the step may write.
     """
 
     params: Sequence[Mapping[int, Any]]
@@ -115,6 +118,8 @@ class Inputs(NamedTuple):
     batch: Callable[[int, int], Payload]
     keys: Sequence[int]
     deliver: Callable[[int, Payload], None] | None = None
+    starts: Mapping[int, Payload] = MappingProxyType({})
+    onto: Mapping[tuple[int, int], Any] = MappingProxyType({})
 
 
 class Outcome(NamedTuple):
@@ -184,10 +189,10 @@ class Execution:
 
     at: Instruction | None = None
 
-    def __init__(self, program: LinkedProgram, transport: Transport, inputs: Inputs) -> None:
-        self.program, self.transport, self.inputs = program, transport, inputs
+    def __init__(self, rank: int, program: LinkedProgram, transport: Transport, inputs: Inputs) -> None:
+        self.rank, self.program, self.transport, self.inputs = rank, program, transport, inputs
         self.buffers = {s: inputs.buffers[s] for s in program.stages}
-        self.grads: dict[int, Any] = dict.fromkeys(self.buffers, ())
+        self.grads: dict[int, Any] = {s: inputs.onto.get((rank, s), ()) for s in program.stages}
         self.shared: dict[tuple[int, int], Payload] = {}
         self.results: dict[int, Payload] = {}
         self.deliver = inputs.deliver or self.results.__setitem__

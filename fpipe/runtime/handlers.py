@@ -53,13 +53,15 @@ def _recompute(run: Execution, action: Action, stage: StageLike, arrived: Payloa
 
 def _backward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    outgoing, run.grads[s] = stage.backward(run.residuals.pop((s, i), None), arrived, run.grads[s])
+    cotangents = run.inputs.starts.get(s, ()) + arrived
+    outgoing, run.grads[s] = stage.backward(run.residuals.pop((s, i), None), cotangents, run.grads[s])
     return outgoing
 
 
 def _backward_input(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), arrived)
+    cotangents = run.inputs.starts.get(s, ()) + arrived
+    outgoing, run.deferred[s, i] = stage.backward_input(run.residuals.pop((s, i), None), cotangents)
     return outgoing
 
 

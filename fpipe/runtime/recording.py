@@ -121,10 +121,10 @@ class RecordedExecution(Execution):
     """An execution whose waits are timed, and, if its program comes from `add_timers`, its compute actions too."""
 
     def __init__(
-        self, rank: int, watch: Stopwatch, program: LinkedProgram, transport: Transport, inputs: Inputs
+        self, watch: Stopwatch, rank: int, program: LinkedProgram, transport: Transport, inputs: Inputs
     ) -> None:
-        super().__init__(program, transport, inputs)
-        self.rank, self.watch = rank, watch
+        super().__init__(rank, program, transport, inputs)
+        self.watch = watch
 
     def run(self) -> Generator[Handle, None, Outcome]:
         """Interpret the program and time its waits: each lasts from yielding a handle until the driver resumes."""
@@ -146,7 +146,7 @@ def run_recorded(
 ) -> dict[int, Outcome]:
     """Run each rank's program, from `add_timers`; return the outcomes. `record` gets the spans of actions and waits."""
     watch = stopwatch(device, record)
-    outcomes = ranks.run(lambda rank, transport: RecordedExecution(rank, watch, programs[rank], transport, inputs))
+    outcomes = ranks.run(lambda rank, transport: RecordedExecution(watch, rank, programs[rank], transport, inputs))
     watch.read()
     return outcomes
 

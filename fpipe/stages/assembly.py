@@ -75,6 +75,24 @@ class Assembly:
         return {s.name: Spec.of(fakes[v]) for v, s in self.captured.sources.items() if isinstance(s, kind)}
 
 
+def take_scale(assembly: Assembly) -> Assembly:
+    """Return the assembly with backwards that start from a given cotangent of the loss; they started from 1."""
+    return replace(
+        assembly,
+        stages=tuple(map(_take_scale, assembly.stages)),
+        build_whole=lambda: _take_scale(assembly.build_whole()),
+    )
+
+
+def _take_scale(stage: Stage) -> Stage:
+    """Return the stage; where the loss is, its cotangent is one that enters, before those from later stages."""
+    wiring, functions = stage.wiring, cast("Autograd", stage.functions)
+    if wiring.loss is None:
+        return stage
+    scaled = replace(wiring, loss=None, roots=(wiring.loss, *wiring.roots))
+    return replace(stage, wiring=scaled, functions=replace(functions, wiring=scaled), start=stage.results[:1])
+
+
 def differentiate(assembly: Assembly, backend: Backend, held: Collection[int]) -> Assembly:
     """Return the assembly with the functions of this process's stages, `held`, converted by `backend`."""
     stages = [
@@ -86,7 +104,7 @@ def differentiate(assembly: Assembly, backend: Backend, held: Collection[int]) -
 
 def _convert(backend: Backend, captured: Captured, section: Section, stage: Stage) -> StageFunctions:
     eager, fakes = cast("Autograd", stage.functions), captured.fakes
-    pulled = [spec for crossing in stage.pulled_by for spec in crossing.specs]
+    pulled = [*stage.start, *[spec for crossing in stage.pulled_by for spec in crossing.specs]]
     optional = any(isinstance(spec, OptionalSpec) for spec in pulled)
     if optional and len(pulled) + (stage.wiring.loss is not None) > 1:
         return replace(eager, remark="by autograd: data decide which cotangents it receives")

@@ -49,6 +49,7 @@ class Stage:
     - `grads`, `totals`: names and specs of the parameters whose gradients this stage computes. A spec is an
       `OptionalSpec`, here and in what crosses, if it depends on data whether there is a gradient.
     - `wiring`: the roles of the tensors of its functions; `functions`: the computation.
+    - `start`: the spec of the loss's cotangent, if the loss is computed here and the step is passed its cotangent.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Stage:
     totals: tuple[Spec, ...]
     wiring: Wiring
     functions: StageFunctions
+    start: tuple[Spec, ...] = ()
 
     @property
     def undeferred(self) -> Mapping[str, str]:

@@ -55,6 +55,7 @@ class Results(NamedTuple):
 def run_eagerly(
     model: nn.Module,
     objective: Objective,
+    microbatches: int,
     batch: Mapping[int, Sequence[Tensor]],
     orders: Mapping[str, Orders],
     merge: Merge | None,
@@ -68,7 +69,7 @@ def run_eagerly(
     sums = {name: ReplicaSum(order) for name, order in orders.items()}
     before = dict(model.named_buffers())
     with _restore_tensors(model):
-        for i in range(objective.microbatches):
+        for i in range(microbatches):
             value, outputs = objective(model, [_copy_aligned(parts[i]) for _, parts in sorted(batch.items())])
             assert value is not None, "there is a loss"
             if value.requires_grad:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
+from types import MappingProxyType
 from typing import TypeAlias
 
 from torch import Tensor
@@ -32,20 +33,24 @@ def run_on_one_device(
     buffers: Mapping[str, Tensor],
     batch: Mapping[int, Sequence[Tensor]],
     keys: Sequence[int],
+    onto: Mapping[str, Tensor] = MappingProxyType({}),
+    start: Tensors = (),
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
     """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
-    `batch` has the microbatches of each leaf.
+    `batch` has the microbatches of each leaf, `onto` the sums of gradients to go on from, `start` the cotangent of the
+    loss, if it is not 1.
     """
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
     stated = {name: iter(by_stage) for name, by_stage in find_orders(plan).items()}
-    sums = [ReplicaSum(next(stated[name])) for name in whole.grads]
+    earlier = dict(onto)
+    sums = [ReplicaSum(next(stated[name]), earlier.pop(name, None)) for name in whole.grads]
     results = {}
     for i, cut in enumerate(plan.assemblies):
         inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
         results[i], state, residuals = cut.whole.forward(leaves, state, inputs, keys[i])
-        _, grads = cut.whole.backward(residuals, ())
+        _, grads = cut.whole.backward(residuals, start)
         for terms, grad in zip(sums, grads, strict=True):
             terms.add(i, grad)
     totals = defaultdict[str, list[Tensor]](list)
@@ -65,10 +70,10 @@ class OrderedSum:
     'ba'
     """
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, order: Sequence[int], onto: Tensor | None = None) -> None:
         self.order, self.next = tuple(order), 0
         self.early: dict[int, Tensor | None] = {}
-        self.sum: Tensor | None = None
+        self.sum = onto
 
     def add(self, i: int, term: Tensor | None) -> None:
         """Add term number `i`, or `None` for no term, once all terms before it in the order have been added."""
@@ -99,8 +104,9 @@ class ReplicaSum:
     'acdb'
     """
 
-    def __init__(self, orders: Orders) -> None:
-        self.parts = [OrderedSum(order) for order in orders]
+    def __init__(self, orders: Orders, onto: Tensor | None = None) -> None:
+        first, *others = orders
+        self.parts = [OrderedSum(first, onto), *map(OrderedSum, others)]
 
     def add(self, i: int, term: Tensor | None) -> None:
         """Add term number `i`, or `None` for no term."""

@@ -11,10 +11,10 @@ from typing import Any
 from fpipe.batching.memory import require_apart
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
-from fpipe.pipelines.inputs import State, make_keys
+from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step, merge_results
-from fpipe.pipelines.step import ValueAndGrad
+from fpipe.pipelines.step import ValueAndGrad, scale_variant
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors import random
 from fpipe.verification.one_device import run_on_one_device
@@ -26,20 +26,32 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
     known = pipe.plan(variant).assembly
 
     def step(
-        params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None
+        params: State,
+        buffers: State,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        seed: int | None = None,
+        onto: State | None = None,
+        scale: float | None = None,
+        total: float | None = None,
     ) -> tuple[Step, State]:
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
         require_gradients()
-        with suspend_autocast(variant) as what:
-            batch = pipe.batch(what, inputs, targets)
+        sums = {} if onto is None else onto
+        with suspend_autocast(variant) as cast:
+            what = scale_variant(cast, scale)
+            batch = pipe.batch(what, inputs, targets, total=total)
             plan = pipe.plan(what, batch.signature)
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.modified_leaves)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
+            keys, start = make_keys(plan, seed), start_backward([plan.assembly.whole], scale).get(0, ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
-                results, state, grads = run_on_one_device(plan, params, buffers, parts, make_keys(plan, seed))
+                results, state, made = run_on_one_device(plan, params, buffers, parts, keys, sums, start)
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
+        grads = {**sums, **made}
         return Step(*merge_results(plan, results), new), {name: grads[name] for name in params if name in grads}
 
     return step

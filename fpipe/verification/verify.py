@@ -94,7 +94,8 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
     objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
     with suspend_autocast(variant), random.preserve_generators(plan.generators):
         before = random.states(plan.generators)
-        eager = run_eagerly(trial.module, objective, batch.take(), single, plan.merge).restrict(names)
+        count, parts = len(plan.assemblies), batch.take()
+        eager = run_eagerly(trial.module, objective, count, parts, single, plan.merge).restrict(names)
         if not all(map(torch.equal, before, random.states(plan.generators))):
             return 0
     return require_equal(got.restrict(names), eager, "the model run eagerly", trial.tolerance)

@@ -46,16 +46,17 @@ def loop(model, loss, inputs, targets, microbatches, order=None, dims=(0, 0), we
     return Result(total, join(outputs, joined), grads, dict(model.named_buffers()))
 
 
-def loop_as_stated(pipe, model, loss, inputs, targets) -> Result:
+def loop_as_stated(pipe, model, loss, inputs, targets, onto=(), total=None) -> Result:
     """One device, for a model without state: gradients are added in the order that the schedule of `pipe` states.
 
-    Each replica of a parameter's first stage adds those of its microbatches in its order; then the sums are added. A
-    parameter has no gradient if no microbatch uses it.
+    Each replica of a parameter's first stage adds those of its microbatches in its order, the first one to the sums
+    `onto`; then the sums are added. A parameter has no gradient if no microbatch uses it. Losses are divided by the
+    `total`.
     """
-    how = pipe.schedule
-    alone = [gradients_of(i, model, loss, inputs, targets, how.microbatches) for i in range(how.microbatches)]
+    how, onto = pipe.schedule, dict(onto)
+    alone = [gradients_of(i, model, loss, inputs, targets, how.microbatches, total) for i in range(how.microbatches)]
     totals = {
-        name: add_replicas(how, stage.index, [one.get(name) for one in alone])
+        name: add_replicas(how, stage.index, [one.get(name) for one in alone], onto.get(name))
         for stage in pipe.stages
         for name in stage.grads
     }
@@ -84,12 +85,12 @@ def loop_untied(pipe, model, loss, inputs, targets, uses: dict[int, tuple[str, .
     return loop(model, loss, inputs, targets, how.microbatches)._replace(grads=grads)
 
 
-def add_replicas(how: Schedule, s: int, terms: list[Tensor | None]) -> Tensor | None:
+def add_replicas(how: Schedule, s: int, terms: list[Tensor | None], onto: Tensor | None = None) -> Tensor | None:
     """Add the terms of all microbatches as the replicas of stage `s` do: each its own, then their sums."""
     sums = []
     for rank in how.placement.replicas(s):
         order = [action.microbatch for action in how.actions(rank) if action.stage == s and action.kind in ("B", "W")]
-        sums.append(add([terms[i] for i in order]))
+        sums.append(add([None if sums else onto, *[terms[i] for i in order]]))
     return add(sums)
 
 
@@ -99,12 +100,12 @@ def add(terms: list[Tensor | None]) -> Tensor | None:
     return functools.reduce(operator.add, present) if present else None
 
 
-def gradients_of(i: int, model, loss, inputs, targets, microbatches: int) -> dict[str, Tensor]:
-    """The gradients of one microbatch, by `.backward()`."""
+def gradients_of(i: int, model, loss, inputs, targets, microbatches: int, total=None) -> dict[str, Tensor]:
+    """The gradients of one microbatch, by `.backward()`; its loss is divided by `total`, or by their number."""
     model, inputs, targets = copy.deepcopy((model, inputs, targets))
     part, wanted = piece(inputs, i, microbatches), piece(targets, i, microbatches)
     out = model(**part) if isinstance(part, dict) else model(*part)
-    value = (loss(out) if targets is None else loss(out, wanted)) / microbatches
+    value = (loss(out) if targets is None else loss(out, wanted)) / (total or microbatches)
     if value.requires_grad:
         value.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

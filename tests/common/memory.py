@@ -129,7 +129,7 @@ def levels(pipe, model, inputs, targets, seed=SEED):
         linked = link(plan.program.actions(rank), stages, plan.placement)
         instructions, after = probed(linked.instructions, lambda rank=rank: memory.held(rank))
         found.append(after)
-        runs.append(Execution(linked._replace(instructions=instructions), transport, given))
+        runs.append(Execution(rank, linked._replace(instructions=instructions), transport, given))
         hand_over_buffers(runs[-1], pipe.stages, memory)
     with random.preserve_generators(plan.devices), memory, reference_counts_alone():
         drive(transport, runs)

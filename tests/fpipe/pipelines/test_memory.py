@@ -210,7 +210,7 @@ def test_the_executor_posts_no_other_receives(name, how):
             one._replace(handler=watched(one.handler)) if one.action.peer is None else one
             for one in linked.instructions
         ]
-        runs.append(Execution(linked._replace(instructions=tuple(instructions)), transport, given))
+        runs.append(Execution(rank, linked._replace(instructions=tuple(instructions)), transport, given))
     with random.preserve_generators(plan.devices):
         drive(transport, runs)
     assert found == [receive_buffers(pipe.program.actions(rank)) for rank in range(pipe.schedule.ranks)]

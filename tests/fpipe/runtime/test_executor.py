@@ -73,11 +73,11 @@ class Hooked:
         return lambda *arguments: self.compute(self.running[0].at.action, found, *arguments)
 
 
-def execution_through(actions, stages, placement, transport, inputs, compute):
+def execution_through(rank, actions, stages, placement, transport, inputs, compute):
     """An execution of these actions, whose stages call `compute`."""
     running = []
     stages = {s: Hooked(stage, running, compute) for s, stage in stages.items()}
-    running.append(Execution(link(actions, stages, placement), transport, inputs))
+    running.append(Execution(rank, link(actions, stages, placement), transport, inputs))
     return running[0]
 
 
@@ -96,7 +96,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
         )
         stages = {s: Symbolic(graph, s) for s in held}
         actions = list(program.actions(rank)) if rows is None else rows[rank]
-        executions.append(execution_through(actions, stages, schedule.placement, transport, inputs, compute))
+        executions.append(execution_through(rank, actions, stages, schedule.placement, transport, inputs, compute))
     return executions, drive(transport, executions)
 
 
@@ -221,8 +221,8 @@ def test_the_position_is_that_of_the_running_action(kinds):
     graph, transport = chain(2), LocalTransport()
     inputs = [Inputs([{s: ""}] * 2, {s: ()}, batch, [0, 1]) for s in range(2)]
     stages = [{s: Symbolic(graph, s)} for s in range(2)]
-    execution = execution_through(program, stages[0], schedule.placement, transport, inputs[0], compute)
-    other = Execution(link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])
+    execution = execution_through(0, program, stages[0], schedule.placement, transport, inputs[0], compute)
+    other = Execution(1, link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])
     drive(transport, [execution, other])
     assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
     assert execution.at.position == len(program) - 1

@@ -80,6 +80,22 @@ def test_every_synchronous_schedule_runs(how):
     assert_same(got, Result(out.loss, out.outputs, grads, out.buffers))
 
 
+@settings(max_examples=few(25))
+@given(schedules())
+def test_every_synchronous_schedule_goes_on_from_earlier_sums(how):
+    pipe, model, inputs, targets = build(how)
+    state, step, total = pipe.init(model), fpipe.value_and_grad(pipe), 3 * how.microbatches
+    plain, reference = fpipe.reference(pipe), (dict(model.named_parameters()), {})
+    onto, wanted, other = None, {}, None
+    for k in range(3):
+        batch = (inputs[0] + k,), targets
+        _, onto = step(*state, *batch, onto=onto, total=total)
+        _, other = plain(*reference, *batch, onto=other, total=total)
+        wanted = loop_as_stated(pipe, model, mse, *batch, wanted, total).grads
+    assert_same(Result(None, None, onto, {}), Result(None, None, wanted, {}))
+    assert_same(Result(None, None, other, {}), Result(None, None, wanted, {}))
+
+
 @settings(max_examples=few(10))
 @given(schedules())
 def test_every_synchronous_schedule_evaluates(how):

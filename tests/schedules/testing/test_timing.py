@@ -166,7 +166,7 @@ def execute(schedule, graph, costs):
         keys = [key(i) for i in range(schedule.microbatches)]
         inputs = Inputs([dict.fromkeys(held, "")] * schedule.microbatches, dict.fromkeys(held, ()), batch, keys)
         clocks.now[rank] = 0.0
-        running.append(Execution(link(program.actions(rank), stages, schedule.placement), clocks, inputs))
+        running.append(Execution(rank, link(program.actions(rank), stages, schedule.placement), clocks, inputs))
         runs[rank] = running[0].run()
     waiting = dict.fromkeys(runs)
     while runs:

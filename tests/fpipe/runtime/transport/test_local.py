@@ -41,7 +41,7 @@ def start(*rows, homes=None):
         stages = {s: Echo(s, len(homes)) for s, home in enumerate(homes) if home == rank}
         nothing = dict.fromkeys(stages)
         inputs = Inputs([nothing] * 9, nothing, lambda s, i: ("x",) if s == 0 else (), range(9))
-        executions.append(Execution(link(map(parse, row.split()), stages, placement), transport, inputs))
+        executions.append(Execution(rank, link(map(parse, row.split()), stages, placement), transport, inputs))
     return transport, executions
 
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step must know beforehand: sums to go on from, the scale of the loss, and the total weight.
+
+Held against a plain loop over all microbatches of all steps, which uses nothing of fpipe.
+"""
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fpipe
+from schedules import dualpipe, one_f_one_b, zb_h1, zb_v
+from tests.common.cases import BACKWARDS, mse
+from tests.common.comparison import Result, assert_same
+from tests.common.loops import loop
+from tests.common.running import build
+from tests.common.zoo import ZOO
+
+HOW = {"one_f_one_b": one_f_one_b(2, 4), "zb_h1": zb_h1(2, 4), "zb_v": zb_v(2, 4)}
+STEPS, ROWS = 3, 8
+CASES = ["mlp", "gpt", "one_weight", "normalised", "unet", "unused", "several", "own_loss", "mixed_precision"]
+
+
+def slice_step(tree, k):
+    """Step `k` of a batch for all steps."""
+    return optree.tree_map(lambda one: one.chunk(STEPS)[k] if isinstance(one, Tensor) else one, tree)
+
+
+def accumulate(pipe, model, inputs, targets, **options):
+    """The gradients and buffers after all steps, each of which goes on from the sums of the last."""
+    step, (params, buffers), grads = fpipe.value_and_grad(pipe), pipe.init(model), None
+    for k in range(STEPS):
+        out, grads = step(params, buffers, slice_step(inputs, k), slice_step(targets, k), onto=grads, **options)
+        buffers = out.buffers
+    return Result(None, None, grads, buffers)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", CASES)
+def test_steps_go_on_from_earlier_sums(name, how, backward):
+    case, microbatches = ZOO[name], HOW[how].microbatches
+    model, inputs, targets = case.make(STEPS * ROWS)
+    pipe = fpipe.pipeline(
+        model,
+        example=slice_step(inputs, 0),
+        targets=slice_step(targets, 0),
+        loss=case.loss,
+        schedule=HOW[how],
+        cuts=case.at(HOW[how].stages),
+        backward=backward,
+    )
+    got = accumulate(pipe, model, inputs, targets, total=STEPS * microbatches)
+    wanted = loop(model, case.loss, inputs, targets, STEPS * microbatches)
+    assert_same(got, wanted._replace(loss=None, outputs=None))
+
+
+def test_a_step_adds_to_the_memory_that_it_is_passed():
+    pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    _, grads = step(*state, inputs, targets)
+    where = {name: grad.data_ptr() for name, grad in grads.items()}
+    _, sums = step(*state, inputs, targets, onto=grads)
+    assert {name: grad.data_ptr() for name, grad in sums.items()} == where
+
+
+class Optional(nn.Module):
+    """Without the flag, the second layer is not used, and has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, both):
+        x = self.first(x)
+        return self.second(x) if both else x * 2
+
+
+@pytest.mark.parametrize("flags", [(0, 1), (1, 0), (0, 0), (0, 1, 0), (1, 0, 1)])
+def test_sums_of_parameters_that_some_steps_do_not_use(flags):
+    model, batches = Optional(), torch.randn(len(flags), 4, 4)
+    example = (batches[0], True)
+    pipe = fpipe.pipeline(model, example=example, loss=torch.mean, schedule=one_f_one_b(1, 2))
+    step, state, grads = fpipe.value_and_grad(pipe), pipe.init(model), None
+    for x, flag in zip(batches, flags, strict=True):
+        _, grads = step(*state, (x, bool(flag)), onto=grads, total=2 * len(flags))
+        for part in x.chunk(2):
+            (model(part, bool(flag)).mean() / (2 * len(flags))).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same(Result(None, None, grads, {}), Result(None, None, wanted, {}))
+
+
+def count(inputs, targets):
+    return (targets != -100).sum()
+
+
+def test_a_mean_over_tokens_is_exact_over_several_steps():
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+    ids, targets = torch.randint(9, (STEPS * ROWS, 6)), torch.randint(9, (STEPS * ROWS, 6))
+    targets[torch.rand(targets.shape) < 0.3] = -100
+
+    def loss(outputs, wanted):
+        return functional.cross_entropy(outputs.flatten(0, 1), wanted.flatten())
+
+    pipe = fpipe.pipeline(
+        model,
+        example=(ids[:ROWS],),
+        targets=targets[:ROWS],
+        loss=loss,
+        schedule=zb_h1(2, 4),
+        cuts=["1"],
+        weight=count,
+    )
+    got = accumulate(pipe, model, (ids,), targets, total=int(count(None, targets)))
+    wanted = loop(model, loss, (ids,), targets, STEPS * 4, weight=count)
+    assert_same(got, wanted._replace(loss=None, outputs=None))
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("scale", [1024.0, 3.7])
+def test_the_backward_starts_from_the_scale(scale, how, backward):
+    case, how = ZOO["gpt"], HOW[how]
+    pipe, model, inputs, targets = build(case, how, ROWS, capture="trace", backward=backward)
+    out, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets, scale=scale)
+    plain, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    other = fpipe.reference(pipe)(*pipe.init(model), inputs, targets, scale=scale)[1]
+    assert torch.equal(out.loss, plain.loss)
+    for i in range(how.microbatches):
+        x, y = inputs[0].chunk(how.microbatches)[i], targets.chunk(how.microbatches)[i]
+        (case.loss(model(x), y) / how.microbatches * scale).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    assert_same(Result(None, None, grads, {}), Result(None, None, wanted, {}))
+    assert_same(Result(None, None, other, {}), Result(None, None, wanted, {}))
+
+
+def test_scaled_gradients_of_half_precision_do_not_underflow():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).half()
+    x = torch.randn(4, 8, dtype=torch.half)
+
+    def loss(outputs):
+        return outputs.float().mean() * 1e-7
+
+    pipe = fpipe.pipeline(model, example=(x,), loss=loss, schedule=one_f_one_b(2, 2), cuts=["1"])
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    assert not any(grad.any() for grad in step(*state, (x,))[1].values())
+    assert all(grad.any() for grad in step(*state, (x,), scale=2.0**16)[1].values())
+
+
+SUMS = {
+    "an unknown name": (lambda w: {"7.weight": w}, r"onto: got gradients of \['7.weight'\], expected only trainable"),
+    "another shape": (lambda w: {"0.weight": w[:1]}, r"onto\['0.weight'\]: got float32\[1, 4\], expected"),
+    "another dtype": (lambda w: {"0.weight": w.double()}, r"onto\['0.weight'\]: got float64\[4, 4\], expected"),
+    "no values": (lambda w: {"0.weight": w.to("meta")}, r"onto\['0.weight'\]: got a tensor on the meta device"),
+    "a flag": (lambda w: {"0.weight": w.clone().requires_grad_()}, r"float32\[4, 4\] that requires a gradient"),
+    "one row": (lambda w: {"0.weight": w[:1].expand(4, 4)}, r"onto\['0.weight'\]: got memory that it shares with"),
+    "one for two": (lambda w: {"0.weight": w, "2.weight": w}, r"memory that it shares with onto\['2.weight'\]"),
+    "a list": (lambda w: [w], "onto: got list, expected a dict"),
+    "a number": (lambda w: {"0.weight": 1.0}, r"onto\['0.weight'\]: got float, expected a tensor"),
+}
+NUMBERS = {
+    "scale=0": ({"scale": 0}, "scale: got 0, expected a finite number above 0"),
+    "scale=inf": ({"scale": float("inf")}, "scale: got inf"),
+    "scale=True": ({"scale": True}, "scale: got True"),
+    "scale=tensor": ({"scale": torch.ones(())}, r"scale: got tensor\(1.\).*Pass a float"),
+    "total=0": ({"total": 0}, "total: got 0, expected a finite number above 0"),
+    "total=text": ({"total": "8"}, "total: got '8'"),
+    "total=3": ({"total": 3}, "total: got 3, expected at least 4, the weight of the microbatches of this step"),
+}
+
+
+@pytest.mark.parametrize("what", SUMS)
+def test_sums_that_a_step_cannot_add_to_are_refused(what):
+    pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    make, message = SUMS[what]
+    grads = step(*state, inputs, targets)[1]
+    before = {name: grad.clone() for name, grad in grads.items()}
+    with pytest.raises(fpipe.InputError, match=message):
+        step(*state, inputs, targets, onto=make(grads["0.weight"]))
+    assert all(torch.equal(grads[name], before[name]) for name in before)
+
+
+def test_sums_in_the_memory_of_parameters_are_refused():
+    pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
+    params, buffers = pipe.init(model)
+    with pytest.raises(
+        fpipe.InputError, match=r"onto\['0.weight'\]: got memory that it shares with params\['0.weight'\]"
+    ):
+        fpipe.value_and_grad(pipe)(params, buffers, inputs, targets, onto={"0.weight": params["0.weight"].detach()})
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+@pytest.mark.parametrize("use", [fpipe.value_and_grad, fpipe.reference])
+def test_numbers_that_a_step_cannot_use_are_refused(use, what):
+    pipe, model, inputs, targets = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
+    given, message = NUMBERS[what]
+    with pytest.raises(fpipe.InputError, match=message):
+        use(pipe)(*pipe.init(model), inputs, targets, **given)
+
+
+def test_replicas_go_on_from_earlier_sums_once():
+    case, how = ZOO["mlp"], dualpipe(2, 4)
+    pipe, model, inputs, targets = build(case, how, ROWS, capture="trace")
+    step, state = fpipe.value_and_grad(pipe), pipe.init(model)
+    once = step(*state, inputs, targets)[1]
+    zeros = {name: torch.full_like(grad, -0.0) for name, grad in once.items()}
+    assert_same(Result(None, None, step(*state, inputs, targets, onto=zeros)[1], {}), Result(None, None, once, {}))
+
+
+def test_the_total_changes_what_losses_are_divided_by():
+    case = ZOO["mlp"]
+    pipe, model, inputs, targets = build(case, HOW["one_f_one_b"], ROWS, capture="trace")
+    out, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets, total=12)
+    parts = zip(inputs[0].chunk(4), targets.chunk(4), strict=True)
+    losses = [mse(model(x), y) / 12 for x, y in parts]
+    assert torch.equal(out.loss, ((losses[0] + losses[1]) + losses[2]) + losses[3])
