@@ -19,6 +19,7 @@ from typing import Any
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_to_step
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
@@ -107,4 +108,4 @@ def _prepare(
     require_state("params", params, pipe.training.params)
     require_state("buffers", buffers, pipe.training.buffers)
     batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
-    return agree_to_step(pipe, variant, params, buffers, batch, seed)
+    return agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))

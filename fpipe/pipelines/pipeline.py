@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -275,14 +274,10 @@ class Pipeline:
         """
         return tuple(name for name in self.training.params if self.owners[name] in self.ranks.ranks)
 
-    @cached_property
+    @property
     def owners(self) -> Mapping[str, int]:
-        """The rank that owns each parameter and buffer of the model: the first rank of the first stage to read it."""
-        found: dict[str, int] = {}
-        for stage in self.stages:
-            for name in (*stage.parameters, *stage.buffers, *stage.unused):
-                found.setdefault(name, self.schedule.placement.homes[stage.index])
-        return MappingProxyType(found)
+        """The rank that owns each parameter and buffer of the model."""
+        return self.training.owners
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -105,6 +106,15 @@ class Plan:
     def buffers(self) -> Mapping[str, Spec]:
         """The specs of the buffers that this process holds, by name."""
         return self._select(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
+
+    @cached_property
+    def owners(self) -> Mapping[str, int]:
+        """The rank that owns each parameter and buffer of the model: the first rank of the first stage to read it."""
+        found: dict[str, int] = {}
+        for stage in self.assembly.stages:
+            for name in (*stage.parameters, *stage.buffers, *stage.unused):
+                found.setdefault(name, self.placement.homes[stage.index])
+        return MappingProxyType(found)
 
     @property
     def share(self) -> tuple[str, ...]:
