@@ -53,27 +53,26 @@ def begin(pipe: fpipe.Pipeline, path: Path) -> fpipe.Checkpoint:
     """Return the run as it was last saved, or a new one."""
     if fpipe.is_checkpoint(path):
         return fpipe.load(pipe, path)
-    return fpipe.Checkpoint(*pipe.init(build_model()), state={}, step=0, data=None)
+    return fpipe.Checkpoint(*pipe.init(build_model()), state=None, step=0, data=None)
 
 
 def train(pipe: fpipe.Pipeline, path: Path, steps: int, every: int) -> None:
     """Run what is left of the steps, and save the run every so many."""
     params, buffers, state, done, _ = begin(pipe, path)
-    step, optimizer = fpipe.value_and_grad(pipe), torch.optim.AdamW([*params.values()], lr=0.01)
-    for name, p in params.items():
-        optimizer.state[p].update((state or {}).get(name, {}))
+    step, (init, update) = fpipe.value_and_grad(pipe), fpipe.optimizer(torch.optim.AdamW, lr=0.01)
+    state = init(params) if state is None else state
     for i in range(done, steps):
         x, y = make_batch(i)
         out, grads = step(params, buffers, (x,), y, seed=i)
         buffers = out.buffers
-        for name, p in params.items():
-            p.grad = grads.get(name)
-        optimizer.step()
+        grads, norm = fpipe.clip(pipe, grads, 1.0)
+        params, state = update(grads, state, params)
         if (i + 1) % every == 0 or i + 1 == steps:
-            state = {name: optimizer.state[p] for name, p in params.items()}
             fpipe.save(pipe, path, params=params, buffers=buffers, state=state, step=i + 1)
             if 0 in pipe.ranks.ranks:
-                print(f"step {i + 1:4}  loss {out.loss.item():.6f}  saved in {path}", flush=True)
+                print(
+                    f"step {i + 1:4}  loss {out.loss.item():.6f}  norm {norm.item():.6f}  saved in {path}", flush=True
+                )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

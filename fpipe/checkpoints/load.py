@@ -26,12 +26,13 @@ from torch import Tensor
 from fpipe.checkpoints.json_trees import DATA_PREFIX, decode_tree
 from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
 from fpipe.checkpoints.shards import read_into, read_specs
-from fpipe.checkpoints.slots import STATE_PREFIX, Slots, find_parameter, unflatten_slots
+from fpipe.checkpoints.slots import STATE_PREFIX, find_parameter, unflatten_slots
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
+from fpipe.training.optimizers import OptimizerState
 
 
 class Checkpoint(NamedTuple):
@@ -44,7 +45,7 @@ class Checkpoint(NamedTuple):
 
     params: State
     buffers: State
-    state: dict[str, Slots] | None
+    state: OptimizerState | None
     step: int
     data: Any
 

@@ -27,13 +27,14 @@ from torch import Tensor
 from fpipe.checkpoints.json_trees import encode_tree
 from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sidecar
 from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
-from fpipe.checkpoints.slots import Slots, flatten_slots, require_slots
+from fpipe.checkpoints.slots import flatten_slots, require_slots
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
+from fpipe.training.optimizers import OptimizerState
 from fpipe.weights.state import require_state
 
 
@@ -43,14 +44,15 @@ def save(
     *,
     params: State,
     buffers: State | None = None,
-    state: Mapping[str, Slots] | None = None,
+    state: OptimizerState | None = None,
     step: int = 0,
     data: Any = None,
 ) -> None:
     """Save parameters, buffers and optimizer state at `path`, whole or not at all; every rank calls this.
 
     - `params`, `buffers`: this process's, as `pipe.init` and the steps return them.
-    - `state`: the optimizer's, `{parameter name: {slot: tensor or number}}`; `None` saves none.
+    - `state`: the optimizer's, `{parameter name: {slot: tensor or number}}`, as `fpipe.optimizer` has it; `None` saves
+      none.
     - `step`, `data`: whatever else the run needs to go on: a number, and a tree of dicts, lists, tuples, tensors,
       numbers, strings and `None`. They must be the same on every rank.
 
@@ -84,7 +86,7 @@ def begin_save(
     *,
     params: State,
     buffers: State | None = None,
-    state: Mapping[str, Slots] | None = None,
+    state: OptimizerState | None = None,
     step: int = 0,
     data: Any = None,
 ) -> Callable[[], None]:
@@ -146,7 +148,7 @@ class _Share:
     data: Any
 
 
-def _collect(pipe: Pipeline, params: State, buffers: State, state: Mapping[str, Slots] | None, data: object) -> _Share:
+def _collect(pipe: Pipeline, params: State, buffers: State, state: OptimizerState | None, data: object) -> _Share:
     """Return copies of what this process owns, once all of it was checked."""
     require_slots({} if state is None else state, params)
     tree, extra = encode_tree(data)

@@ -10,15 +10,13 @@ Runs when a checkpoint is saved or loaded.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from fpipe.checkpoints.shards import require_savable
 from fpipe.errors import InputError
-
-Slots: TypeAlias = dict[str, Tensor | float]
-"""What an optimizer keeps for one parameter."""
+from fpipe.training.optimizers import OptimizerState
 
 STATE_PREFIX = "state."
 
@@ -28,7 +26,7 @@ def require_slots(state: object, held: Collection[str]) -> None:
     if not isinstance(state, Mapping):
         raise InputError(
             f"state: got {type(state).__name__}, expected a dict {{parameter: {{slot: tensor or number}}}}. Pass what "
-            "the optimizer's update returned; for one of torch.optim, {name: optimizer.state[p] for name, p in ...}."
+            "the update of fpipe.optimizer returned, or {name: optimizer.state[p] for name, p in params.items()}."
         )
     for name, slots in state.items():
         if name not in held:
@@ -52,7 +50,7 @@ def _require_slot(where: str, slot: object, value: object) -> None:
         require_savable(where, value)
 
 
-def flatten_slots(state: Mapping[str, Slots], names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def flatten_slots(state: OptimizerState, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the tensors, and the numbers, of these parameters by their flat names.
 
     >>> import torch
@@ -78,13 +76,13 @@ def find_parameter(flat: str, parameters: Collection[str]) -> str | None:
     return None
 
 
-def unflatten_slots(flat: Mapping[str, Any], parameters: Iterable[str]) -> dict[str, Slots]:
+def unflatten_slots(flat: Mapping[str, Any], parameters: Iterable[str]) -> OptimizerState:
     """Return the state of these parameters, each with its slots; `{}` for one without.
 
     >>> unflatten_slots({"state.weight.step": 3}, ["weight", "bias"])
     {'weight': {'step': 3}, 'bias': {}}
     """
-    state: dict[str, Slots] = {name: {} for name in parameters}
+    state: OptimizerState = {name: {} for name in parameters}
     for name, value in flat.items():
         owner = find_parameter(name, state)
         if owner is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,12 +53,12 @@ LAYOUTS: dict[str, Schedule] = {
     "dualpipe on two": dualpipe(ranks=2, microbatches=MICROBATCHES),
 }
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
-    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "plain": partial(torch.optim.SGD, lr=0.05),
-    "asgd": partial(torch.optim.ASGD, lr=0.05),
-    "adafactor": partial(torch.optim.Adafactor, lr=0.01),
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "plain": (torch.optim.SGD, {"lr": 0.05}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
 }
 
 
@@ -98,6 +98,13 @@ def step_of(pipe: fpipe.Pipeline) -> Any:
     return fpipe.value_and_grad(pipe)
 
 
+@lru_cache
+def optimizer_of(name: str) -> Any:
+    """An optimizer; made once in a process."""
+    cls, options = OPTIMIZERS[name]
+    return fpipe.optimizer(cls, **options)
+
+
 @dataclass(frozen=True)
 class Trainer:
     """A subject on a layout, with an optimizer; `group` has its processes, if there are several."""
@@ -115,14 +122,15 @@ class Trainer:
     def start(self) -> Run:
         """Return a run before its first step."""
         params, buffers = self.pipe.init(model_of(self.subject))
-        return Run(params, buffers, {})
+        return Run(params, buffers, optimizer_of(self.optimizer).init(params))
 
     def train(self, run: Run, steps: Iterable[int]) -> Run:
-        """Run these steps; parameters and state are updated in place."""
-        step = step_of(self.pipe)
+        """Run these steps; the run that is passed is not modified."""
+        step, (_, update) = step_of(self.pipe), optimizer_of(self.optimizer)
         for i in steps:
             out, grads = step(run.params, run.buffers, *batch_of(self.subject, i), seed=i)
-            run = Run(run.params, out.buffers, update(OPTIMIZERS[self.optimizer], run, grads))
+            params, state = update(grads, run.state, run.params)
+            run = Run(params, out.buffers, state)
         return run
 
     def save(self, path: Any, run: Run, step: int, **more: Any) -> None:
@@ -136,23 +144,11 @@ class Trainer:
         return Run(found.params, found.buffers, found.state), found.step
 
 
-def update(make: Callable[..., torch.optim.Optimizer], run: Run, grads: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Update parameters in place with a new optimizer of torch's that has the state of the last; return its state."""
-    if not run.params:
-        return {}
-    optimizer = make([*run.params.values()])
-    for name, p in run.params.items():
-        p.grad = grads.get(name)
-        optimizer.state[p].update(run.state.get(name, {}))
-    optimizer.step()
-    optimizer.zero_grad()
-    return {name: dict(optimizer.state[p]) for name, p in run.params.items()}
-
-
 def plain_loop(name: str, optimizer: str, steps: int) -> Run:
     """One device, one optimizer, no interruption, and nothing of fpipe's."""
     subject, model = SUBJECTS[name], model_of(name)
-    made = OPTIMIZERS[optimizer]([*model.parameters()])
+    cls, options = OPTIMIZERS[optimizer]
+    made = cls([*model.parameters()], **options)
     for i in range(steps):
         inputs, targets = batch_of(name, i)
         for k in range(MICROBATCHES):

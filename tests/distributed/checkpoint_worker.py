@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from tests.common.resuming import Run, Trainer, require_same_run, undisturbed
+from tests.common.resuming import Trainer, require_same_run, undisturbed
 from tests.common.sizes import NIGHTLY
 
 RANKS, SUBJECTS = 4, ("tied", "dropping")
@@ -103,9 +103,9 @@ def refuse_together(path: Path) -> None:
         raises(error if rank == on else fpipe.TransportError, words, call)
         found, step = four.resume(path)
         assert step == 0
-        require_same_run(found, Run(first.params, first.buffers, {name: {} for name in found.params}))
+        require_same_run(found, first)
 
-    later = four.train(Run({n: p.detach().clone().requires_grad_() for n, p in first.params.items()}, {}, {}), [0])
+    later = four.train(first, [0])
     wrong = later._replace(params={**later.params, next(iter(first.params)): torch.ones(1)})
     numbered, every, marked = later._replace(state={"state": {}}), fpipe.TransportError, torch.ones(1) * (rank == 1)
     expect("got float32[1]", lambda: four.save(path, wrong if rank == 2 else later, 1), 2, fpipe.InputError)

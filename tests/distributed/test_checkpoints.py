@@ -38,6 +38,14 @@ def test_four_processes_save_resume_and_refuse_together(folder):
     assert fpipe.is_checkpoint(folder / "tied")
 
 
+@pytest.mark.parametrize("path", ["tied-half/save-1", "dropping-half/save-1", "mirrored/0/save-1"])
+def test_every_name_is_in_exactly_one_file(folder, path):
+    """Also the names of tied parameters, and of those of which two ranks have replicas."""
+    found = fpipe.safetensors(folder / path)
+    assert all(len(files) == 1 for files in found.files.values())
+    assert len({file for files in found.files.values() for file in files}) == (2 if "mirrored" in path else 4)
+
+
 @pytest.mark.parametrize("subject", checkpoint_worker.SUBJECTS)
 @pytest.mark.parametrize("layout", ["1f1b on eight", "one"])
 def test_this_process_resumes_what_four_saved(folder, subject, layout):
