@@ -6,6 +6,7 @@ from fpipe.checkpoints.export import export
 from fpipe.checkpoints.load import Checkpoint, load
 from fpipe.checkpoints.manifest import is_checkpoint
 from fpipe.checkpoints.save import begin_save, save
+from fpipe.drop_in.pipelined import Pipelined
 from fpipe.errors import (
     CaptureError,
     CutError,
@@ -48,6 +49,7 @@ __all__ = [
     "Part",
     "Pipeline",
     "PipelineError",
+    "Pipelined",
     "ScheduleError",
     "SizeError",
     "Step",

@@ -4,7 +4,7 @@
 Each checks its arguments and passes them on: `fpipe.pipelines.builder` builds, `fpipe.pipelines.step` runs,
 `fpipe.verification` compares.
 
-Invariant: this module may import any other; no other imports it.
+Invariant: this module may import any other; only `fpipe.drop_in` imports it.
 
 Runs when one of these functions is called, never in a step.
 """

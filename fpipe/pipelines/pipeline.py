@@ -210,18 +210,16 @@ class Pipeline:
         return params, {name: values[name] for name in plan.buffers}
 
     def module(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
-        """Return a module that holds `params` and `buffers`, without copying, under the model's own names.
+        """Return a copy of the model that holds `params` and `buffers`, without copying them, and else `None`.
 
-        It is for what expects a module: `state_dict` and `load_state_dict`, `torch.distributed.checkpoint`, averaged
-        models, optimizers. It is a copy of the model in which what this process does not have is `None`. A tied
-        parameter is there under all of its names. Raise `InputError` for names that the model does not have.
+        It is for `state_dict`, `torch.distributed.checkpoint`, averaged models and optimizers. A tied parameter is
+        there under all of its names. Raise `InputError` for names that the model does not have.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
         >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
-        >>> params, buffers = pipe.init(model)
-        >>> list(pipe.module(params, buffers).state_dict())
+        >>> list(pipe.module(*pipe.init(model)).state_dict())
         ['0.weight', '0.bias', '1.weight']
         """
         return hold(self.model, {**params, **buffers})

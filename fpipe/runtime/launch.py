@@ -31,6 +31,13 @@ def join_ranks(ranks: int, group: dist.ProcessGroup | None, device: torch.device
     return DistributedRanks(ranks, group, device)
 
 
+def join_launched() -> None:
+    """Initialize the default process group if a launcher started several processes and nobody has done so."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1 and dist.is_available() and not dist.is_initialized():
+        dist.init_process_group()
+
+
 def require_process_group(environment: Mapping[str, str]) -> None:
     """Raise `TransportError` if a launcher started several processes, to call if no process group exists."""
     size = environment.get("WORLD_SIZE", "")

@@ -16,9 +16,9 @@ import fpipe
 PLACES = {
     "fpipe": """
 CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
-Pipeline PipelineError ScheduleError SizeError Step TransportError Verification VocabularyError __version__ all_finite
-begin_save clip clip_value costs evaluate export is_checkpoint load masters norm optimizer pipeline predict reference
-safetensors save stream timeline value_and_grad verify
+Pipeline PipelineError Pipelined ScheduleError SizeError Step TransportError Verification VocabularyError __version__
+all_finite begin_save clip clip_value costs evaluate export is_checkpoint load masters norm optimizer pipeline predict
+reference safetensors save stream timeline value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline as the model of a script for one device.
+
+Problem. A training script has a model, a loss that it calls `backward` on, and an optimizer over `model.parameters()`.
+It should train on many devices after one changed line.
+
+Idea. The module holds this process's share of the tensors under the model's own names, in a copy of the model's tree.
+Its forward runs the whole schedule and returns the loss; `loss.backward()` delivers the gradients to `.grad`.
+
+Invariants. The same script on every rank makes the same calls. What a script can change on the module, the next forward
+follows or refuses. Losses, gradients and buffers are those of a plain loop over the microbatches, bit for bit.
+
+Runs in the place of the model, in every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.api import pipeline
+from fpipe.drop_in.checks import (
+    draw_seed,
+    find_total,
+    ignore_other_ranks,
+    join_inputs,
+    require_eval_mode,
+    require_free_names,
+    require_no_hooks,
+    require_parameters_everywhere,
+    update_buffers,
+    uses_half,
+)
+from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
+from fpipe.drop_in.settings import Pipelines, Setting, read_setting
+from fpipe.errors import InputError
+from fpipe.ir.objective import Loss
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.runtime.launch import join_launched
+from fpipe.training.clipping import clip
+from fpipe.weights.loading import ValueSource
+from schedules import Schedule
+
+CHANGED: Final = 1
+ADDS: Final = 2
+USED: Final = 4
+
+
+class Pipelined(nn.Module):
+    """A pipeline that is called, trained and saved like the model that it was made from.
+
+    - `model`, `loss`, `example`, `targets`, `schedule` and all further options are those of `fpipe.pipeline`.
+    - `weights`: where the values come from, as for `pipe.init`; by default the model. It may be on the meta device if
+      `weights` are given.
+
+    Under a launcher such as torchrun, each process is one rank and holds its share of the parameters and buffers, under
+    the model's own names; without one, all ranks run in this process. The process group is initialized if it is not.
+
+    **In train mode**, `model(*inputs, targets=y)` runs a whole step and returns the loss, on every rank. Inputs are all
+    positional or all keyword, as in `example`. `loss.backward()` adds the gradients to `.grad`, once per loss.
+
+    - `steps`: the loss is one of so many whose gradients are accumulated; all of them are averaged. Returns this
+      loss divided by `steps`.
+    - `total`: the weight of all accumulated microbatches, if the pipeline has a `weight`.
+    - `scale`: the cotangent that `backward` will get, if it is not a power of two (`(loss / 3).backward()`), or if
+      float16 is used (`scaler.scale(loss).backward()`).
+    - `seed`: for random numbers. By default it is drawn from torch's generator, once per step and only if the model
+      draws: `torch.manual_seed` in the script decides.
+
+    **In eval mode**, it returns the loss if targets are passed, otherwise the outputs, without a graph, on every rank.
+
+    Parameters may be frozen and unfrozen, modules put into train or eval mode, and their plain attributes changed: the
+    next forward builds a pipeline for the new setting, or takes one that it built before.
+
+    Raise `InputError`, before anything is sent and on every rank, for arguments that do not fit, gradients in the wrong
+    state, or changes that can't be followed.
+
+    >>> import torch, fpipe
+    >>> from schedules import one_f_one_b
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> x, y = torch.randn(6, 4), torch.randn(6, 1)
+    >>> model = fpipe.Pipelined(net, loss=torch.nn.functional.mse_loss, example=(x,), targets=y,
+    ...                         schedule=one_f_one_b(ranks=2, microbatches=3))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> loss = model(x, targets=y)
+    >>> loss.backward()
+    >>> norm = model.clip_grad_norm_(1.0)
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
+    >>> model.eval()(x).shape
+    torch.Size([6, 1])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss,
+        example: tuple[Any, ...] | dict[str, Any],
+        schedule: Schedule,
+        targets: Any = None,
+        weights: ValueSource | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        join_launched()
+        pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
+        require_parameters_everywhere(pipe)
+        require_free_names(example)
+        root = pipe.module(*pipe.init(model if weights is None else weights))
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"):
+            vars(self)[table] = vars(root)[table]  # not by `register_parameter`: a model may have a parameter `scale`
+        frozen = frozenset(name for name, p in pipe.model.named_parameters() if not p.requires_grad)
+        self._root = (root,)  # in a tuple, so that it is no submodule
+        self._pipelines = Pipelines(pipe, read_setting(self, root)._replace(frozen=frozen))
+        self._delivery: Delivery | None = None
+        self.register_load_state_dict_post_hook(ignore_other_ranks)  # type: ignore[no-untyped-call]
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The pipeline of the current setting, for `fpipe.save`, `fpipe.verify` and the like."""
+        return self._pipelines.current.pipe
+
+    def forward(
+        self,
+        *inputs: Any,
+        targets: Any = None,
+        steps: int = 1,
+        total: float | None = None,
+        scale: float | None = None,
+        seed: int | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """Return the loss, or in eval mode without targets the outputs, as the class says."""
+        pipe, mine = self.pipe, self._read_setting()
+        with pipe.ranks.enter_call("the model"):
+            batch = join_inputs(inputs, keywords)
+            whole = find_total(pipe, steps, total)
+            notes = pipe.ranks.agree(note=self._check(mine))
+        if any(note & CHANGED for note in notes):
+            self._pipelines.follow(mine)
+        if not self.training:
+            return self._evaluate(batch, targets, seed)
+        adds = any(note & ADDS for note in notes) and not any(note & USED for note in notes)
+        return self._train(batch, targets, seed, whole, 1.0 if scale is None else scale, adds)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients in place so that their norm over the whole model is at most `max_norm`; return the norm.
+
+        The bits are those of `torch.nn.utils.clip_grad_norm_` for the whole model on one device. That function would
+        clip each rank by the norm of its share. Every rank must call this.
+        """
+        grads = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        return clip(self.pipe, grads, max_norm, norm_type, donate=True)[1]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those of a forward that had no backward among them."""
+        super().zero_grad(set_to_none)
+        if self._delivery is not None and self._delivery.is_overdue:
+            self._delivery = None
+
+    def extra_repr(self) -> str:
+        """Return the schedule."""
+        return repr(self.pipe.schedule)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a tensor or submodule, or else an attribute of the model, such as its `config`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_root" not in vars(self):
+                raise
+            return getattr(vars(self)["_root"][0], name)
+
+    def _read_state(self) -> tuple[State, State]:
+        params: State = dict(self.named_parameters())
+        return params, dict(self.named_buffers())
+
+    def _read_setting(self) -> Setting:
+        """Return the setting; in eval mode, what only matters in training is as before."""
+        mine, known = read_setting(self, self._root[0]), self._pipelines.setting
+        if self.training:
+            return mine
+        return mine._replace(modes=known.modes, frozen=known.frozen.intersection(self.pipe.training.params))
+
+    def _check(self, mine: Setting) -> int:
+        """Return what the other ranks must know; raise `InputError` if the module is not ready for a forward."""
+        changed = 0 if self._pipelines.is_current(mine) else CHANGED
+        if not self.training:
+            require_eval_mode(self)
+            return changed
+        if not torch.is_grad_enabled():
+            raise InputError(
+                "the model: got a forward in train mode under no_grad, expected one that computes gradients. Call "
+                "model.eval() first."
+            )
+        require_no_hooks(dict(self.named_parameters()))
+        known = self._delivery
+        if known is not None and known.is_overdue:
+            raise InputError(
+                "the model: got a forward although the loss of the last one had no backward, expected "
+                "loss.backward() first: the last forward has added to what was in .grad. For a loss without gradients, "
+                "call model.eval(); to drop these gradients, call model.zero_grad()."
+            )
+        adds = any(p.grad is not None for p in self.parameters())
+        return changed | (adds and ADDS) | (known is not None and known.is_used and USED)
+
+    def _train(
+        self, inputs: Any, targets: Any, seed: int | None, total: float | None, scale: float, adds: bool
+    ) -> Tensor:
+        pipe, (params, buffers) = self.pipe, self._read_state()
+        if seed is None and pipe.training.generators:
+            seed = draw_seed()
+        old = {name: p.grad for name, p in params.items() if p.grad is not None}
+        factor = 1.0 if self._delivery is None or not adds else self._delivery.factor
+        with divided(old if adds else {}, factor) as onto:
+            out, grads = self._pipelines.current.step(
+                params,
+                buffers,
+                inputs,
+                targets,
+                seed=seed,
+                onto=onto if adds else None,
+                scale=None if scale == 1 else scale,
+                total=total,
+            )
+        update_buffers(buffers, out.buffers)
+        assert out.loss is not None, "the schedule has a backward"
+        rounded = float(out.loss.new_tensor(scale))
+        self._delivery = Delivery(grads, params, rounded, factor, uses_half(pipe))
+        (self._delivery.borrow if adds else self._delivery.remember)(old)
+        return attach_delivery(out.loss, self._delivery)
+
+    def _evaluate(self, inputs: Any, targets: Any, seed: int | None) -> Any:
+        params, buffers = self._read_state()
+        functions = self._pipelines.current
+        if targets is None:
+            return functions.prediction(params, buffers, inputs, seed=seed)
+        return functions.evaluation(params, buffers, inputs, targets, seed=seed).loss

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training scripts for one device, and the lines that change when the model becomes a drop-in module.
+
+A script leaves `losses`, `model` and `optimizer`. It is run as text, as users would run the file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fpipe.tensors.tree import same_bits
+
+HEAD = """
+import os
+import torch
+from torch import nn
+from torch.nn import functional
+from tests.common.models import GPT
+
+ranks = int(os.environ.get("WORLD_SIZE", 2))
+torch.manual_seed(0)
+losses = []
+"""
+
+CLASSIFY = (
+    HEAD
+    + """
+model = nn.Sequential(
+    nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(),
+    nn.Linear(16, 3),
+)
+criterion = functional.cross_entropy
+x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+for step in range(50):
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    optimizer.zero_grad()
+    loss = 0.0
+    for a, b in zip(x.chunk(4), y.chunk(4)):
+        part = criterion(model(a), b) / 4
+        part.backward()
+        loss = loss + part.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    scheduler.step()
+    losses.append(loss.detach())
+    if step % 20 == 10:
+        model.eval()
+        with torch.no_grad():
+            losses.append((model(x).argmax(-1) == y).float().mean())
+        model.train()
+"""
+)
+
+LANGUAGE = (
+    HEAD
+    + """
+model = GPT()
+x = torch.randint(0, 11, (8, 3))
+criterion = lambda logits, targets: functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+decayed = [p for p in model.parameters() if p.dim() > 1]
+others = [p for p in model.parameters() if p.dim() < 2]
+optimizer = torch.optim.AdamW([dict(params=decayed), dict(params=others, weight_decay=0.0)], lr=0.01)
+for step in range(50):
+    for _ in range(2):
+        x = torch.randint(0, 11, (8, 3))
+        loss = 0.0
+        for a, b in zip(x.chunk(4), x.roll(-1, 1).chunk(4)):
+            part = criterion(model(a), b) / 4
+            (part / 2).backward()
+            loss = loss + part.detach()
+        losses.append(loss.detach())
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    losses.append(norm)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+BUILD = """
+import fpipe
+from schedules import one_f_one_b
+model = fpipe.Pipelined(
+    model, loss=criterion, example=(x,), targets=TARGETS, schedule=one_f_one_b(ranks=ranks, microbatches=4)
+)
+optimizer ="""
+
+SCRIPTS = {
+    "classify": (
+        CLASSIFY,
+        {
+            "optimizer =": BUILD.replace("TARGETS", "y"),
+            """    loss = 0.0
+    for a, b in zip(x.chunk(4), y.chunk(4)):
+        part = criterion(model(a), b) / 4
+        part.backward()
+        loss = loss + part.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+""": """    loss = model(x, targets=y)
+    loss.backward()
+    model.clip_grad_norm_(0.5)
+""",
+        },
+    ),
+    "language": (
+        LANGUAGE,
+        {
+            "decayed =": BUILD.replace("TARGETS", "x").replace("optimizer =", "decayed ="),
+            """        loss = 0.0
+        for a, b in zip(x.chunk(4), x.roll(-1, 1).chunk(4)):
+            part = criterion(model(a), b) / 4
+            (part / 2).backward()
+            loss = loss + part.detach()
+""": """        loss = model(x, targets=x.roll(-1, 1))
+        (loss / 2).backward()
+""",
+            "nn.utils.clip_grad_norm_(model.parameters(), 0.1)": "model.clip_grad_norm_(0.1)",
+        },
+    ),
+}
+
+
+def run_script(name: str, changed: bool) -> dict[str, Any]:
+    """Run a script, or the changed one, in this process; return the variables that it leaves."""
+    text, lines = SCRIPTS[name]
+    for old, new in lines.items() if changed else ():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    left: dict[str, Any] = {"__name__": "__main__"}
+    with torch.random.fork_rng(devices=[]):
+        exec(compile(text, name, "exec"), left)
+    return left
+
+
+def require_same_training(name: str) -> set[str]:
+    """Run both scripts: losses, parameters, buffers and optimizer state of this process are those of the plain one.
+
+    Return the names of the tensors that were compared.
+    """
+    plain, piped = run_script(name, changed=False), run_script(name, changed=True)
+    assert len(plain["losses"]) == len(piped["losses"]) >= 50
+    for k, (one, two) in enumerate(zip(plain["losses"], piped["losses"], strict=True)):
+        assert same_bits(one, two), f"loss {k}: {one} {two}"
+    known, found = plain["model"].state_dict(), piped["model"].state_dict()
+    for leaf, value in found.items():
+        assert same_bits(known[leaf], value), leaf
+    states = [{n: left["optimizer"].state[p] for n, p in left["model"].named_parameters()} for left in (plain, piped)]
+    for leaf, slots in states[1].items():
+        assert slots.keys() == states[0][leaf].keys()
+        assert all(same_bits(torch.as_tensor(states[0][leaf][slot]), torch.as_tensor(v)) for slot, v in slots.items())
+    return set(found)

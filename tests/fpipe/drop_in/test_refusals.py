@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drop-in module can't keep exact, it refuses, and leaves everything as it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fpipe
+from fpipe.errors import InputError
+from schedules import one_f_one_b
+from tests.fpipe.drop_in.test_pipelined import M, batches, make, net
+
+X, Y = next(batches(1))
+
+
+def grads(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_grads(model, known):
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (known[name] is None), name
+        assert p.grad is None or torch.equal(p.grad, known[name]), name
+
+
+def test_a_second_backward():
+    model = make()
+    loss = model(X, targets=Y)
+    loss.backward()
+    known = grads(model)
+    with pytest.raises(InputError, match="got a second call for the same loss, expected one"):
+        loss.backward()
+    assert_same_grads(model, known)
+
+
+@pytest.mark.parametrize("divide", [3.0, 0.7, float("inf")])
+def test_a_cotangent_that_would_round(divide):
+    model = make()
+    loss = model(X, targets=Y)
+    with pytest.raises(InputError, match=r"got a cotangent of .*, expected 1: .* only a power of two.*scale="):
+        (loss / divide).backward()
+    assert all(p.grad is None for p in model.parameters())
+    loss.backward()  # the repair still works
+
+
+def test_another_cotangent_than_the_sums_had():
+    model = make()
+    (model(X, targets=Y) / 2).backward()
+    loss = model(X, targets=Y)
+    with pytest.raises(InputError, match=r"got a cotangent of 1, expected 0.5, as in the backward before"):
+        loss.backward()
+    (loss / 2).backward()
+
+
+def test_a_cotangent_in_float16():
+    model = fpipe.Pipelined(
+        nn.Linear(6, 3).half(),
+        loss=lambda out, y: functional.cross_entropy(out.float(), y),
+        example=(X.half(),),
+        targets=Y,
+        schedule=one_f_one_b(1, M),
+    )
+    with pytest.raises(InputError, match=r"in float16, small numbers are lost.*scale=1024"):
+        (model(X.half(), targets=Y) * 1024).backward()
+    (model(X.half(), targets=Y, scale=1024.0) * 1024).backward()
+
+
+def test_an_optimizer_step_between_forward_and_backward():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X, targets=Y).backward()
+    loss = model(X, targets=Y)
+    optimizer.zero_grad()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(InputError, match=r"written to after the forward.*optimizer.step\(\) after loss.backward"):
+        loss.backward()
+
+
+def test_an_early_optimizer_step_on_borrowed_gradients_shows():
+    model = make()
+    model(X, targets=Y).backward()
+    model(X, targets=Y)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert all(p.isnan().all() for p in model.parameters())
+
+
+def test_gradients_cleared_after_the_forward_added_to_them():
+    model = make()
+    model(X, targets=Y).backward()
+    loss = model(X, targets=Y)
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    with pytest.raises(InputError, match=r"0.weight: got a .grad that was cleared.*zero_grad\(\) before the forward"):
+        loss.backward()
+
+
+def test_gradients_that_an_optimizer_has_used():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X, targets=Y).backward()
+    optimizer.step()
+    loss = model(X, targets=Y)
+    with pytest.raises(InputError, match=r"0.weight: got a .grad that an optimizer has used and nobody has cleared"):
+        loss.backward()
+    optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+
+
+def test_a_forward_after_one_without_backward():
+    model = make()
+    model(X, targets=Y)  # nothing was added to
+    model(X, targets=Y).backward()
+    model(X, targets=Y)
+    with pytest.raises(InputError, match="the loss of the last one had no backward"):
+        model(X, targets=Y)
+    model.zero_grad()
+    model(X, targets=Y).backward()
+
+
+def test_a_forward_in_train_mode_without_gradients():
+    with torch.no_grad(), pytest.raises(InputError, match=r"train mode under no_grad.*Call model.eval\(\) first"):
+        make()(X, targets=Y)
+
+
+def test_a_submodule_in_train_mode_in_eval_mode():
+    model = make(net(0.5)).eval()
+    model.get_submodule("3").train()
+    with pytest.raises(InputError, match="3: got train mode in a model in eval mode"):
+        model(X)
+
+
+def test_a_hook_on_the_gradient_of_a_parameter():
+    model = make()
+    model.get_parameter("0.weight").register_hook(lambda grad: grad * 2)
+    with pytest.raises(InputError, match=r"0.weight: got a hook on its gradient, .*expected none"):
+        model(X, targets=Y)
+
+
+def test_another_module_in_the_place_of_one():
+    model = make()
+    model.add_module("2", nn.GELU())
+    with pytest.raises(InputError, match=r"module 3 of the model.*: got GELU, expected ReLU"):
+        model(X, targets=Y)
+
+
+def test_inputs_by_position_and_by_keyword():
+    with pytest.raises(InputError, match=r"got 1 positional arguments and \['mask'\] by keyword, expected either"):
+        make()(X, mask=X, targets=Y)
+
+
+@pytest.mark.parametrize("steps", [0, 1.5, True])
+def test_steps_that_are_no_count(steps):
+    with pytest.raises(InputError, match=f"steps: got {steps}, expected a whole number above 0"):
+        make()(X, targets=Y, steps=steps)
+
+
+def test_steps_of_weighted_microbatches():
+    model = make(weight=lambda inputs, targets: len(targets))
+    with pytest.raises(InputError, match="steps: got 2 for a pipeline with a weight, expected total"):
+        model(X, targets=Y, steps=2)
+    with pytest.raises(InputError, match="steps: got 2 and total=9, expected one of them"):
+        model(X, targets=Y, steps=2, total=9)
+    model(X, targets=Y, total=16).backward()
+
+
+def test_a_rank_without_parameters():
+    with pytest.raises(InputError, match=r"rank 1: got stages \[1\] without parameters, expected some on every rank"):
+        make(nn.Sequential(nn.Linear(6, 3), nn.Tanh()), cuts=["1"])
+
+
+def test_a_keyword_of_the_models_with_a_name_of_the_modules():
+    class Scaled(nn.Linear):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    with pytest.raises(InputError, match=r"example: got arguments named \['scale'\], expected other names"):
+        fpipe.Pipelined(
+            Scaled(6, 3), loss=torch.mean, example={"x": X, "scale": torch.ones(8, 1)}, schedule=one_f_one_b(1, M)
+        )
+
+
+def test_a_batch_that_does_not_fit_leaves_the_gradients():
+    model = make()
+    (model(X, targets=Y) / 4).backward()
+    known = grads(model)
+    with pytest.raises(InputError):
+        model(X[:, :5], targets=Y)
+    assert_same_grads(model, known)
