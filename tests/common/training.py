@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are trained, and plain loops that train them in one process: these use nothing of fpipe.
+
+A plain loop draws dropout's numbers as a pipeline does, from the seed of the step, the microbatch and the module's
+path. Everything else is what anyone would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+MICROBATCHES, STEPS, LIMIT = 4, 20, 0.1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model to train: `batch(generator)` makes (inputs, targets); `group` is a pattern of parameters by name."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Any, Any]]
+    loss: Callable[..., Tensor]
+    group: str
+
+    def make(self) -> tuple[nn.Module, list[tuple[Any, Any]]]:
+        """The model and the batches of all steps, always the same."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = self.build()
+        generator = torch.Generator().manual_seed(2)
+        return model, [self.batch(generator) for _ in range(STEPS)]
+
+
+class Layer(nn.Module):
+    """A linear with batch normalization and dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.norm(self.linear(x)).relu())
+
+
+class Attention(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2)).relu()
+
+
+class TiedGPT(nn.Module):
+    """A small GPT whose head is its embedding."""
+
+    def __init__(self, words: int = 17, width: int = 8, blocks: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Attention(width) for _ in range(blocks))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def llama() -> nn.Module:
+    """A Llama whose heads share keys and values in pairs."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def padded(generator: torch.Generator) -> tuple[Any, Any]:
+    """Sequences of 64 tokens, some of them padded at the end; nothing is to be predicted there."""
+    ids = torch.randint(32, (2 * MICROBATCHES, 64), generator=generator)
+    lengths = torch.randint(40, 65, (2 * MICROBATCHES, 1), generator=generator)
+    mask = (torch.arange(64) < lengths).long()
+    return {"input_ids": ids, "attention_mask": mask}, torch.where(mask.bool(), ids.roll(-1, 1), -100)
+
+
+def words(generator: torch.Generator) -> tuple[Any, Any]:
+    ids = torch.randint(17, (2 * MICROBATCHES, 9), generator=generator)
+    return (ids[:, :-1],), ids[:, 1:]
+
+
+def rows(generator: torch.Generator) -> tuple[Any, Any]:
+    return (torch.randn(3 * MICROBATCHES, 6, generator=generator),), torch.randn(
+        3 * MICROBATCHES, 6, generator=generator
+    )
+
+
+def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    logits = getattr(outputs, "logits", outputs)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+MODELS = {
+    "mlp": Trained(lambda: nn.Sequential(*(Layer(6) for _ in range(8))), rows, functional.mse_loss, "*.bias"),
+    "gpt": Trained(TiedGPT, words, cross_entropy, "*.bias"),
+    "llama": Trained(llama, padded, cross_entropy, "*norm.weight"),
+}
+
+
+def rate(step: int) -> float:
+    """A learning rate that warms up and decays."""
+    return 0.02 * min(1, (step + 1) / 5) / (1 + step / 10)
+
+
+@dataclass
+class History:
+    """What a training run computed: by step losses and norms; at the end parameters, buffers and optimizer state."""
+
+    losses: list[Tensor]
+    norms: list[Tensor]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    state: dict[str, dict[str, Tensor]]
+
+
+@contextmanager
+def drawing(model: nn.Module, seed: int, microbatch: int) -> Iterator[None]:
+    """Before each dropout, seed torch's generator with the step's seed, the microbatch and the module's path."""
+
+    def number(text: str) -> int:
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
+
+    def seeding(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            torch.default_generator.manual_seed(number(f"{seed}/{microbatch}") ^ number(f"{path}#0"))
+
+        return hook
+
+    dropouts = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout)]
+    handles = [module.register_forward_pre_hook(seeding(name)) for name, module in dropouts]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def train_alone(name: str) -> History:
+    """Train a model in a plain loop: microbatches, clipping, groups, a learning rate for each step."""
+    one = MODELS[name]
+    model, batches = one.make()
+    named = dict(model.named_parameters())
+    suffix = one.group.removeprefix("*")
+    groups = [[p for name, p in named.items() if name.endswith(suffix) is mine] for mine in (False, True)]
+    assert all(groups)
+    optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}])
+    history = History([], [], {}, {}, {})
+    for step, (inputs, targets) in enumerate(batches):
+        total = None
+        for i in range(MICROBATCHES):
+            with drawing(model, step, i):
+                out = model(**part(inputs, i)) if isinstance(inputs, dict) else model(*part(inputs, i))
+            loss = one.loss(out, part(targets, i)) / MICROBATCHES
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        history.losses.append(total)
+        history.norms.append(nn.utils.clip_grad_norm_(model.parameters(), LIMIT))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(norm > LIMIT for norm in history.norms)
+    history.params = {name: p.detach() for name, p in named.items()}
+    history.buffers = dict(model.named_buffers())
+    history.state = {name: optimizer.state[p] for name, p in named.items()}
+    return history
+
+
+def part(tree: Any, i: int) -> Any:
+    """Microbatch `i` of a tree of tensors."""
+    if isinstance(tree, Tensor):
+        return tree.chunk(MICROBATCHES)[i]
+    if isinstance(tree, dict):
+        return {key: part(one, i) for key, one in tree.items()}
+    return tuple(part(one, i) for one in tree)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training loops of fpipe, and their comparison with plain loops."""
+
+from __future__ import annotations
+
+import torch
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import Schedule
+from tests.common.training import LIMIT, MODELS, History, rate
+
+
+def train(name: str, how: Schedule, donate: bool = False) -> History:
+    """Train a model as a pipeline: this process's share."""
+    one = MODELS[name]
+    model, batches = one.make()
+    inputs, targets = batches[0]
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how)
+    params, buffers = pipe.init(model)
+    groups = {one.group: {"weight_decay": 0.0}}
+    init, update = fpipe.optimizer(torch.optim.AdamW, groups=groups, names=pipe.names, donate=donate)
+    state, step = init(params), fpipe.value_and_grad(pipe)
+    history = History([], [], {}, {}, {})
+    for i, (inputs, targets) in enumerate(batches):
+        out, grads = step(params, buffers, inputs, targets, seed=i)
+        buffers = out.buffers
+        grads, norm = fpipe.clip(pipe, grads, LIMIT, donate=donate)
+        params, state = update(grads, state, params, lr=rate(i))
+        history.losses.append(out.loss)
+        history.norms.append(norm)
+    history.params, history.buffers, history.state = params, buffers, state
+    return history
+
+
+def require_same_history(got: History, want: History) -> None:
+    """Raise unless a process's share of a run has the bits of the whole run."""
+    for step, (mine, theirs) in enumerate(zip(got.losses, want.losses, strict=True)):
+        assert same_bits(mine, theirs), f"loss of step {step}: {mine} and {theirs}"
+    for step, (mine, theirs) in enumerate(zip(got.norms, want.norms, strict=True)):
+        assert same_bits(mine, theirs), f"norm of step {step}: {mine} and {theirs}"
+    for what, mine, theirs in (("params", got.params, want.params), ("buffers", got.buffers, want.buffers)):
+        for name, value in mine.items():
+            assert same_bits(value.detach(), theirs[name]), f"{what} {name}"
+    for name, slots in got.state.items():
+        assert slots.keys() == want.state[name].keys()
+        for slot, value in slots.items():
+            assert same_bits(value, want.state[name][slot]), f"state {name} {slot}"

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twenty steps of training have the bits of a plain loop: losses, norms, parameters, buffers, optimizer state."""
+
+from functools import cache
+
+import pytest
+
+from schedules import one_f_one_b, zb_h1, zb_v
+from tests.common.sizes import in_turn
+from tests.common.training import MICROBATCHES, MODELS, train_alone
+from tests.common.training_runs import require_same_history, train
+
+alone = cache(train_alone)
+
+
+@pytest.mark.parametrize(("name", "schedule"), in_turn(MODELS, [one_f_one_b, zb_h1, zb_v]))
+@pytest.mark.parametrize("ranks", [2])
+def test_training_in_one_process_is_the_plain_loop(name, schedule, ranks):
+    got, want = train(name, schedule(ranks, MICROBATCHES)), alone(name)
+    require_same_history(got, want)
+    assert got.params.keys() == want.params.keys()
+    assert got.buffers.keys() == want.buffers.keys()
+    assert got.state.keys() == want.state.keys()
+
+
+def test_donating_changes_no_bits():
+    require_same_history(train("gpt", one_f_one_b(2, MICROBATCHES), donate=True), alone("gpt"))
