@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -11,12 +12,12 @@ from schedules import Schedule
 from tests.common.training import LIMIT, MODELS, History, rate
 
 
-def train(name: str, how: Schedule, donate: bool = False) -> History:
+def train(name: str, how: Schedule, donate: bool = False, group: dist.ProcessGroup | None = None) -> History:
     """Train a model as a pipeline: this process's share."""
     one = MODELS[name]
     model, batches = one.make()
     inputs, targets = batches[0]
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=group)
     params, buffers = pipe.init(model)
     groups = {one.group: {"weight_decay": 0.0}}
     init, update = fpipe.optimizer(torch.optim.AdamW, groups=groups, names=pipe.names, donate=donate)
