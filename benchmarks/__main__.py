@@ -34,6 +34,7 @@ NAMES: Final = (
     "planning",
     "profiling",
     "agreement",
+    "loops",
 )
 
 
