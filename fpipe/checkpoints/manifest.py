@@ -82,22 +82,28 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def next_save(home: Path) -> int:
-    """Return the number of the next save; raise `InputError` if `home` has files that are not a checkpoint's."""
+    """Return the number of the next save; raise `InputError` if `home` has files, but no checkpoint."""
     if not home.exists():
         return 1
-    names = [entry.name for entry in home.iterdir()] if home.is_dir() else None
-    others = [] if names is None else [name for name in names if not re.fullmatch(rf"{MARKER}(\.new)?|save-\d+", name)]
-    if names is None or others:
+    others = [] if is_checkpoint(home) or not home.is_dir() else _list_others(home)
+    if others or not home.is_dir():
         raise InputError(
-            f"{home}: got {'a file' if names is None else f'a directory with {sorted(others)[:5]}'}, expected a "
-            "checkpoint, an empty directory, or nothing. Choose another path; nothing was overwritten."
+            f"{home}: got {f'a directory with {others[:5]}' if others else 'a file'}, expected a checkpoint, an empty "
+            "directory, or nothing. Choose another path; nothing was overwritten."
         )
     return max(list_saves(home), default=0) + 1
 
 
+def _list_others(home: Path) -> list[str]:
+    """Return what is not left from a save that was interrupted."""
+    left = re.compile(rf"{re.escape(MARKER)}\.new|save-\d+")
+    return sorted(entry.name for entry in home.iterdir() if not left.fullmatch(entry.name))
+
+
 def list_saves(home: Path) -> list[int]:
     """Return the numbers of all saves in a directory, interrupted ones included."""
-    return [int(entry.name.removeprefix("save-")) for entry in home.glob("save-*")]
+    found = [re.fullmatch(r"save-(\d+)", entry.name) for entry in home.iterdir()]
+    return [int(match[1]) for match in found if match]
 
 
 def write_sidecar(folder: Path, index: int, count: int, numbers: dict[str, float], on_device: list[str]) -> None:

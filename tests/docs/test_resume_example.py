@@ -106,6 +106,6 @@ def test_killed_at_any_moments(resume, tmp_path, seed):
     """Three deaths of any ranks at any time: while ranks connect, in a step, in a save."""
     chance = random.Random(seed)
     deaths = [(chance.randrange(4), 0, chance.uniform(1, 15)) for _ in range(3)]
-    found, _ = kill(tmp_path, deaths, ranks=4, steps=400, every=1)
-    resume.main(["--path", str(tmp_path / "whole"), "--steps", "400", "--every", "400"])
-    require_same({name: found[name] for name in found}, saved(tmp_path / "whole"))
+    found, _ = kill(tmp_path, deaths, ranks=4, steps=150, every=1)
+    resume.main(["--path", str(tmp_path / "whole"), "--steps", "150", "--every", "150"])
+    require_same(found, saved(tmp_path / "whole"))

@@ -57,6 +57,7 @@ def test_what_is_exported_is_the_state_dict(how, tmp_path):
     found = fpipe.safetensors(tmp_path / "new" / "model")
     assert found.keys() == model.state_dict().keys()
     assert all(same_bits(found[name], value) for name, value in model.state_dict().items())
+    assert fpipe.safetensors((tmp_path / "new" / "model").glob("*.safetensors")).keys() == found.keys()
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

@@ -213,6 +213,13 @@ def test_other_files_are_not_overwritten(pipe, run, tmp_path):
     assert contents(tmp_path) == {"file": b"mine", "folder/thesis.tex": b"mine"}
 
 
+def test_files_beside_a_checkpoint_are_left_alone(pipe, run, saved):
+    (saved / "log.txt").write_text("mine")
+    (saved / "save-best").mkdir()
+    fpipe.save(pipe, saved, **run)
+    assert {entry.name for entry in saved.iterdir()} == {"checkpoint.json", "save-2", "log.txt", "save-best"}
+
+
 def test_a_save_that_fails_anywhere_leaves_the_checkpoint_before_it(pipe, run, saved, monkeypatch):
     """Fail at every point in turn at which a file is made durable or renamed, until a save succeeds."""
     newer = {**run, "params": {name: (p.detach() + 1).requires_grad_() for name, p in run["params"].items()}}

@@ -91,6 +91,17 @@ def test_numbers_and_dtypes_of_the_state_come_back_as_they_were(tmp_path):
         assert same_bits(mine, value) if isinstance(value, torch.Tensor) else mine == value, slot
 
 
+def test_another_optimizer_refuses_the_state_and_names_the_leaf(tmp_path):
+    trainer = Trainer("tied", "one", "momentum")
+    trainer.save(tmp_path, trainer.train(trainer.start(), range(1)), 1)
+    run, _ = trainer.resume(tmp_path)
+    _, update = fpipe.optimizer(torch.optim.AdamW)
+    with pytest.raises(
+        fpipe.InputError, match=r"state\['embed\.weight'\]: got \['momentum_buffer'\], expected \['exp_avg'"
+    ):
+        update({"embed.weight": torch.ones_like(run.params["embed.weight"])}, run.state, run.params)
+
+
 def test_state_has_the_layout_of_its_parameter(tmp_path):
     """Norms of what a later step computes from it may depend on strides."""
     conv = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
