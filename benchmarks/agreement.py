@@ -53,8 +53,7 @@ def measured() -> dict[str, float]:
     step(*state, (tokens,), targets)
     times = _in_turns(pipe.ranks, lambda: step(*state, (tokens,), targets))
     with pipe.ranks.enter_call("a benchmark"):
-        plan = agree_on_plan(pipe, TRAINING)
-        assert plan is pipe.training
+        assert agree_on_plan(pipe, TRAINING).plan is pipe.training
         alone = _repeated(lambda: _agreed(pipe))
     return {**times, **alone, **_message()}
 

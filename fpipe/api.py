@@ -26,7 +26,7 @@ from fpipe.cutting.partition import CutsArgument, parse_cuts
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import Variant
-from fpipe.pipelines.argument_checks import require_backward, require_buildable
+from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.inputs import State
@@ -60,6 +60,7 @@ def pipeline(
     batch_dims: Any = 0,
     output_dims: Any = 0,
     weight: Weight | None = None,
+    plans: int = 32,
     group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule. Everything is checked; nothing runs.
@@ -99,6 +100,9 @@ def pipeline(
     - `tied`: how the gradients of a parameter used by several stages are combined. `"exact"`: through cotangents sent
       in every microbatch, bit for bit as on one device. `"sum"`: the stages' own gradients are added once, at the end
       of the step. Or a dict from parameter name (any of its names) to one of these; parameters not in it are exact.
+    - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
+      new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
+      plan that has not been used for longest.
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each; defaults to all. Every
       process of the job must then build its pipeline at the same time, and all groups must have the same size. If
       torch.distributed is not initialized, all ranks run in this process.
@@ -125,6 +129,7 @@ def pipeline(
     """
     module = as_module(model)
     require_buildable(module, example, loss, schedule)
+    require_count("plans", plans)
     where = parse_cuts(cuts, stages, unsplittable, schedule)
     batchings = {
         True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
@@ -132,7 +137,7 @@ def pipeline(
     }
     batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
     ranks = join_ranks(schedule.ranks, group, batchings[True].home)
-    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, Caches())
+    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, Caches(plans))
     return builder.build(module, batch)
 
 

@@ -54,6 +54,12 @@ def require_buildable(model: nn.Module, example: Any, loss: Loss, schedule: Any)
     _require_runnable(schedule)
 
 
+def require_count(name: str, count: object) -> None:
+    """Raise `InputError` unless an argument is a positive integer."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InputError(f"{name}: got {count!r}, expected an integer of 1 or more. Pass how many to keep.")
+
+
 def require_loss(loss: object, schedule: Schedule) -> None:
     """Raise `InputError` unless the loss can be called; with a schedule without a backward, there may be no loss."""
     if callable(loss) or (loss is None and not schedule.backward):

@@ -31,6 +31,7 @@ from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_build
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
+from fpipe.pipelines.preparation import prepare_steps
 from fpipe.pipelines.resolver import Resolver
 from fpipe.runtime.ranks import Ranks
 from fpipe.stages.ties import Tied, parameters_to_sum
@@ -48,7 +49,7 @@ class Builder:
     """A builder of pipelines, for one model and its later versions, from the same arguments of `fpipe.pipeline`.
 
     - `batchings`: how batches are split, with the loss and without.
-    - `caches`: the caches whose record of trainable parameters all of the pipelines share.
+    - `caches`: the caches whose limit and record of trainable parameters all of the pipelines share.
     """
 
     loss: Loss
@@ -65,7 +66,7 @@ class Builder:
     def build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         """Return the pipeline of a module for batches like the example; every rank must call this."""
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
-            agree_to_build(self.ranks, self.schedule, self.batchings[True])
+            agree_to_build(self.ranks, self.schedule, self.batchings[True], self.caches.most)
             return self._bind(module, example)
 
     def _rebuild(self, model: Model, example: SplitBatch) -> Pipeline:
@@ -81,8 +82,8 @@ class Builder:
         kept = example if captures.batchings[True].example.answers else example.without_values()
         sums = parameters_to_sum(self.tied, module)
         planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, self.backend)
-        caches = Caches(trainable=self.caches.trainable)
-        pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), caches)
+        caches = Caches(self.caches.most, trainable=self.caches.trainable)
+        pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, caches)
         require_exact_hooks(captures.hooks, sums)
         agree_on_plan(pipe, TRAINING)
         require_own_buffers(module, pipe.training.assembly.captured)

@@ -116,6 +116,20 @@ class CaptureCache:
         self.captured[variant, told], self.reads[variant, told] = captured, reads
         return told
 
+    def keep_only(self, used: Iterable[tuple[Variant, Microbatch]]) -> None:
+        """Drop everything about other variants and microbatches, except for the questions that led to these."""
+        known = {(variant.capture, microbatch) for variant, microbatch in used}
+        for key in self.captured.keys() - known:
+            for cache in (self.captured, self.reads, self.positions, self.watches):
+                cache.pop(key, None)
+        asked = {
+            (variant, replace(one, answers=one.answers[:answered]))
+            for variant, one in known
+            for answered in range(len(one.answers))
+        }
+        for key in self.questions.keys() - asked:
+            del self.questions[key]
+
     def watch(self, variant: Variant, microbatches: Iterable[Microbatch]) -> Watch:
         """Return the assumptions of the captures for these microbatches, which must still hold when they run."""
         wanted = [(variant.capture, one) for one in dict.fromkeys(microbatches)]

@@ -31,12 +31,13 @@ from fpipe.runtime.transport.agreement import Field
 from schedules import Schedule
 
 
-def argument_fields(schedule: Schedule, batching: Batching) -> tuple[Field, ...]:
+def argument_fields(schedule: Schedule, batching: Batching, plans: int) -> tuple[Field, ...]:
     """Return the fields of the arguments that a pipeline is built from."""
     return (
         *_environment_fields(),
         Field.of("schedule", [repr(schedule)]),
         Field.of("batch", _batch_lines(batching, batching.example)),
+        Field.of("plans", [str(plans)]),
     )
 
 

@@ -34,15 +34,15 @@ from schedules import Schedule
 NO_ARGUMENTS: Final = CommonArguments()
 
 
-def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching) -> None:
-    """Raise `TransportError` on all ranks unless all of them build a pipeline with this schedule and batch."""
-    ranks.agree(lambda: argument_fields(schedule, batching), "its arguments")
+def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: int) -> None:
+    """Raise `TransportError` on all ranks unless all of them build a pipeline with these arguments."""
+    ranks.agree(lambda: argument_fields(schedule, batching, plans), "its arguments")
 
 
 def agree_on_plan(
     pipe: Pipeline, variant: Variant, signature: Signature | None = None, call: CommonArguments = NO_ARGUMENTS
-) -> Plan:
-    """Return the plan for a kind of batch, once all ranks have agreed on it and its channels are connected.
+) -> Agreement:
+    """Return the agreement on a kind of batch, once all ranks have agreed on its plan and connected its channels.
 
     Every rank must request the same plans in the same order. Raise `TransportError` on all of them if one doesn't.
     """
@@ -58,8 +58,10 @@ def agree_on_plan(
         pipe.ranks.agree(record_fields, "a new kind of batch")
         pipe.ranks.connect(plan.program.channels)
         known = digest(f"{field.name} {field.digest}" for field in fields)
-        pipe.caches.agreements[kind] = Agreement(known, batch_fields(pipe, kind, known))
-    return pipe.plan(*kind)
+        pipe.caches.add(kind, Agreement(plan, known, batch_fields(pipe, kind, known)))
+        pipe.planner.keep_only(pipe.caches.agreements)
+        pipe.ranks.forget_layouts()
+    return pipe.caches.agreements[kind]
 
 
 def agree_to_step(
@@ -67,11 +69,12 @@ def agree_to_step(
 ) -> tuple[Plan, Inputs]:
     """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the step."""
     kind = variant, batch.signature
-    plan = agree_on_plan(pipe, *kind, call)
+    agreement = agree_on_plan(pipe, *kind, call)
+    plan = agreement.plan
     plan.watch.require_unchanged()
     inputs = scatter(plan, params, buffers, batch, call.seed)
-    fields = pipe.caches.agreements[kind].fields
-    pipe.ranks.agree(lambda: [*fields, *call_fields(call)])
+    pipe.ranks.agree(lambda: [*agreement.fields, *call_fields(call)])
+    pipe.caches.use(kind)
     if not pipe.caches.compared:
         _require_same_copies(pipe, plan, {**params, **buffers})
         pipe.caches.compared.add(kind)

@@ -8,7 +8,7 @@ Runs when a pipeline is built, when its methods are called, and in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from fpipe.batching.batch import SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.capture.eager_types import hide_fakes
-from fpipe.errors import CaptureError
 from fpipe.ir.variant import TRAINING, Variant
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.planner import Planner
-from fpipe.pipelines.resolver import ExchangeText, Resolver, own_text
+from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.report.description import describe
 from fpipe.report.footprint import measure_sizes
 from fpipe.runtime.executor import Execution, Inputs, Outcome
@@ -47,13 +46,14 @@ class Pipeline:
 
     - `planner`: the schedule, the captured model, and everything else that determines how a batch is run.
     - `ranks`: the pipeline ranks that this process runs: one under torch.distributed, else all.
-    - `rebuild`: makes a pipeline of another model from the same arguments.
+    - `rebuild`: makes a pipeline of another model from the same arguments. `plan_ahead`: makes plans for examples.
     - `caches`: values cached from one call to the next.
     """
 
     planner: Planner
     ranks: Ranks
     rebuild: Callable[[nn.Module | Sequence[Any]], Pipeline]
+    plan_ahead: Callable[[Pipeline, Iterable[tuple[Any, Any]]], None]
     caches: Caches
 
     @property
@@ -96,14 +96,12 @@ class Pipeline:
         counted as if differentiated by autograd.
 
         >>> import torch, fpipe
-        >>> from schedules import Costs, one_f_one_b, simulate
+        >>> from schedules import one_f_one_b
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         >>> pipe = fpipe.pipeline(model, example=(torch.ones(6, 4),), loss=torch.mean,
         ...                       schedule=one_f_one_b(ranks=2, microbatches=3), cuts=["2"])
         >>> pipe.sizes.activation, pipe.sizes.weight  # 2 rows of 8 and their loss, or what comes of them; 32 + 8 floats
         ((64, 68), (160, 36))
-        >>> simulate(pipe.schedule, Costs(F=1, B=2), pipe.program.graph, pipe.sizes).peak_memory
-        (288.0, 104.0)
         """
         with wait_for_turn(), hide_fakes():
             return measure_sizes(self.training.assembly, self.schedule.placement)
@@ -129,10 +127,7 @@ class Pipeline:
         batch = self.captures.batchings[variant.loss].split_batch(inputs, targets, total)
         if (variant, batch.signature) in self.caches.unquestioned:
             return batch
-        try:
-            resolved = Resolver(self.captures, variant, batch, exchange_text).resolve()
-        except CaptureError as error:
-            raise self.planner.unfit(variant, batch.signature, error) from error
+        resolved = self.planner.resolve(variant, batch, exchange_text)
         if resolved.signature == batch.signature:
             self.caches.unquestioned.add((variant, batch.signature))
         return resolved
@@ -163,8 +158,7 @@ class Pipeline:
         >>> from schedules import gpipe
         >>> with torch.device("meta"):
         ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean,
-        ...                       schedule=gpipe(ranks=2, microbatches=2), cuts=["1"])
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean, schedule=gpipe(2, 2))
         >>> saved = {"0.weight": torch.ones(8, 4), "0.bias": torch.zeros(8),
         ...          "1.weight": torch.ones(1, 8), "1.bias": torch.zeros(1)}
         >>> params, buffers = pipe.init(saved)
@@ -189,8 +183,7 @@ class Pipeline:
         >>> from schedules import gpipe
         >>> with torch.device("meta"):
         ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean,
-        ...                       schedule=gpipe(ranks=2, microbatches=2), cuts=["1"])
+        >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean, schedule=gpipe(2, 2))
         >>> params, buffers = pipe.initialise(seed=0)
         >>> [f"{name} {list(value.shape)}" for name, value in params.items()]
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
@@ -237,14 +230,22 @@ class Pipeline:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
         >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 4),), loss=torch.mean, schedule=gpipe(2, 2))
         >>> params, buffers = pipe.init(model)
-        >>> model[0].requires_grad_(False)
-        Linear(in_features=4, out_features=8, bias=True)
+        >>> _ = model[0].requires_grad_(False)
         >>> pipe = pipe.rebuilt(model)
         >>> params = {name: p.requires_grad_(name.startswith("1.")) for name, p in params.items()}
         >>> list(fpipe.value_and_grad(pipe)(params, buffers, (torch.ones(2, 4),))[1])
         ['1.weight', '1.bias']
         """
         return self.rebuild(model)
+
+    def prepare(self, examples: Iterable[tuple[Any, Any]]) -> None:
+        """Capture and plan training steps for batches like these now, so that no step waits for a capture.
+
+        `examples` are pairs of inputs and targets; tensors may be on meta, unless the model asks about their values.
+        Under torch.distributed, every rank must call this with the same shapes. If steps run under autocast, call it
+        under the same. Raise `InputError` for more kinds of batches than the pipeline keeps plans for.
+        """
+        self.plan_ahead(self, examples)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -267,8 +268,6 @@ class Pipeline:
         >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
         >>> pipe.owned
         ('0.weight', '0.bias', '1.bias')
-        >>> params, _ = pipe.init(model)
-        >>> count = sum(params[name].numel() for name in pipe.owned)  # of this process; then add over processes
         """
         return tuple(name for name in self.training.params if self.owners[name] in self.ranks.ranks)
 

@@ -10,22 +10,24 @@ Runs when a plan is made: once per kind of batch. In every step, the cached plan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fpipe.autodiff.backends import Backend
+from fpipe.batching.batch import SplitBatch
 from fpipe.batching.merge import Merge
 from fpipe.batching.signature import Microbatch, Signature
 from fpipe.capture.eager_types import hide_fakes
-from fpipe.errors import CutError, InputError, PipelineError
+from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale
 from fpipe.stages.kinds import require_alike, widen
@@ -70,10 +72,17 @@ class Planner:
             except PipelineError as error:
                 if kind == self.kind(variant):
                     raise
-                raise self.unfit(*kind, error) from error
+                raise self._unfit(*kind, error) from error
         return self.plans[kind]
 
-    def unfit(self, variant: Variant, signature: Signature, error: PipelineError) -> InputError:
+    def resolve(self, variant: Variant, batch: SplitBatch, exchange_text: ExchangeText) -> SplitBatch:
+        """Return the batch with the answers to the model's questions; raise `InputError` if the model can't take it."""
+        try:
+            return Resolver(self.captures, variant, batch, exchange_text).resolve()
+        except CaptureError as error:
+            raise self._unfit(variant, batch.signature, error) from error
+
+    def _unfit(self, variant: Variant, signature: Signature, error: PipelineError) -> InputError:
         """Return the error for a batch that the model can't take; `error` says why."""
         difference = self.captures.batchings[variant.loss].difference(signature)
         return InputError(
@@ -92,8 +101,20 @@ class Planner:
         ):
             return self._plan(variant, signature)
 
+    def keep_only(self, kinds: Iterable[BatchKind]) -> None:
+        """Drop the plans of all other kinds of batches, and the stages and captures that only they use."""
+        for kind in self.plans.keys() - set(kinds):
+            del self.plans[kind]
+        used = {(variant, one) for variant, signature in self.plans for one in self._microbatches(variant, signature)}
+        for other in self.assemblies.keys() - used:
+            del self.assemblies[other]
+        self.captures.keep_only(used)
+
+    def _microbatches(self, variant: Variant, signature: Signature) -> list[Microbatch]:
+        return self.captures.batchings[variant.loss].split(signature)
+
     def _plan(self, variant: Variant, signature: Signature) -> Plan:
-        microbatches = self.captures.batchings[variant.loss].split(signature)
+        microbatches = self._microbatches(variant, signature)
         by_shape = {one: self._cached_assembly(variant, one) for one in dict.fromkeys(microbatches)}
         assemblies = widen([by_shape[one] for one in microbatches])
         require_alike(assemblies)

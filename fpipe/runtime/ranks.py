@@ -44,6 +44,9 @@ class Ranks(Protocol):
     def connect(self, channels: Iterable[Route]) -> None:
         """Set up these channels."""
 
+    def forget_layouts(self) -> None:
+        """Drop what is cached about the messages of plans; those that still run make it again."""
+
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Drive `execution(rank, transport)` of each of this process's ranks to completion; return the outcomes."""
 

@@ -99,6 +99,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's own cache is one for all modes, and never forgets a shape
         self.results = ResultCache(self, self.make)
         self.states: dict[torch.device, dict[str, Any]] = {}
         self.effects: Effects | None = None

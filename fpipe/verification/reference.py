@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from fpipe.batching.memory import require_apart
+from fpipe.batching.signature import Signature
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, merge_results
 from fpipe.pipelines.step import ValueAndGrad, scale_variant
 from fpipe.runtime.turns import wait_for_turn
@@ -43,7 +45,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         with suspend_autocast(variant) as cast:
             what = scale_variant(cast, scale)
             batch = pipe.batch(what, inputs, targets, total=total)
-            plan = pipe.plan(what, batch.signature)
+            plan = _plan(pipe, what, batch.signature)
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.modified_leaves)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
@@ -55,3 +57,13 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         return Step(*merge_results(plan, results), new), {name: grads[name] for name in params if name in grads}
 
     return step
+
+
+def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> Plan:
+    """Return the plan for a kind of batch; of the plans on which ranks have not agreed, keep the last ones."""
+    with wait_for_turn():
+        plan, agreements, most = pipe.plan(variant, signature), pipe.caches.agreements, pipe.caches.most
+        alone = [kind for kind in pipe.planner.plans if kind not in agreements]
+        if len(alone) > most:
+            pipe.planner.keep_only([*agreements, *alone[-most:]])
+        return plan

@@ -140,6 +140,11 @@ class DistributedTransport:
         """Return the channel, which must have been set up."""
         return self.channels[source, target]
 
+    def forget_layouts(self) -> None:
+        """Drop the cached layouts of messages, which keep the specs of every plan alive."""
+        for channel in self.channels.values():
+            channel.envelopes.clear()
+
     def read(self) -> None:
         """Raise `TransportError` if a message of the last step was not the expected one."""
         if not self.unread:

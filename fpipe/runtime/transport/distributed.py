@@ -115,6 +115,10 @@ class DistributedRanks:
             self.failure = f"{type(error).__name__}: {error}"
             raise
 
+    def forget_layouts(self) -> None:
+        """Drop the cached layouts of messages; the next message of each kind makes its layout again."""
+        self.transport.forget_layouts()
+
     def _require_whole(self, what: str) -> None:
         if self.failure is None and not self.control.is_alive:
             self.failure = "its process group was destroyed"

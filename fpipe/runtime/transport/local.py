@@ -129,6 +129,9 @@ class LocalRanks:
     def connect(self, channels: Iterable[Route]) -> None:
         """Do nothing: each run creates its own channels."""
 
+    def forget_layouts(self) -> None:
+        """Do nothing: messages are passed by reference."""
+
     def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
         """Step all ranks until all have finished; raise `DeadlockError` if none can proceed."""
         transport = LocalTransport()
