@@ -60,7 +60,7 @@ BAD = {
     "fewer rows than microbatches": (
         {"example": (X[:1],), "targets": Y[:1]},
         fpipe.InputError,
-        ["inputs[0]", "[1, 4]", "pieces of [1]", "expected 2", "Pass 2"],
+        ["inputs[0]", "[1, 4]", "1 in dimension 0", "at least 2", "drop_last"],
     ),
     "targets of another size": (
         {"targets": Y[:3]},
@@ -219,7 +219,7 @@ BATCH_CHANGES = {
     "another number of inputs": (((X, X), Y), ["inputs", "expected"]),
     "a dict for a tuple": (({"x": X}, Y), ["inputs", "missing"]),
     "another number of rows than targets": (((X[:2],), Y), ["inputs[0]", "float32[2, 4]", "example has float32[4, 4]"]),
-    "no rows": (((X[:0],), Y[:0]), ["inputs[0]", "[0, 4]", "pieces of []"]),
+    "no rows": (((X[:0],), Y[:0]), ["inputs[0]", "[0, 4]", "at least 2"]),
     "another width": (((X[:, :3],), Y), ["inputs[0]", "float32[4, 3]", "example has float32[4, 4]"]),
     "another number of dimensions": (((X[None],), Y), ["inputs[0]", "float32[1, 4, 4]", "another pipeline"]),
     "on meta": (((X.to("meta"),), Y), ["inputs[0]", "meta device", "Pass the batch"]),
