@@ -221,9 +221,8 @@ class Pipeline:
         """Return a new pipeline of `model` as it is now, built with the arguments of this one.
 
         Use it for changes that this pipeline can't follow: a frozen parameter, another dropout rate, a constant of the
-        loss. It takes as long as a capture; the channels between ranks are reused. Under torch.distributed, every rank
-        must call it at the same time. Parameters, buffers and optimizer state carry over unchanged, except for the
-        `requires_grad` flags of what was frozen or unfrozen.
+        loss. It takes as long as a capture. Under torch.distributed, every rank must call it at the same time.
+        Parameters, buffers and optimizer state carry over, except for the `requires_grad` flags of what was frozen.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
