@@ -55,7 +55,7 @@ PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
 SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule *targets=None *cuts=None *stages=None *unsplittable=() *capture='trace' "
-        "*backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *group=None"
+        "*backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 *group=None"
     ),
     "value_and_grad": "pipe outputs=False record=None",
     "evaluate": "pipe record=None",
