@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 MICROBATCHES, STEPS, LIMIT = 4, 20, 0.1
+LARGE = 2.0**26
+"""A scale with which float16 overflows."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,60 @@ def train_alone(name: str) -> History:
     history.params = {name: p.detach() for name, p in named.items()}
     history.buffers = dict(model.named_buffers())
     history.state = {name: optimizer.state[p] for name, p in named.items()}
+    return history
+
+
+def train_scaled_alone() -> History:
+    """Train a GPT under autocast to float16 with torch's scaler, which skips steps; scales take the place of norms."""
+    one = MODELS["gpt"]
+    model, batches = one.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", LARGE, growth_interval=3)
+    history = History([], [], {}, {}, {})
+    for inputs, targets in batches:
+        total = torch.zeros(())
+        for i in range(MICROBATCHES):
+            with torch.autocast("cpu", torch.float16):
+                loss = one.loss(model(*part(inputs, i)), part(targets, i)) / MICROBATCHES
+            scaler.scale(loss).backward()
+            total += loss.detach()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        history.losses.append(total)
+        history.norms.append(torch.tensor(scaler.get_scale()))
+    assert len(set(map(float, history.norms))) > 3
+    history.params = {name: p.detach() for name, p in model.named_parameters()}
+    history.state = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    return history
+
+
+def train_low_alone() -> History:
+    """Train a GPT in bfloat16 with master copies in float32."""
+    one = MODELS["gpt"]
+    model, batches = one.make()
+    model = model.to(torch.bfloat16)
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3)
+    history = History([], [], {}, {}, {})
+    for inputs, targets in batches:
+        total = None
+        for i in range(MICROBATCHES):
+            loss = one.loss(model(*part(inputs, i)), part(targets, i)) / MICROBATCHES
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        history.losses.append(total)
+        history.norms.append(nn.utils.clip_grad_norm_(model.parameters(), LIMIT))
+        for name, p in model.named_parameters():
+            masters[name].grad = p.grad.float()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            p.data.copy_(masters[name].data)
+        model.zero_grad()
+    history.params = {name: p.detach() for name, p in model.named_parameters()}
+    history.state = {name: {"master": p.detach(), **optimizer.state[p]} for name, p in masters.items()}
     return history
 
 

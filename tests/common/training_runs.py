@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import Schedule
-from tests.common.training import LIMIT, MODELS, History, rate
+from tests.common.training import LARGE, LIMIT, MODELS, History, rate
 
 
 def train(name: str, how: Schedule, donate: bool = False, group: dist.ProcessGroup | None = None) -> History:
@@ -31,6 +31,49 @@ def train(name: str, how: Schedule, donate: bool = False, group: dist.ProcessGro
         history.losses.append(out.loss)
         history.norms.append(norm)
     history.params, history.buffers, history.state = params, buffers, state
+    return history
+
+
+def train_scaled(how: Schedule, group: dist.ProcessGroup | None = None) -> History:
+    """Train a GPT under autocast to float16 with a scale that all ranks share."""
+    one = MODELS["gpt"]
+    model, batches = one.make()
+    pipe = fpipe.pipeline(model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, group=group)
+    params, buffers = pipe.init(model)
+    init, update = fpipe.optimizer(torch.optim.SGD, lr=0.05, momentum=0.9)
+    state, step, loss_scale = init(params), fpipe.value_and_grad(pipe), fpipe.LossScale(LARGE, interval=3)
+    history = History([], [], {}, {}, {})
+    for inputs, targets in batches:
+        with torch.autocast("cpu", torch.float16):
+            out, grads = step(params, buffers, inputs, targets, scale=loss_scale.scale)
+        finite = fpipe.all_finite(pipe, grads)
+        if finite:
+            grads, _ = fpipe.clip(pipe, loss_scale.unscale(grads), LIMIT)
+            params, state = update(grads, state, params)
+        loss_scale = loss_scale.next(finite)
+        history.losses.append(out.loss)
+        history.norms.append(torch.tensor(loss_scale.scale))
+    history.params, history.state = params, state
+    return history
+
+
+def train_low(how: Schedule, group: dist.ProcessGroup | None = None) -> History:
+    """Train a GPT in bfloat16 with master copies in float32."""
+    one = MODELS["gpt"]
+    model, batches = one.make()
+    model = model.to(torch.bfloat16)
+    pipe = fpipe.pipeline(model, example=batches[0][0], targets=batches[0][1], loss=one.loss, schedule=how, group=group)
+    params, buffers = pipe.init(model)
+    init, update = fpipe.masters(fpipe.optimizer(torch.optim.AdamW, lr=1e-3))
+    state, step = init(params), fpipe.value_and_grad(pipe)
+    history = History([], [], {}, {}, {})
+    for inputs, targets in batches:
+        out, grads = step(params, buffers, inputs, targets)
+        grads, norm = fpipe.clip(pipe, grads, LIMIT)
+        params, state = update(grads, state, params)
+        history.losses.append(out.loss)
+        history.norms.append(norm)
+    history.params, history.state = params, state
     return history
 
 

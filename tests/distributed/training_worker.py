@@ -25,8 +25,8 @@ from fpipe.tensors.tree import same_bits
 from schedules import dualpipe, one_f_one_b, zb_h1, zb_v
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import NIGHTLY
-from tests.common.training import MICROBATCHES, MODELS, History, train_alone
-from tests.common.training_runs import require_same_history, train
+from tests.common.training import MICROBATCHES, MODELS, History, train_alone, train_low_alone, train_scaled_alone
+from tests.common.training_runs import require_same_history, train, train_low, train_scaled
 from tests.common.zoo import ZOO
 
 RANKS, FACTORIES = 4, (one_f_one_b, zb_h1, zb_v)
@@ -60,6 +60,13 @@ def train_as_alone(folder: Path, pair: Any) -> None:
         dist.all_gather_object(shares, (list(got.params), list(got.buffers)))
         assert {key for keys, _ in shares for key in keys} == wanted[name].params.keys()
         assert {key for _, keys in shares for key in keys} == wanted[name].buffers.keys()
+
+
+def train_in_low_precision(pair: Any) -> None:
+    """Every rank skips the same updates, and tied copies stay equal."""
+    require_same_history(train_scaled(one_f_one_b(2, MICROBATCHES), pair), train_scaled_alone())
+    if NIGHTLY:
+        require_same_history(train_low(zb_h1(RANKS, MICROBATCHES)), train_low_alone())
 
 
 def norms_are_those_of_one_device() -> None:
@@ -131,6 +138,7 @@ def main(rank: int, store: str, folder: Path) -> None:
     norms_are_those_of_one_device()
     refuse_together()
     train_as_alone(folder, pair)
+    train_in_low_precision(pair)
     dist.barrier()
     dist.destroy_process_group()
     print("passed")

@@ -30,6 +30,15 @@ def gradient(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def test_norms_of_several_dtypes_are_combined_in_the_order_of_torch():
+    """Few orders show in the last bit, so there are many tries."""
+    for seed in range(40):
+        grads = {f"p{k}": gradient([k + 2], DTYPES[k % 3], 100 * seed + k) for k in range(30)}
+        table = NormTable.of([list_gradients(grads.items())], grads, CPU)
+        row = table.row([foreach_norm([grad], 2.0)[0] for grad in grads.values()], CPU)
+        assert same_bits(table.combine(row[None], 2.0), torch.nn.utils.get_total_norm(list(grads.values())))
+
+
 @st.composite
 def owned_gradients(draw):
     """Gradients in the model's order, each with the process that owns it; `None` where there is no gradient."""

@@ -7,8 +7,8 @@ import pytest
 
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.sizes import in_turn
-from tests.common.training import MICROBATCHES, MODELS, train_alone
-from tests.common.training_runs import require_same_history, train
+from tests.common.training import MICROBATCHES, MODELS, train_alone, train_low_alone, train_scaled_alone
+from tests.common.training_runs import require_same_history, train, train_low, train_scaled
 
 alone = cache(train_alone)
 
@@ -25,3 +25,12 @@ def test_training_in_one_process_is_the_plain_loop(name, schedule, ranks):
 
 def test_donating_changes_no_bits():
     require_same_history(train("gpt", one_f_one_b(2, MICROBATCHES), donate=True), alone("gpt"))
+
+
+def test_a_scaled_loss_skips_and_grows_as_torch_alone():
+    """Under autocast to float16, some steps overflow and are skipped."""
+    require_same_history(train_scaled(zb_v(2, MICROBATCHES)), train_scaled_alone())
+
+
+def test_parameters_in_bfloat16_follow_masters_in_float32():
+    require_same_history(train_low(zb_h1(2, MICROBATCHES)), train_low_alone())
