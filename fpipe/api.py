@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,6 +24,7 @@ from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
+from fpipe.errors import InputError
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import Variant
@@ -141,7 +143,9 @@ def pipeline(
     return builder.build(module, batch)
 
 
-def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None = None) -> ValueAndGrad:
+def value_and_grad(
+    pipe: Pipeline, outputs: bool = False, record: Record | None = None, sums: torch.dtype | None = None
+) -> ValueAndGrad:
     """Return the function that computes the loss and gradients of one step.
 
     The function takes parameters and buffers as `pipe.init` returns them, a whole batch, and, if the model draws random
@@ -165,6 +169,9 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
       accumulated steps and replicas, or with `weight`, their weight.
     - `scale`: the cotangent of the loss, a number, for gradients that would underflow. The loss is not scaled.
 
+    `sums` is the dtype in which gradients are added over microbatches, such as `torch.float32` for parameters in
+    bfloat16; each gradient has it, where it is more precise than the parameter. By default it is the parameter's.
+
     With `outputs`, `Step.outputs` holds the model's outputs. `record` is called with a `Span`, in seconds of
     `time.perf_counter`, for every compute action of this process and every transfer that it waited for; on an
     accelerator after the step, with the device's times. `fpipe.timeline` merges the spans of all ranks into one
@@ -184,7 +191,7 @@ def value_and_grad(pipe: Pipeline, outputs: bool = False, record: Record | None 
     (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
     """
     require_backward(pipe.schedule)
-    return make_training_step(pipe, Variant(training=True, loss=True, outputs=outputs), record)
+    return make_training_step(pipe, _training(outputs, sums), record)
 
 
 def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
@@ -207,7 +214,7 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     return make_evaluation_step(pipe, record)
 
 
-def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
+def reference(pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = None) -> ValueAndGrad:
     """Return what `value_and_grad` returns, on one device: a plain microbatch loop over the captured, uncut model.
 
     A parameter tied by `"sum"` has one copy for each stage that uses it; their gradients are added.
@@ -226,7 +233,7 @@ def reference(pipe: Pipeline, outputs: bool = False) -> ValueAndGrad:
     (True, True)
     """
     require_backward(pipe.schedule)
-    return make_reference_step(pipe, Variant(training=True, loss=True, outputs=outputs))
+    return make_reference_step(pipe, _training(outputs, sums))
 
 
 def verify(
@@ -266,6 +273,13 @@ def verify(
     require_backward(pipe.schedule)
     trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
     return verify_steps(trial, params, buffers, seed, steps)
+
+
+def _training(outputs: bool, sums: torch.dtype | None) -> Variant:
+    """Return the variant of a training step; raise `InputError` unless gradients can be added in `sums`."""
+    if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
+        raise InputError(f"sums: got {sums!r}, expected a dtype of floating-point numbers. Pass torch.float32.")
+    return Variant(training=True, loss=True, outputs=outputs, sums=sums)
 
 
 def _of_inputs(batch_dims: Any) -> Any:

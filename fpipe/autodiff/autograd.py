@@ -61,6 +61,7 @@ class Autograd:
     - `unrecordable`: why the stage can't be recorded as a graph; empty if it may be possible.
     - `hooks`: per parameter, the hooks to call with the gradient of each microbatch.
     - `remark`: why autograd differentiates the stage, if another backend was requested.
+    - `in_place`: whether autograd may add to the sums itself: they have the dtypes of the parameters.
     """
 
     function: Function
@@ -72,6 +73,7 @@ class Autograd:
     unrecordable: str = ""
     hooks: Mapping[ArgumentIndex, tuple[Hook, ...]] = field(default_factory=dict)
     remark: str = ""
+    in_place: bool = True
 
     @property
     def below_autograd(self) -> bool:
@@ -166,7 +168,7 @@ class Autograd:
         if not onto:
             outgoing, grads = self.differentiate(residuals, cotangents)
             return outgoing, own_all(grads, self.fresh)
-        if self._has_layouts(residuals.leaves):
+        if self.in_place and self._has_layouts(residuals.leaves):
             return self._accumulate(residuals, cotangents, onto)
         outgoing, grads = self.differentiate(residuals, cotangents)
         return outgoing, add_all(onto, tuple(grads))

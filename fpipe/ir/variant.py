@@ -20,7 +20,7 @@ class Variant:
     """A mode of running the model: in training or evaluation, with or without the loss, with or without the outputs.
 
     `casts`: the autocast that model and loss run under. `scaled`: whether the backward starts from a scale that the
-    step is passed, not from 1.
+    step is passed, not from 1. `sums`: the dtype in which gradients are added, if not that of the parameter.
     """
 
     training: bool
@@ -28,11 +28,18 @@ class Variant:
     outputs: bool
     casts: Casts = ()
     scaled: bool = False
+    sums: torch.dtype | None = None
 
     @property
     def capture(self) -> Variant:
-        """The variant that is captured for this one: outputs and scale don't change what the model computes."""
-        return replace(self, outputs=True, scaled=False)
+        """The variant that is captured for this one: outputs, scale and sums don't change what the model computes."""
+        return replace(self, outputs=True, scaled=False, sums=None)
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of parameters of `dtype` are added: never a lower precision."""
+        if self.sums is None or not dtype.is_floating_point:
+            return dtype
+        return torch.promote_types(dtype, self.sums)
 
 
 TRAINING = Variant(training=True, loss=True, outputs=False)

@@ -8,7 +8,7 @@ Idea. A step takes the earlier sums, and its own begin with them. Each goes to o
 happens: the first replica of the first stage that computes a gradient of the parameter.
 
 A stage adds to all of its sums or to none. A sum that is missing becomes -0: adding to it changes nothing, not even the
-sign of a zero.
+sign of a zero. So do all sums if gradients are added in a dtype of their own.
 
 Invariant: the sums belong to the step. It writes to their memory and returns it.
 
@@ -18,6 +18,7 @@ Runs in every step that is passed earlier sums.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -26,15 +27,16 @@ from torch import Tensor
 from fpipe.autodiff.accumulation import Gradients
 from fpipe.batching.memory import find_overlap
 from fpipe.errors import InputError
+from fpipe.ir.variant import Variant
 from fpipe.pipelines.plan import Plan
 from fpipe.stages.stage import Stage
-from fpipe.tensors.spec import Spec
+from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.weights.state import require_leaf
 
 EarlierSums: TypeAlias = Mapping[str, Tensor]
 
 
-def require_sums(onto: EarlierSums, params: EarlierSums, plan: Plan) -> None:
+def require_sums(onto: EarlierSums, params: EarlierSums, plan: Plan, variant: Variant) -> None:
     """Raise `InputError`, naming the leaf, unless a step can add to `onto` in place."""
     if not isinstance(onto, Mapping):
         raise InputError(
@@ -49,7 +51,8 @@ def require_sums(onto: EarlierSums, params: EarlierSums, plan: Plan) -> None:
             "the gradients that a step of this pipeline has returned."
         )
     for name, leaf in onto.items():
-        _require_writable(name, leaf, plan.params[name])
+        spec = plan.params[name]
+        _require_writable(name, leaf, replace(spec, dtype=variant.sum_dtype(spec.dtype)))
     pair = find_overlap({**{f"onto[{n!r}]": t for n, t in onto.items()}, **{f"params[{n!r}]": params[n] for n in onto}})
     if pair is not None:
         raise InputError(
@@ -68,19 +71,30 @@ def _require_writable(name: str, leaf: Tensor, spec: Spec) -> None:
         )
 
 
-def assign_sums(onto: EarlierSums, plan: Plan) -> dict[tuple[int, int], Gradients]:
-    """Return the sums that ranks of this process begin with, per rank and stage."""
+def assign_sums(onto: EarlierSums, plan: Plan, variant: Variant) -> dict[tuple[int, int], Gradients]:
+    """Return the sums that ranks of this process begin with, per rank and stage.
+
+    If gradients are added in a dtype of their own, all sums begin with something, which gives them their dtype.
+    """
     found: dict[tuple[int, int], Gradients] = {}
     for stage, names in _first_uses(plan):
-        rank = plan.placement.replicas(stage.index)[0]
-        if rank in plan.ranks and not onto.keys().isdisjoint(names):
-            found[rank, stage.index] = tuple(
-                [
-                    onto[name] if name in onto and name in names else torch.full_like(spec.allocate(), -0.0)
-                    for name, spec in zip(stage.grads, stage.totals, strict=True)
-                ]
-            )
+        first, *_ = plan.placement.replicas(stage.index)
+        for rank in set(plan.ranks).intersection(plan.placement.replicas(stage.index)):
+            earlier = {name: onto[name] for name in names if name in onto} if rank == first else {}
+            if stage.grads and (earlier or variant.sums is not None):
+                found[rank, stage.index] = _begin(stage, earlier)
     return found
+
+
+def _begin(stage: Stage, earlier: EarlierSums) -> Gradients:
+    """Return a stage's sums: the earlier ones, and -0 for each that is missing."""
+    pairs = zip(stage.grads, stage.totals, strict=True)
+    return tuple([earlier[name] if name in earlier else negative_zeros(spec) for name, spec in pairs])
+
+
+def negative_zeros(spec: Spec) -> Tensor:
+    """Return a tensor of -0, to which adding anything gives the same as without it."""
+    return spec.allocate().fill_(-0.0)
 
 
 def _first_uses(plan: Plan) -> Iterator[tuple[Stage, Collection[str]]]:
@@ -91,15 +105,20 @@ def _first_uses(plan: Plan) -> Iterator[tuple[Stage, Collection[str]]]:
         earlier.update(stage.grads)
 
 
-def join_sums(onto: EarlierSums, grads: EarlierSums) -> dict[str, Tensor]:
+def join_sums(onto: EarlierSums, grads: EarlierSums, plan: Plan) -> dict[str, Tensor]:
     """Return the step's sums, and the earlier ones of parameters to which it added nothing.
 
-    A sum that was missing, and to which nothing was added, is dropped.
+    Data may have decided that a parameter gets no gradient. If its sum began with -0, it is dropped.
     """
-    added = {name: grad for name, grad in grads.items() if name in onto or not _is_untouched(grad)}
-    return {**onto, **added}
+    optional = {
+        name
+        for stage in plan.assembly.stages
+        for name, spec in zip(stage.grads, stage.totals, strict=True)
+        if isinstance(spec, OptionalSpec) and name not in onto
+    }
+    return {**onto, **{name: grad for name, grad in grads.items() if name not in optional or not is_untouched(grad)}}
 
 
-def _is_untouched(grad: Tensor) -> bool:
+def is_untouched(total: Tensor) -> bool:
     """Return whether all elements are -0."""
-    return grad.layout is torch.strided and bool((grad == 0).all()) and bool(torch.signbit(grad).all())
+    return total.layout is torch.strided and bool((total == 0).all()) and bool(torch.signbit(total).all())

@@ -29,7 +29,7 @@ from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.runtime.turns import wait_for_turn
-from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale
+from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
@@ -140,6 +140,8 @@ class Planner:
         assembly = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
         if variant.scaled:
             assembly = take_scale(assembly)
+        if variant.sums is not None:
+            assembly = widen_sums(assembly, variant.sum_dtype)
         if self.backend is None:
             return assembly
         return differentiate(assembly, self.backend, {s for rank in self.ranks for s in placement.stages_on(rank)})

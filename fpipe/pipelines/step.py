@@ -64,13 +64,13 @@ def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) 
             require_state("buffers", buffers, pipe.training.buffers)
             require_flags(params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
             sums, what = {} if onto is None else onto, scale_variant(cast, scale)
-            require_sums(sums, params, pipe.training)
+            require_sums(sums, params, pipe.training, what)
             batch = pipe.batch(what, inputs, targets, pipe.ranks.exchange_text, total)
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = agree_to_step(pipe, what, params, buffers, batch, call)
-            given = given._replace(starts=start_backward(plan.local_stages, scale), onto=assign_sums(sums, plan))
+            given = given._replace(starts=start_backward(plan.local_stages, scale), onto=assign_sums(sums, plan, what))
             outcomes = pipe.run(plan, given, record)
-            grads = join_sums(sums, collect_gradients(plan, outcomes))
+            grads = join_sums(sums, collect_gradients(plan, outcomes), plan)
             return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
 
     return step

@@ -93,6 +93,28 @@ def _take_scale(stage: Stage) -> Stage:
     return replace(stage, wiring=scaled, functions=replace(functions, wiring=scaled), start=stage.results[:1])
 
 
+def widen_sums(assembly: Assembly, dtype: Callable[[torch.dtype], torch.dtype]) -> Assembly:
+    """Return the assembly with sums of gradients in `dtype(parameter's dtype)`."""
+
+    def widen(spec: Spec) -> Spec:
+        return replace(spec, dtype=dtype(spec.dtype))
+
+    def widen_crossings(crossings: tuple[StageCrossing, ...]) -> tuple[StageCrossing, ...]:
+        return tuple(one._replace(specs=tuple(map(widen, one.specs))) for one in crossings)
+
+    def widen_stage(stage: Stage) -> Stage:
+        return replace(
+            stage,
+            totals=tuple(map(widen, stage.totals)),
+            shares=widen_crossings(stage.shares),
+            shared_by=widen_crossings(stage.shared_by),
+            functions=replace(cast("Autograd", stage.functions), in_place=False),
+        )
+
+    stages = tuple(map(widen_stage, assembly.stages))
+    return replace(assembly, stages=stages, build_whole=lambda: widen_stage(assembly.build_whole()))
+
+
 def differentiate(assembly: Assembly, backend: Backend, held: Collection[int]) -> Assembly:
     """Return the assembly with the functions of this process's stages, `held`, converted by `backend`."""
     stages = [

@@ -34,18 +34,19 @@ def run_on_one_device(
     batch: Mapping[int, Sequence[Tensor]],
     keys: Sequence[int],
     onto: Mapping[str, Tensor] = MappingProxyType({}),
+    first: Mapping[str, Tensor] = MappingProxyType({}),
     start: Tensors = (),
 ) -> tuple[dict[int, Tensors], Tensors, dict[str, Tensor]]:
     """Run all microbatches in sequence; return the results of each, the final buffers, and gradients by name.
 
     `batch` has the microbatches of each leaf, `onto` the sums of gradients to go on from, `start` the cotangent of the
-    loss, if it is not 1.
+    loss, if it is not 1. Other sums begin with `first`, which gives them their dtype, where it has something.
     """
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
     stated = {name: iter(by_stage) for name, by_stage in find_orders(plan).items()}
     earlier = dict(onto)
-    sums = [ReplicaSum(next(stated[name]), earlier.pop(name, None)) for name in whole.grads]
+    sums = [ReplicaSum(next(stated[name]), earlier.pop(name, None), first.get(name)) for name in whole.grads]
     results = {}
     for i, cut in enumerate(plan.assemblies):
         inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
@@ -104,9 +105,9 @@ class ReplicaSum:
     'acdb'
     """
 
-    def __init__(self, orders: Orders, onto: Tensor | None = None) -> None:
-        first, *others = orders
-        self.parts = [OrderedSum(first, onto), *map(OrderedSum, others)]
+    def __init__(self, orders: Orders, onto: Tensor | None = None, first: Tensor | None = None) -> None:
+        own, *others = orders
+        self.parts = [OrderedSum(own, first if onto is None else onto), *[OrderedSum(one, first) for one in others]]
 
     def add(self, i: int, term: Tensor | None) -> None:
         """Add term number `i`, or `None` for no term."""

@@ -12,6 +12,7 @@ from fpipe.batching.memory import require_apart
 from fpipe.batching.signature import Signature
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
+from fpipe.pipelines.earlier_sums import join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
@@ -49,11 +50,13 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
             plan.watch.require_unchanged()
             require_apart(batch.memories, plan.modified_leaves)
             parts = batch.take({leaf for cut in plan.assemblies for leaf in cut.whole.batch})
-            keys, start = make_keys(plan, seed), start_backward([plan.assembly.whole], scale).get(0, ())
+            whole = plan.assembly.whole
+            first = {} if what.sums is None else dict(zip(whole.grads, map(negative_zeros, whole.totals), strict=True))
+            keys, start = make_keys(plan, seed), start_backward([whole], scale).get(0, ())
             with wait_for_turn(), random.preserve_generators(plan.generators):
-                results, state, made = run_on_one_device(plan, params, buffers, parts, keys, sums, start)
+                results, state, made = run_on_one_device(plan, params, buffers, parts, keys, sums, first, start)
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
-        grads = {**sums, **made}
+        grads = join_sums(sums, made, plan)
         return Step(*merge_results(plan, results), new), {name: grads[name] for name in params if name in grads}
 
     return step

@@ -57,11 +57,11 @@ SIGNATURES = {
         "model *example *loss *schedule *targets=None *cuts=None *stages=None *unsplittable=() *capture='trace' "
         "*backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 *group=None"
     ),
-    "value_and_grad": "pipe outputs=False record=None",
+    "value_and_grad": "pipe outputs=False record=None sums=None",
     "evaluate": "pipe record=None",
     "predict": "pipe",
     "stream": "pipe take",
-    "reference": "pipe outputs=False",
+    "reference": "pipe outputs=False sums=None",
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "begin_save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "load": "pipe path",

@@ -217,3 +217,59 @@ def test_the_total_changes_what_losses_are_divided_by():
     parts = zip(inputs[0].chunk(4), targets.chunk(4), strict=True)
     losses = [mse(model(x), y) / 12 for x, y in parts]
     assert torch.equal(out.loss, ((losses[0] + losses[1]) + losses[2]) + losses[3])
+
+
+def precise_loop(model, loss, inputs, targets, microbatches):
+    """Gradients in float32: each microbatch's, as it is computed in low precision, is added to them."""
+    sums = {}
+    for x, y in zip(inputs[0].chunk(microbatches), targets.chunk(microbatches), strict=True):
+        model.zero_grad()
+        (loss(model(x), y) / microbatches).backward()
+        for name, p in model.named_parameters():
+            sums[name] = p.grad.float() if name not in sums else sums[name] + p.grad.float()
+    return sums
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_of_low_precision_are_added_in_float32(how, backward):
+    case, how = ZOO["gpt"], HOW[how]
+    model, inputs, targets = case.make(ROWS)
+    model = model.bfloat16()
+    pipe = fpipe.pipeline(
+        model,
+        example=inputs,
+        targets=targets,
+        loss=case.loss,
+        schedule=how,
+        cuts=case.at(how.stages),
+        backward=backward,
+    )
+    _, grads = fpipe.value_and_grad(pipe, sums=torch.float32)(*pipe.init(model), inputs, targets)
+    _, other = fpipe.reference(pipe, sums=torch.float32)(*pipe.init(model), inputs, targets)
+    wanted = precise_loop(model, case.loss, inputs, targets, how.microbatches)
+    assert_same(Result(None, None, grads, {}), Result(None, None, wanted, {}))
+    assert_same(Result(None, None, other, {}), Result(None, None, wanted, {}))
+    _, plain = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    assert any(not torch.equal(plain[name].float(), wanted[name]) for name in wanted)
+
+
+def test_replicas_add_in_float32():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).bfloat16()
+    x, how = torch.randn(8, 4, dtype=torch.bfloat16), dualpipe(2, 4)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=how, cuts=["1"])
+    step, plain = fpipe.value_and_grad(pipe, sums=torch.float32), fpipe.reference(pipe, sums=torch.float32)
+    state, got, wanted = pipe.init(model), None, None
+    for _ in range(2):
+        got = step(*state, (x,), onto=got)[1]
+        wanted = plain(*state, (x,), onto=wanted)[1]
+    assert {grad.dtype for grad in got.values()} == {torch.float32}
+    assert_same(Result(None, None, got, {}), Result(None, None, wanted, {}))
+
+
+@pytest.mark.parametrize("sums", [torch.int64, "float32"])
+def test_a_dtype_in_which_nothing_can_be_added_is_refused(sums):
+    pipe, *_ = build(ZOO["mlp"], HOW["zb_h1"], ROWS, capture="trace")
+    for use in (fpipe.value_and_grad, fpipe.reference):
+        with pytest.raises(fpipe.InputError, match="sums: got .*, expected a dtype of floating-point numbers"):
+            use(pipe, sums=sums)
