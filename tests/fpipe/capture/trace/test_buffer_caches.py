@@ -23,7 +23,7 @@ from tests.common.running import run
 @BACKWARDS
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_in_a_buffer_may_grow(cache, backward):
-    """In a module that runs as a whole and in one that is cut, and for each size; a step returns it as it was passed."""
+    """In a module that runs as a whole and in one that is cut, for every size; a step returns it as it was passed."""
     model = nn.Sequential(Block(before=cache), Block(before=cache))
     pipe, x, y = build(model, HOWS["1F1B"], ["1.inner"], backward)
     assert_as_one_device(pipe, model, x, y)
