@@ -5,12 +5,7 @@ import json
 
 from hypothesis import strategies as st
 
-from schedules import (
-    B,
-    F,
-    Span,
-    parse,
-)
+from schedules import B, F, Span, parse
 from schedules.drawing.palette import LOOKS
 from schedules.language.actions import KINDS, Action
 

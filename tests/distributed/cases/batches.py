@@ -8,10 +8,7 @@ from torch import nn
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from schedules import (
-    dualpipe,
-    one_f_one_b,
-)
+from schedules import dualpipe, one_f_one_b
 from tests.common.cases import WORDS
 from tests.common.comparison import Result
 from tests.common.loops import eval_loop, loop

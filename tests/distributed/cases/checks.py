@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from schedules import (
-    Schedule,
-)
+from schedules import Schedule
 from tests.common.comparison import Result, assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference

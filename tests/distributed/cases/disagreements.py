@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 import fpipe
-from schedules import (
-    B,
-    F,
-    one_f_one_b,
-    schedule,
-)
+from schedules import B, F, one_f_one_b, schedule
 from tests.common.layers import linears
 from tests.common.running import build
 from tests.common.schedules import SCHEDULES

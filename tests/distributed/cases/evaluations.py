@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import fpipe
-from schedules import (
-    dualpipe,
-    one_f_one_b,
-)
+from schedules import dualpipe, one_f_one_b
 from tests.common.comparison import Result
 from tests.common.loops import eval_loop, loop
 from tests.common.running import build

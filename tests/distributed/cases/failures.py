@@ -10,9 +10,7 @@ import torch.distributed as dist
 
 import fpipe
 from fpipe.runtime.transport.envelope import Envelope
-from schedules import (
-    one_f_one_b,
-)
+from schedules import one_f_one_b
 from tests.common.running import build
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import raises

@@ -9,9 +9,7 @@ from torch import nn
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from schedules import (
-    one_f_one_b,
-)
+from schedules import one_f_one_b
 from tests.common import collectives
 from tests.common.loops import loop
 from tests.common.zoo import ZOO

@@ -9,16 +9,7 @@ import torch
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from schedules import (
-    chimera,
-    dualpipe,
-    dualpipe_v,
-    mirror,
-    one_f_one_b,
-    recompute,
-    zb_h1,
-    zb_v,
-)
+from schedules import chimera, dualpipe, dualpipe_v, mirror, one_f_one_b, recompute, zb_h1, zb_v
 from tests.common.comparison import Result, assert_same
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES, descending, looped_fill_drain, vee_fill_drain

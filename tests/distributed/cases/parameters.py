@@ -14,12 +14,7 @@ from safetensors.torch import save_file
 import fpipe
 from fpipe.tensors.tree import same_bits
 from fpipe.weights.initialization import initialize, list_leaves, reset_parameters
-from schedules import (
-    chimera,
-    dualpipe,
-    one_f_one_b,
-    split_backward,
-)
+from schedules import chimera, dualpipe, one_f_one_b, split_backward
 from tests.common import gates
 from tests.common.cases import mse
 from tests.common.loops import loop, loop_as_stated

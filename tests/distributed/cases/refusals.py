@@ -10,10 +10,7 @@ import torch
 import fpipe
 from fpipe.runtime.fingerprint import describe_value
 from fpipe.tensors.tree import same_bits
-from schedules import (
-    dualpipe,
-    one_f_one_b,
-)
+from schedules import dualpipe, one_f_one_b
 from tests.common.lookalikes import LOOKALIKES
 from tests.common.loops import loop
 from tests.common.running import build

@@ -10,12 +10,7 @@ import torch
 import fpipe
 from fpipe.runtime import recording
 from fpipe.runtime.transport import clocks
-from schedules import (
-    Action,
-    B,
-    F,
-    one_f_one_b,
-)
+from schedules import Action, B, F, one_f_one_b
 from tests.common.running import build
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import gather, raises
