@@ -28,18 +28,16 @@ docs: .venv/documented
 	$(BIN)/python -m sphinx -q --fail-on-warning --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-# By hand: the oldest and the newest torch that pyproject.toml declares. Each installs a CUDA build of some gigabytes,
-# which runs on a CPU, too. OLDEST='numpy==1.26.* optree==0.13.*' adds the oldest of those.
+# By hand: all tests with the oldest and the newest torch that pyproject.toml declares. Each installs a CUDA build of
+# some gigabytes, which runs on a CPU, too. OLDEST='numpy==1.26.* optree==0.13.*' adds the oldest of those.
 VERSIONS ?= 2.12 2.15
-VERSION_TESTS := $(addprefix tests/fpipe/,test_torch_private.py test_patching.py tensors capture/test_guards.py \
-	capture/test_jit.py capture/trace runtime/test_threads.py)
 
 versions: $(VERSIONS:%=.venv-%/tested)
 
 .venv-%/tested: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install --quiet 'torch==$*.*' $(OLDEST) --editable '.[tests]'
-	OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n auto --dist worksteal $(VERSION_TESTS)
+	OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n auto --dist worksteal
 	touch $@
 
 .venv/installed: pyproject.toml constraints.txt

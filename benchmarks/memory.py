@@ -35,7 +35,7 @@ from schedules import one_f_one_b
 
 RANKS, BLOCKS, WIDTH, HEADS, WORDS, LENGTH = 4, 8, 1024, 16, 8192, 32
 MIB = 2**20
-WAYS = ("initialiser", "safetensors", "whole model")
+WAYS = ("initializer", "safetensors", "whole model")
 
 
 def made() -> nn.Sequential:
@@ -67,7 +67,7 @@ def rank(way: str, folder: str) -> None:
     )
     peaks["pipeline"] = peak()
     start = time.perf_counter()
-    params, buffers = pipe.initialise(seed=0) if way == "initialiser" else pipe.init(source(way, folder, model))
+    params, buffers = pipe.initialise(seed=0) if way == "initializer" else pipe.init(source(way, folder, model))
     seconds = time.perf_counter() - start
     peaks["share"] = peak()
     fpipe.value_and_grad(pipe)(params, buffers, (batch,), batch)

@@ -26,6 +26,7 @@ import fpipe
 from benchmarks.common.models import Block
 from benchmarks.common.rows import figure, most, row
 from benchmarks.common.turns import device, seconds, without_collection
+from fpipe.autodiff.autograd import Deferred
 from schedules import one_f_one_b
 
 HEADS, MIB = 4, 2**20
@@ -76,11 +77,11 @@ class Ours:
         return [part for part in kept if all(part is not grad for grad in done)]
 
 
-def parts(deferred: Any) -> list[Any]:
+def parts(deferred: Deferred | list[Any]) -> list[Any]:
     """Return what one of our ways keeps between the halves."""
     if isinstance(deferred, list):
         return deferred
-    return [*deferred.found, *chain(*[kept for _, kept in deferred.half.tasks])]
+    return [*deferred.requested, *chain(*[kept for _, kept in deferred.half.tasks])]
 
 
 class Theirs:

@@ -27,7 +27,7 @@ def join_ranks(ranks: int, group: dist.ProcessGroup | None, device: torch.device
         require_process_group(os.environ)
         return LocalRanks(ranks)
     group = dist.group.WORLD if group is None else group
-    assert group is not None, "torch.distributed is initialised"
+    assert group is not None, "torch.distributed is initialized"
     return DistributedRanks(ranks, group, device)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual blocks that do something in between which a graph of operators would lose."""
+"""Residual blocks that do something that a graph of operators would lose."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from tests.common.cases import WIDTH
 
 
 class Negated(torch.autograd.Function):
-    """Its backward is not what a graph of its forward would give."""
+    """A function whose backward is not that of a graph of its forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -21,7 +21,7 @@ class Negated(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Two linears, with something in between."""
+    """Two linears with a function in between, and a residual connection."""
 
     def __init__(self, middle=None):
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, one after the other; `around` is how each is called."""
+    """Blocks that run one after the other; `around` calls each of them."""
 
     def __init__(self, middle=None, around=None, depth=4):
         super().__init__()
@@ -85,7 +85,7 @@ def differentiated(module, x):
 
 
 class Noted:
-    """Keeps what was noted in an attribute, for others to read."""
+    """Stores a value in an attribute, for others to read."""
 
     def __call__(self, module, x):
         module.note = x.mean()
@@ -98,3 +98,7 @@ def checkpointed(root, block, x):
 
 def enclosed(root, block, x):
     return checkpoint(lambda: block(x) * x, use_reentrant=False)
+
+
+def branching(module, x):
+    return torch.tanh(x) if x.sum() > 0 else -x

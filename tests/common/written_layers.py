@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers written as functions of a weight and a bias, and the reason why a backward in halves cannot defer some."""
+"""Layers as functions of a weight and a bias, and why a split backward cannot defer some of their gradients."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from tests.common.cases import WIDTH, mse
 
 
 class Written(nn.Module):
-    """Part of a model, with a weight and a bias, that does what a function says."""
+    """A part of a model with a weight and a bias, whose forward is a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -85,7 +85,7 @@ WRITTEN = {
 
 
 def build(function, backward="autograd", batches=3, stages=3):
-    """A pipeline of one such layer per stage, the first without differentiable input; model, inputs and targets."""
+    """Return a pipeline of one such layer per stage, the first without differentiable input; model, inputs, targets."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Written(function) for _ in range(stages)])
     inputs, targets = (torch.randn(2 * batches, WIDTH),), torch.randn(2 * batches, WIDTH)
@@ -93,3 +93,8 @@ def build(function, backward="autograd", batches=3, stages=3):
     cuts = [str(k) for k in range(1, stages)]
     pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=cuts, backward=backward)
     return pipe, model, inputs, targets
+
+
+def gelu(module, x):
+    """Return the GELU of a linear layer, whose backward needs an activation, too."""
+    return functional.gelu(functional.linear(x, module.weight, module.bias))

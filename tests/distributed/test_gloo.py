@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes over Gloo: what one process computes, bit for bit, and clear ends where something is wrong.
+"""Real processes over Gloo compute what one process computes, bit for bit, and fail clearly.
 
-One job per number of ranks runs all cases of worker.py; here every case is a test.
+One job per number of ranks runs all cases of `tests/distributed/cases`; here every case is a test.
 """
 
 import json
@@ -22,14 +22,14 @@ from tests.common.zoo import ZOO
 from tests.distributed import worker
 
 WORKER = Path(worker.__file__)
-LIMIT = 1800  # seconds; what hangs ends by the timeout of its group, long before
+LIMIT = 1800  # seconds; a job that hangs is ended long before by the timeout of its group
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def finish(commands, folder, limit=LIMIT):
-    """Run these commands at once: exit codes, and what was printed.
+    """Run these commands at the same time; return their exit codes and outputs.
 
-    What runs longer than `limit` seconds is killed, with its children, and so is what outlives a failure by 600.
+    A process that runs longer than `limit` seconds, or 600 seconds after another failed, is killed with its children.
     """
     logs = [folder / f"log-{k}" for k in range(len(commands))]
     processes = [begin(command, log) for command, log in zip(commands, logs, strict=True)]
@@ -56,12 +56,12 @@ def begin(command, log):
 
 
 def ranks(size, folder, *names):
-    """The commands that start `size` ranks by hand."""
+    """Return the commands that start `size` ranks by hand."""
     return [(WORKER, rank, size, folder / "store", folder, *names) for rank in range(size)]
 
 
 class Job:
-    """What all ranks reported."""
+    """The reports of all ranks."""
 
     def __init__(self, size, folder, codes, printed):
         self.folder, self.codes, self.printed = folder, codes, printed
@@ -124,7 +124,7 @@ def test_dropout_is_the_same_on_one_process_two_and_four(two, four):
 
 
 def test_a_killed_peer_makes_the_others_fail(tmp_path):
-    """One rank ends in the middle of a step: nobody hangs, everybody else ends with an error."""
+    """One rank ends in the middle of a step: none of the others hangs, all fail."""
     codes, printed = finish(ranks(4, tmp_path, "dies_in_the_middle"), tmp_path)
     assert codes[2] == 7
     assert [codes[rank] for rank in (0, 1, 3)] == [1, 1, 1], "\n".join(printed)

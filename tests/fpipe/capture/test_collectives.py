@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives in a model's forward: what one process of several computes, cut or not; worker.py runs them in two."""
+"""Collectives in a model's forward: what one of several processes computes; tests/distributed runs several."""
 
 import pytest
 import torch.distributed as dist

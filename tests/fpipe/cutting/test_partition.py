@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is cut: where the user says, or so that the largest stage is as small as it can be."""
+"""The places of cuts: those that the user names, or those that make the largest stage as small as possible."""
 
 from itertools import combinations, pairwise
 from types import SimpleNamespace
@@ -9,9 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import fpipe
 from fpipe import CutError
 from fpipe.cutting.balance import Forbidden, Refusal
 from fpipe.cutting.calls import Calls
@@ -26,13 +24,8 @@ from fpipe.cutting.partition import (
     translate_cuts,
 )
 from fpipe.ir.captured import Call, Parameter, Unit
-from fpipe.ir.variant import Variant
 from schedules import gpipe
-from tests.common.cases import WIDTH, mse
-from tests.common.comparison import Result, assert_same
 from tests.common.layers import Block
-from tests.common.loops import eval_loop, loop
-from tests.common.running import run
 
 
 def unit(path, reads=(), makes=()):
@@ -40,7 +33,7 @@ def unit(path, reads=(), makes=()):
 
 
 def named(*names):
-    """A module with modules of these dotted names."""
+    """Return a module with submodules of these dotted names."""
     model = nn.Module()
     for name in names:
         inner = model
@@ -52,11 +45,10 @@ def named(*names):
 
 
 UNITS = [unit(path) for path in ("a", "a.x", "", "b@1", "b.y@1", "c", "a@1", "d.e.f")]
+
 KNOWN = named("a.x", "b.y", "c", "d.e.f", "empty")
+
 CALLS = Calls.of(SimpleNamespace(units=UNITS, calls=()), KNOWN)
-
-
-# ------------------------------------------------------------------------------------------------ names and indices
 
 
 @pytest.mark.parametrize(
@@ -109,23 +101,6 @@ def test_no_cut_inside_a_barrier():
         cut_explicitly(CALLS, ["b.y"], [barrier])
 
 
-@pytest.mark.parametrize("capture", ["export", "modules"])
-def test_an_index_names_a_part_of_a_sequence(capture):
-    layer = nn.Linear(WIDTH, WIDTH)
-    model = nn.Sequential(layer, nn.Identity(), nn.Tanh(), layer, nn.Linear(WIDTH, WIDTH))
-    x = torch.randn(4, WIDTH)
-    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=[3, 4], capture=capture)
-    assert [stage.parameters for stage in pipe.stages] == [
-        ("0.weight", "0.bias"),
-        ("0.weight", "0.bias"),
-        ("4.weight", "4.bias"),
-    ]
-    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
-
-
-# ---------------------------------------------------------------------------------------- what the arguments may be
-
-
 FOUR = gpipe(ranks=4, microbatches=4)
 
 
@@ -171,11 +146,8 @@ def test_invalid_cuts_and_stages_are_refused(arguments, words):
     assert words in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------- evenly
-
-
 def capture_chain(sizes, skips=(), calls=()):
-    """A chain of units with parameters of these sizes; `skips` are pairs of units with a value between them."""
+    """Return a chain of units with parameters of these sizes; `skips` are pairs of units with a value between them."""
     units, sources, fakes = [], {}, {}
     for k, size in enumerate(sizes):
         reads = [1000 + k] if size else []
@@ -205,7 +177,7 @@ def intervals(units):
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
 def test_even_cuts_are_within_a_tenth_of_the_best_of_those_allowed(sizes, data):
-    """Of all choices outside barriers, none of whose stages is refused, against brute force."""
+    """Brute force finds the best of all cuts that are outside barriers and whose stages are not refused."""
     count = len(sizes)
     stages = data.draw(st.integers(1, count))
     barriers = [Barrier(Call("x", nn.Module, *ends), "sealed") for ends in data.draw(st.lists(intervals(count)))]
@@ -275,144 +247,6 @@ def test_even_cuts_are_at_the_selected_calls_only():
         assert words in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------- whole pipelines
-
-
-def pipeline(model, x, how=None, **where):
-    how = how or gpipe(ranks=4, microbatches=2)
-    return fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, **where)
-
-
-class Net(nn.Module):
-    """Blocks of different sizes between a first and a last layer."""
-
-    def __init__(self, *sizes):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, n), nn.GELU(), nn.Linear(n, WIDTH)) for n in sizes)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(x)
-
-
-def begins(pipe):
-    """The first parameter of each stage but the first."""
-    return [stage.parameters[0] for stage in pipe.stages[1:]]
-
-
-@pytest.mark.parametrize(
-    ("where", "first"),
-    [
-        ({"cuts": nn.Sequential}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
-        ({"cuts": "blocks.*"}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
-        ({"cuts": "blocks.*.2"}, ["blocks.0.2", "blocks.1.2", "blocks.3.2"]),
-        ({"cuts": [1, "blocks.2.2", 6]}, ["blocks.0.0", "blocks.2.2", "last"]),
-        ({"unsplittable": ["blocks.*"]}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
-        ({"unsplittable": nn.Sequential}, ["blocks.1.0", "blocks.2.0", "blocks.4.0"]),
-    ],
-)
-def test_stages_begin_where_the_arguments_say(where, first):
-    model, x = Net(8, 32, 8, 8, 16), torch.randn(4, WIDTH)
-    pipe = pipeline(model, x, **where)
-    assert begins(pipe) == [f"{name}.weight" for name in first]
-    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
-
-
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        (
-            {"cuts": [1, "blocks.1.2", 4], "unsplittable": nn.Sequential},
-            "'blocks.1.2', inside 'blocks.1' (Sequential): ",
-        ),
-        (
-            {"unsplittable": Net},
-            "the number of modules that run one after the other. No stage may",
-        ),
-        ({"unsplittable": Net}, "No stage may begin inside the model (Net): it stays whole, because of unsplittable"),
-        (
-            {"cuts": [1, 2, 5]},
-            "got 5, expected an index below 5, counted from zero: the model itself calls first",
-        ),
-        ({"unsplittable": ["blocks.7"]}, "unsplittable: got 'blocks.7', expected the name of a module"),
-        ({"unsplittable": ["x.*"]}, "unsplittable: got 'x.*', which no call of a module matches"),
-    ],
-)
-def test_pipelines_that_cannot_be_cut_as_asked_are_refused(where, words):
-    with pytest.raises(CutError) as caught:
-        pipeline(Net(8, 8, 8), torch.randn(4, WIDTH), **where)
-    assert words in str(caught.value)
-
-
-class Running(nn.Module):
-    """Writes a slice of one tensor in every layer: once begun, it cannot be cut until the end."""
-
-    def __init__(self):
-        super().__init__()
-        self.before = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.after = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-
-    def forward(self, x):
-        x = self.before(x)
-        out = torch.zeros_like(x)
-        for k, layer in enumerate(self.layers):
-            x = layer(x)
-            out[:, k] = x[:, k]
-        return self.after(x + out)
-
-
-def test_even_cuts_avoid_places_that_cannot_be_cut():
-    model, x = Running(), torch.randn(4, WIDTH)
-    for how in (gpipe(ranks=4, microbatches=2), gpipe(ranks=7, microbatches=2)):
-        pipe = pipeline(model, x, how)
-        assert len([name for name in begins(pipe) if "layers" in name]) < 3
-        assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
-    with pytest.raises(CutError, match=r"stage \d: got a value from another stage that is modified in place"):
-        pipeline(model, x, cuts=["layers.1", "layers.2", "layers.3"])
-    with pytest.raises(
-        CutError,
-        match=r"refused. stage \d: got a value from another stage that is modified in place",
-    ):
-        pipeline(model, x, cuts="layers.*")
-
-
-def test_a_model_is_cut_at_the_same_modules_in_eval_mode():
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH)]
-    model, x = nn.Sequential(*layers), torch.randn(4, WIDTH)
-    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=[1, 3])
-    got = fpipe.evaluate(pipe)(*pipe.init(model), (x,), x)
-    assert_same(Result(got.loss, got.outputs, {}, got.buffers), eval_loop(model, mse, (x,), x, 2))
-
-
-class Checkpointed(nn.Module):
-    """A layer, and two that are computed again in the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x):
-        return checkpoint(lambda x: self.c(self.b(x).tanh()), self.a(x), use_reentrant=False)
-
-
-def test_no_stage_begins_inside_a_checkpoint():
-    model, x = nn.Sequential(*[Checkpointed() for _ in range(3)]), torch.randn(4, WIDTH)
-    pipe = pipeline(model, x, gpipe(ranks=3, microbatches=2), cuts=Checkpointed)
-    assert begins(pipe) == ["1.a.weight", "2.a.weight"]
-    assert_same(run(pipe, model, (x,), x), loop(model, mse, (x,), x, 2))
-    with pytest.raises(CutError, match="got 2 calls of the class Checkpointed at which a stage can begin"):
-        pipeline(model, x, cuts=Checkpointed)
-    with pytest.raises(CutError, match=r"cuts: got '0\.c', inside '0' \(Checkpointed\): "):
-        pipeline(model, x, gpipe(ranks=2, microbatches=2), cuts="0.c")
-    pipe = pipeline(model, x, gpipe(ranks=6, microbatches=2))
-    assert not [name for name in begins(pipe) if name.split(".")[1] == "c"]
-
-
 def test_positions_are_found_again_by_the_calls_around_them():
     model = named("a", "b", "c", "drop")
 
@@ -427,32 +261,3 @@ def test_positions_are_found_again_by_the_calls_around_them():
         translate_cuts(known, (2,), fewer, "in eval mode")
     with pytest.raises(CutError, match="stage 2, in eval mode: got no operations"):
         translate_cuts(known, (1, 2), calls("a", "b"), "in eval mode")
-
-
-class HalvedInTraining(nn.Module):
-    """An even cut falls elsewhere in each mode: training has a large head in the middle, which eval mode skips."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.aside, self.last = nn.Linear(4, 4), nn.Linear(4, 40), nn.Linear(4, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x):
-        x = self.first(x)
-        if self.training:
-            x = x + self.aside(x).mean()
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return self.last(x)
-
-
-def test_evaluation_is_cut_where_training_is():
-    """Ranks hold the parameters of training's stages, so each stage of eval mode has to read no others."""
-    x, variant = torch.randn(4, 4), Variant(training=False, loss=True, outputs=True)
-    how = gpipe(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(HalvedInTraining(), example=(x,), loss=torch.mean, schedule=how, stages=2)
-    for stage, trained in zip(pipe.plan(variant).assembly.stages, pipe.stages, strict=True):
-        assert set(stage.parameters) <= set(trained.parameters)
-    batching = pipe.captures.batchings[True]
-    captured, positions = pipe.captures.of(variant, batching.split(batching.example)[0])
-    assert pipe.captures.cuts.positions(captured, pipe.model) != positions, "by itself it would be cut elsewhere"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recording front end: modules run as their author wrote them, wherever the cuts are; what cannot is refused.
+"""The recording front end runs modules as their author wrote them, wherever the cuts are, or refuses them.
 
 Each model here does something that a graph of operators would lose. It is cut at modules and inside them, and must
 equal a plain loop over the user's own module.
@@ -7,7 +7,6 @@ equal a plain loop over the user's own module.
 
 import gc
 import threading
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -26,26 +25,8 @@ from tests.common.comparison import assert_same
 from tests.common.loops import loop
 from tests.common.running import build, run, run_reference
 from tests.common.sizes import by_day, few
-from tests.common.unusual_layers import (
-    Block,
-    Stack,
-    checkpointed,
-    differentiated,
-    packed,
-)
+from tests.common.unusual_layers import Block, Stack, branching, checkpointed, differentiated, packed
 from tests.common.unusual_models import AT_BLOCKS, INSIDE, MODELS, Autocast, WithNotes, backward_hook
-
-
-@dataclass
-class Made:
-    """What only one module returns."""
-
-    h: Tensor
-
-
-class Wrapping(Block):
-    def forward(self, x):
-        return Made(super().forward(x))
 
 
 def dropping():
@@ -59,6 +40,7 @@ def dropping():
 
 
 CUT = by_day(((name, cuts) for name, (_, *ways) in MODELS.items() for cuts in ways), 2)
+
 HOWS = {"1F1B": one_f_one_b(ranks=4, microbatches=3), "split": split_backward(gpipe(ranks=4, microbatches=3))}
 
 
@@ -91,7 +73,7 @@ def test_random_numbers_do_not_depend_on_cuts(cuts, checkpoints):
 
 
 def test_nested_checkpoints_draw_the_same_random_numbers_again():
-    """Two runs of both draw the same: gradients are those of one more pipeline, without the inner checkpoint."""
+    """Gradients are those of another pipeline, without the inner checkpoint."""
 
     class Inner(Block):
         again = True
@@ -210,7 +192,7 @@ def test_models_that_cannot_be_captured_are_refused_by_name(what):
 
 
 def test_values_other_than_tensors_may_cross_a_cut():
-    """A lock is not sent; what a later stage does with it is not part of what it computes."""
+    """A lock is not sent; its use in a later stage is not part of the computation."""
 
     class Locking(nn.Module):
         def __init__(self):
@@ -232,128 +214,6 @@ def test_values_other_than_tensors_may_cross_a_cut():
     assert_same(run(*built), loop(built[1], mse, *built[2:], 2))
 
 
-def branching(module, x):
-    return torch.tanh(x) if x.sum() > 0 else -x
-
-
-def test_unsplittable_modules_may_branch_on_data():
-    """Named so, they run as themselves; which way they went at capture does not matter."""
-    inputs, targets = rows_of()(6)
-    model = Stack(branching)
-    how = gpipe(ranks=4, microbatches=3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=AT_BLOCKS, unsplittable=["blocks.*"]
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, how.microbatches))
-    with pytest.raises(fpipe.CutError, match=r"blocks\.0"):
-        fpipe.pipeline(
-            model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=INSIDE, unsplittable=["blocks.*"]
-        )
-
-
-class Either(nn.Module):
-    """Uses one weight or the other, and counts in a buffer how often it was the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        if x.sum() > 0:
-            self.count.add_(1)
-            return self.first(x)
-        return self.second(x)
-
-
-def test_a_module_may_return_any_registered_type():
-    """A dataclass that was not met before: the module that returns it can be called as itself all the same."""
-
-    class Unpacking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = Wrapping(lambda m, x: torch.tanh(x) if x.sum() > 0 else -x), Block()
-
-        def forward(self, x):
-            return self.b(self.a(x).h)
-
-    inputs, targets = rows_of()(4)
-    model, how = Unpacking(), gpipe(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["b"], unsplittable=Wrapping
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 2))
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_branch_may_return_its_argument(sign):
-    """Or an output of another module that it holds on to; what is recorded is one branch, and either may be taken."""
-
-    class Maybe(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return {"h": self.linear(x), "x": x} if sign * x.sum() > 0 else {"h": x, "x": x}
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.maybe, self.last = nn.Linear(WIDTH, WIDTH), Maybe(), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            out = self.maybe(self.first(x))
-            return self.last(out["h"]) + out["x"]
-
-    torch.manual_seed(0)
-    model, x, how = Model(), torch.randn(8, WIDTH), one_f_one_b(ranks=3, microbatches=8)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=x, loss=mse, schedule=how, cuts=["maybe", "last"], unsplittable=["maybe"]
-    )
-    fpipe.verify(pipe, model, (x,), x)
-
-
-def test_either_branch_gets_its_gradients():
-    """Whichever was assumed at capture; a weight that no microbatch has used gets none."""
-    inputs, targets = (torch.cat([torch.ones(2, WIDTH), -torch.ones(4, WIDTH)]),), torch.randn(6, WIDTH)
-    model = nn.Sequential(Either(), nn.Linear(WIDTH, WIDTH), Either())
-    how = one_f_one_b(ranks=3, microbatches=3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1", "2"], unsplittable=Either
-    )
-    got, want = run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3)
-    assert want.buffers["0.count"] == 1
-    assert_same(got, want)
-    assert fpipe.verify(pipe, model, inputs, targets).eager
-
-
-class Experts(nn.Module):
-    """A mixture of experts whose router says who sees which row: shapes inside depend on data."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-
-    def forward(self, x):
-        probabilities = self.router(x).softmax(-1)
-        chosen, out = probabilities.argmax(-1), torch.zeros_like(x)
-        for k in (torch.nn.functional.one_hot(chosen, 3).sum(0) > 0).nonzero():
-            rows = chosen == k[0]
-            out[rows] = self.experts[int(k)](x[rows]) * probabilities[rows].max(-1, keepdim=True).values
-        return out
-
-
-def test_experts_may_see_any_rows():
-    inputs, targets = rows_of()(9)
-    model, how = nn.Sequential(Experts(), Block(), Experts()), one_f_one_b(ranks=3, microbatches=3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["1", "2"], unsplittable=Experts
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
-
-
 def checking(module, x):
     torch._check_tensor_all(x.isfinite(), lambda: "not finite")
     return torch.sin(x)
@@ -361,7 +221,7 @@ def checking(module, x):
 
 @pytest.mark.parametrize("cuts", [AT_BLOCKS, INSIDE])
 def test_checks_of_torch_run_in_every_step(cuts):
-    """They pass at capture, and are made in every step, in modules that are cut too."""
+    """They pass at capture and run in every step, also in modules that are cut."""
     pipe, model, inputs, targets = build(
         Case(lambda: Stack(checking), rows_of(), mse, cuts), gpipe(ranks=4, microbatches=3), 6, capture="trace"
     )
@@ -373,12 +233,12 @@ def test_checks_of_torch_run_in_every_step(cuts):
 
 
 def test_control_flow_on_data_is_refused_with_its_source_line():
-    with pytest.raises(fpipe.CaptureError, match=r"test_front_end.py, line \d+: return torch.tanh\(x\) if"):
+    with pytest.raises(fpipe.CaptureError, match=r"unusual_layers.py, line \d+: return torch.tanh\(x\) if"):
         pipeline(Stack(branching), ["blocks.1"])
 
 
 def test_a_weight_is_cast_once_in_an_autocast_region():
-    """It would be cast once in each stage: other bits."""
+    """In two stages it would be cast twice, which gives other bits."""
     model = Autocast()
     model.stack.blocks[3].a.weight = model.stack.blocks[0].a.weight
     with pytest.raises(fpipe.CutError, match="autocast"):
@@ -389,7 +249,7 @@ def test_a_weight_is_cast_once_in_an_autocast_region():
 
 
 def test_modules_are_called_as_themselves():
-    """Those that lie in one stage; a cut block is opened, and its children are called."""
+    """A module that is in one stage is called; of a block that is cut, the children are called."""
     called = []
 
     class Spy(nn.Linear):
@@ -408,7 +268,7 @@ def test_modules_are_called_as_themselves():
 
 
 def test_no_tensor_outlives_a_step_inside_fpipe():
-    """After a step nobody but the user holds parameters, or what a forward has put into attributes."""
+    """After a step, only the user holds parameters, and attributes that a forward has set are gone."""
     model = WithNotes()
     pipe = pipeline(model, ["blocks.2"])
     x, (params, buffers) = torch.randn(4, WIDTH), pipe.init(model)
@@ -431,7 +291,7 @@ def test_calls_are_nested_ranges_of_units():
 
 
 class Moving(nn.Module):
-    """Moves what it computes to where its first parameter is, as libraries do; here that is used by nobody."""
+    """Moves values to the device of its first parameter, as libraries do; the parameter has no other use."""
 
     def __init__(self):
         super().__init__()

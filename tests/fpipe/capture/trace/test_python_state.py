@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules leave in Python is found by modules of other stages, as on one device: numbers, lists, tensors in them.
+"""Python state that modules share is in every stage what it is on one device: numbers, lists, tensors in them.
 
 Blocks of a model write to lists, dicts and attributes that all of them share, and read them. Wherever the model is cut,
 the result is that of a plain loop over microbatches.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -18,17 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.capture.trace import front_end as trace
-from fpipe.capture.trace.comparison import RepeatRecorder
-from fpipe.capture.trace.decisions import Decisions
-from fpipe.capture.trace.patches import Replacements, TorchFunctions
-from fpipe.capture.trace.recorder import Recorder
-from fpipe.capture.trace.replay import ENDING
 from schedules import one_f_one_b
 from tests.common.cases import WIDTH, mse, rows_of
 from tests.common.comparison import assert_same
@@ -37,13 +27,16 @@ from tests.common.running import run
 from tests.common.sizes import few, in_turn
 
 BACKWARDS = ["autograd", "graph"]
+
 CUTS = ["blocks.1", "blocks.1.b", "blocks.2", "blocks.3", "blocks.3.b"]
+
 number: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
+
 gain = 1.0
 
 
 class Counter:
-    """Counts, in an object and in its class."""
+    """A count in an object and one in its class."""
 
     all = 0
 
@@ -55,7 +48,7 @@ Act = Callable[["Shared", Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """Two linears, after which it acts on what the model shares, itself or by a hook."""
+    """Two linears, after which the block, or its hook, acts on the shared state."""
 
     def __init__(self, shared: Shared, acts: Sequence[Act], hooked: bool) -> None:
         super().__init__()
@@ -75,7 +68,7 @@ class Block(nn.Module):
 
 
 class Shared(nn.Module):
-    """Blocks that share state, which is made new, or emptied, before they run or after."""
+    """Blocks that share state, which is replaced, or is emptied before or after they run."""
 
     def __init__(self, acts: Sequence[Sequence[Act]], hooked: bool = False, reset: str = "before") -> None:
         super().__init__()
@@ -283,7 +276,7 @@ def test_blocks_that_share_state_compute_what_one_device_computes(acts, hooked, 
 
 
 class Counting(nn.Module):
-    """Multiplies by the number of calls before this one."""
+    """Multiplies by the number of calls so far."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
@@ -295,7 +288,7 @@ class Counting(nn.Module):
 
 
 class Sealed(nn.Module):
-    """Hooks on what is saved, with which a module cannot be opened, around one that reads what others leave."""
+    """Saved-tensor hooks, which keep a module whole, around a module that reads the shared state."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
@@ -319,7 +312,7 @@ def test_an_unsplittable_module_that_reads_what_other_stages_leave_is_refused():
 
 
 class Amplifying(Counting):
-    """The same, by a global."""
+    """Multiplies by a global, too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * gain
@@ -338,7 +331,7 @@ def test_state_outside_the_model_that_a_cut_module_reads_is_watched(monkeypatch)
 
 
 class Voting(nn.Module):
-    """Counts the batches that it likes, as data decide; the model makes the list new before."""
+    """Appends to a list if the data say so; the model replaces the list before each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +344,7 @@ class Voting(nn.Module):
 
 
 class Poll(nn.Module):
-    """Two of them."""
+    """Two blocks whose lists every forward replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,196 +365,3 @@ def test_a_list_that_every_forward_starts_over_is_restored_where_data_decide_its
         unsplittable=Voting,
     )  # fmt: skip
     assert_same(run(pipe, model, inputs, targets), loop(Poll(), mse, inputs, targets, 3))
-
-
-class Merging(nn.Module):
-    """Uses its second argument only if data say so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.linear(x)
-        return x + y if x.square().sum() > 0 else x
-
-
-class Skipping(nn.Module):
-    """Hands what it has computed first to the module at its end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Merging()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.last(self.second(y), y.sin())
-
-
-@pytest.mark.parametrize("cuts", [["second"], ["last"]])
-def test_a_module_that_branches_on_data_gets_all_its_arguments(cuts):
-    (inputs, targets), model = rows_of()(6), Skipping()
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=cuts, unsplittable=Merging
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(Skipping(), mse, inputs, targets, 3))
-
-
-AGAIN = r"module 1: got a checkpointed function .* runs it again \(got mul\[4\] in module 1, expected mul\[3\]"
-
-
-class Remembering(nn.Module):
-    """Scales by how many calls came before it in this forward; what is called is checkpointed."""
-
-    def __init__(self, looks):
-        super().__init__()
-        self.layers, self.looks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), looks
-
-    def forward(self, x):
-        self.seen = []
-        for layer in self.layers:
-            x = checkpoint(self.step, layer, x, use_reentrant=False)
-        return x
-
-    def step(self, layer, x):
-        self.seen.append(1)
-        return layer(x) * (len(self.seen) if self.looks else 2)
-
-
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-def test_a_checkpoint_that_finds_other_state_when_it_runs_again_is_refused(backward):
-    for looks in (False, True):
-        model, x = nn.Sequential(nn.Linear(4, 4), Remembering(looks), nn.Linear(4, 4)), torch.randn(4, 4)
-        options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "backward": backward}
-        with pytest.raises(fpipe.CaptureError, match=AGAIN) if looks else nullcontext():
-            fpipe.verify(fpipe.pipeline(model, example=(x,), loss=torch.sum, **options), model, (x,))
-
-
-class Usual(nn.Module):
-    """What blocks of models do: norms, dropout, constants, autocast, changes in place, here and there no gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = torch.arange(x.shape[-1], dtype=x.dtype, device=x.device) / x.size(-1)
-            self.seen.add_(not torch.is_grad_enabled())
-        with torch.autocast("cpu", torch.bfloat16):
-            h = self.linear(self.norm(x))
-        h, gate = torch.cat([h.float(), x * scale], dim=1).chunk(2, dim=-1)
-        h = self.drop(h).where(torch.isfinite(h).all(), 0)
-        h[..., 1:].mul_(2)
-        return x + h * gate.masked_fill(scale > 0.5, 0.0) if x.requires_grad else h
-
-
-def test_ordinary_modules_are_not_recorded_again(monkeypatch):
-    """Which calls differ is then known sooner."""
-    monkeypatch.setattr(trace, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
-    (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=nn.functional.mse_loss, schedule=one_f_one_b(2, 3), cuts=["2"]
-    )
-    assert pipe
-
-
-def test_a_replay_may_end_wherever_a_recorder_watches_torch():
-    recorder = Recorder(nn.Linear(1, 1), {})
-    decisions = Decisions(recorder.stack, ExitStack())
-    watching = Replacements(recorder, nn.Linear(1, 1), (), TorchFunctions.now(), decisions)
-    watched = {(owner, name) for owner, name, _ in watching.replacements()}
-    module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")
-    others = {(nn.Module, name) for name in module} | {(torch.autocast, name) for name in cast}
-    assert watched == {*ENDING, *others, (torch.autograd.Function, "apply")}
-
-
-class Operators(TorchDispatchMode):
-    """Sees all operators."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **kwargs or {})
-
-
-class Watched(nn.Module):
-    """Has its operators seen by a mode."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with Operators():
-            return x.sin()
-
-
-def test_modules_whose_operators_are_watched_are_recorded_again(monkeypatch):
-    again = []
-    monkeypatch.setattr(
-        trace, "RepeatRecorder", lambda *args, **kwargs: again.append(1) or RepeatRecorder(*args, **kwargs)
-    )
-    (inputs, targets), linear = rows_of()(6), nn.Linear(WIDTH, WIDTH)
-    for module in (nn.Tanh(), Watched()):
-        how, model = one_f_one_b(2, 3), nn.Sequential(linear, module, nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"])
-        assert bool(again) is isinstance(module, Watched)
-
-
-class Functions(TorchFunctionMode):
-    """Notes what is called."""
-
-    def __init__(self, seen: list[object]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append((func, args))
-        return func(*args, **kwargs or {})
-
-
-def test_private_names_of_torch_mean_what_they_did():
-    depth = torch._C._len_torch_dispatch_stack()
-    with Operators():
-        assert torch._C._len_torch_dispatch_stack() == depth + 1
-    with Functions(seen := []), torch.no_grad():
-        assert [(function, args) for function, args in seen] == [(torch._C._set_grad_enabled, (False,))]
-
-
-class Doubled(torch.autograd.Function):
-    """Twice a tensor."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class Ungraded(nn.Module):
-    """Turns gradients off and on around a custom function, by a context or by hand; it cannot be opened."""
-
-    def __init__(self, by_hand: bool) -> None:
-        super().__init__()
-        self.by_hand, self.linear = by_hand, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        if not self.by_hand:
-            with torch.no_grad():
-                y = Doubled.apply(x)
-        else:
-            torch.set_grad_enabled(False)
-            y = Doubled.apply(x)
-            torch.set_grad_enabled(True)
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return x + y
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_replay_that_ends_where_gradients_are_off_leaves_them_on(by_hand):
-    (inputs, targets), model = rows_of()(6), nn.Sequential(*[Ungraded(by_hand) for _ in range(4)])
-    how = one_f_one_b(2, 3)
-    pipe = fpipe.pipeline(
-        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=Ungraded
-    )
-    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))

@@ -1,175 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that a forward assigns anew have the values of one device: statistics, counters, caches that grow."""
+"""Buffers that a forward reassigns have the values of one device."""
 
 import copy
-import re
 
 import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from schedules import gpipe, interleaved_1f1b, mirror, one_f_one_b, recompute, zb_h1, zb_v
+from schedules import gpipe, interleaved_1f1b, one_f_one_b, recompute, zb_h1
 from tests.common.cases import mse
-from tests.common.comparison import assert_same
 from tests.common.loops import eval_loop, loop
-from tests.common.running import run, run_reference
+from tests.common.reassigned_buffers import (
+    BACKWARDS,
+    CACHES,
+    CHANGES,
+    HOWS,
+    WIDTH,
+    Block,
+    assert_as_one_device,
+    average,
+    average_again,
+    build,
+    count,
+    remember,
+    state,
+)
+from tests.common.running import run
 from tests.common.sizes import few, in_turn
-
-WIDTH = 4
-HOWS = {
-    "1F1B": one_f_one_b(ranks=2, microbatches=3),
-    "recomputed": recompute(one_f_one_b(ranks=2, microbatches=3)),
-    "ZB-V": zb_v(ranks=1, microbatches=3),
-}
-BACKWARDS = pytest.mark.parametrize("backward", ["autograd", "graph"])
-
-
-def table(n):
-    return torch.arange(n * n, dtype=torch.float32).reshape(n, n).tril() / n
-
-
-class Block(nn.Module):
-    """A layer between what is done before and after it."""
-
-    def __init__(self, before=None, after=None):
-        super().__init__()
-        self.inner, self.before, self.after = nn.Linear(WIDTH, WIDTH), before, after
-        self.register_buffer("mean", torch.full((WIDTH,), 0.5))
-        self.register_buffer("last", torch.zeros(WIDTH))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("table", table(2), persistent=False)
-        self.register_buffer("angles", torch.linspace(0.1, 1, WIDTH))
-        self.register_buffer("lazy", None, persistent=False)
-        self.register_buffer("waves", torch.zeros(1, WIDTH), persistent=False)
-        self.register_buffer("late", None, persistent=False)
-
-    def forward(self, x):
-        x = x if self.before is None else self.before(self, x)
-        h = self.inner(x).tanh()
-        return h if self.after is None else self.after(self, h)
-
-
-def average(block, h):
-    """Uses the old value, whose product needs it in the backward."""
-    out = h * block.mean
-    block.mean = 0.9 * block.mean + 0.1 * h.detach().mean(0)
-    return out
-
-
-def average_without_gradients(block, h):
-    with torch.no_grad():
-        block.mean = block.mean.lerp(h.mean(0), 0.1)
-    return h + block.mean
-
-
-def average_again(block, h):
-    return average_without_gradients(block, average(block, h))
-
-
-def count(block, h):
-    block.steps = block.steps + 1
-    return h / block.steps
-
-
-def remember(block, h):
-    """Swaps two buffers, and never reads what it assigns."""
-    block.last, block.mean = block.mean, h.detach()[0]
-    return h * block.last
-
-
-def mixed(block, h):
-    """In place and anew."""
-    block.mean.mul_(0.9)
-    block.mean = block.mean + 0.1 * h.detach().mean(0)
-    block.mean += 1
-    return h
-
-
-def put_back(block, h):
-    old = block.mean
-    block.mean = torch.ones(WIDTH)
-    h = h * block.mean
-    block.mean = old
-    return h
-
-
-def register(block, h):
-    block.register_buffer("mean", block.mean * 0.5 + h.detach().mean(0))
-    return h * block.mean
-
-
-def reset(block, h):
-    out = h * block.mean
-    block.mean = torch.ones(WIDTH)
-    return out
-
-
-CHANGES = (average, average_without_gradients, average_again, count, remember, mixed, put_back, register, reset)
-
-
-def cached(block, x):
-    """The table as it is, unless it is too short."""
-    if block.table.shape[0] < len(x):
-        block.table = table(len(x))
-    return x + block.table[: len(x), :1]
-
-
-def cached_by_registering(block, x):
-    if block.table.shape[0] < len(x):
-        block.register_buffer("table", table(len(x)), persistent=False)
-    return x + block.table[: len(x), :1]
-
-
-def cached_lazily(block, x):
-    if block.lazy is None or len(block.lazy) < len(x):
-        block.lazy = table(len(x))
-    return x + block.lazy[: len(x), :1]
-
-
-def cached_of_a_buffer(block, x):
-    """As rotary embeddings do."""
-    if len(block.waves) < len(x):
-        block.waves = torch.outer(torch.arange(len(x)), block.angles).cos()
-    return x * block.waves[: len(x)]
-
-
-def cached_lazily_of_a_buffer(block, x):
-    if block.late is None or len(block.late) < len(x):
-        block.register_buffer("late", torch.outer(torch.arange(len(x)), block.angles).cos(), persistent=False)
-    return x * block.late[: len(x)]
-
-
-NAMES = ("table", "lazy", "waves", "late")
-CACHES = (cached, cached_by_registering, cached_lazily, cached_of_a_buffer, cached_lazily_of_a_buffer)
-
-
-def state(model):
-    return dict(model.named_parameters()), dict(model.named_buffers())
-
-
-def build(model, how, cuts, backward="autograd", **settings):
-    torch.manual_seed(0)
-    x, y = torch.randn(9, WIDTH), torch.randn(9, WIDTH)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=y, loss=mse, schedule=how, cuts=cuts, backward=backward, **settings
-    )
-    return pipe, x, y
-
-
-def without_caches(result):
-    """A cache stays as it was passed."""
-    return result._replace(buffers={n: b for n, b in result.buffers.items() if not n.endswith(NAMES)})
-
-
-def assert_as_one_device(pipe, model, x, y, microbatches=3):
-    want = loop(model, mse, (x,), y, microbatches)
-    assert_same(without_caches(run(pipe, model, (x,), y)), without_caches(want))
-    assert_same(without_caches(run_reference(pipe, model, (x,), y)), without_caches(want))
 
 
 @BACKWARDS
@@ -183,7 +44,7 @@ def test_a_reassigned_buffer_has_the_values_of_one_device(change, how, backward)
 @BACKWARDS
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_that_is_cut_inside_reassigns_its_buffers(change, backward):
-    """The one before the layer is played call by call in the first stage, the one after it in the second."""
+    """The change in block 1 comes before the cut, so the first stage replays it call by call."""
     model = nn.Sequential(Block(before=change), Block(before=change))
     pipe, x, y = build(model, HOWS["1F1B"], ["1.inner"], backward)
     assert_as_one_device(pipe, model, x, y)
@@ -220,17 +81,8 @@ def test_a_module_that_is_called_twice_continues_from_its_own_value(backward):
     assert_as_one_device(pipe, model, x, y)
 
 
-def test_a_cut_between_two_uses_of_a_reassigned_buffer_is_refused_and_not_chosen():
-    block = Block(after=average)
-    model = nn.Sequential(block, nn.Linear(WIDTH, WIDTH), block, nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(fpipe.CutError, match=r"'0\.mean', which is assigned"):
-        build(model, HOWS["1F1B"], ["1"])
-    pipe, x, y = build(model, HOWS["1F1B"], None, stages=2)
-    assert_as_one_device(pipe, model, x, y)
-
-
 class Keeping(nn.Module):
-    """Gets what its block had assigned first, and has overwritten since."""
+    """Reads the first of two values that its block assigns."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +108,7 @@ def test_an_earlier_value_of_a_buffer_is_not_taken_for_the_current_one(backward)
 
 @BACKWARDS
 def test_a_returned_buffer_has_its_own_memory(backward):
-    """Neither in that of the batch, nor in that of what the model holds."""
+    """It shares no memory with the batch or with tensors that the model holds."""
     first, held = torch.ones(9, WIDTH), torch.ones(WIDTH)
 
     def remember(block, x):
@@ -271,60 +123,6 @@ def test_a_returned_buffer_has_its_own_memory(backward):
     after["0.mean"].zero_()
     assert after["0.last"].tolist() == [1] * WIDTH
     assert held.tolist() == [1] * WIDTH
-
-
-class Between(nn.Module):
-    """Reads the buffer in front of its layer, and assigns it behind."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.ones(WIDTH))
-
-    def forward(self, x):
-        h = self.inner(x * self.mean)
-        self.mean = h.detach().mean(0)
-        return h
-
-
-def test_a_cut_between_reading_and_reassigning_is_refused():
-    with pytest.raises(fpipe.CutError, match=r"'1\.mean', which is assigned there and used in stage 0"):
-        build(nn.Sequential(nn.Linear(WIDTH, WIDTH), Between()), HOWS["1F1B"], ["1.inner"])
-
-
-def test_replicas_may_not_reassign_buffers():
-    model = nn.Sequential(Block(after=average), Block(after=average))
-    how = mirror(one_f_one_b(ranks=2, microbatches=4))
-    with pytest.raises(fpipe.CutError, match="modified buffers"):
-        fpipe.pipeline(model, example=(torch.ones(8, WIDTH),), loss=torch.mean, schedule=how, cuts=["1"])
-
-
-@BACKWARDS
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_in_a_buffer_may_grow(cache, backward):
-    """In a module that runs as itself, and in one that is cut; for a second size, too. It stays as it was passed."""
-    model = nn.Sequential(Block(before=cache), Block(before=cache))
-    pipe, x, y = build(model, HOWS["1F1B"], ["1.inner"], backward)
-    assert_as_one_device(pipe, model, x, y)
-    assert_as_one_device(pipe, model, x.repeat(2, 1), y.repeat(2, 1))
-    assert_as_one_device(pipe, model, x, y)
-    assert run(pipe, model, (x,), y).buffers["0.table"].shape == (2, 2)
-
-
-def test_a_cache_computed_from_constants_is_made_once():
-    made = []
-
-    def counting(block, x):
-        if len(block.table) < len(x):
-            made.append(len(x))
-            block.table = table(len(x))
-        return x + block.table[: len(x), :1]
-
-    model = nn.Sequential(Block(before=counting), nn.Linear(WIDTH, WIDTH))
-    pipe, x, y = build(model, HOWS["1F1B"], ["1"])
-    made.clear()
-    run(pipe, model, (x,), y)
-    assert not made
 
 
 @pytest.mark.parametrize("change", [*CACHES, average, remember])
@@ -351,135 +149,8 @@ def test_verify_finds_a_lost_assignment(monkeypatch):
         fpipe.verify(pipe, model, (x,), y)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_cache_that_the_user_fills_is_no_change_of_the_model(cache):
-    model = nn.Sequential(Block(before=cache), Block(before=cache))
-    pipe, x, y = build(model, HOWS["1F1B"], ["1"])
-    params, buffers = pipe.init(model)
-    want = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)[0].loss
-    model(x)
-    assert [len(buffer) for name, buffer in model[0].named_buffers() if name in NAMES and len(buffer) > 2] == [9]
-    assert same_bits(fpipe.value_and_grad(pipe)(params, buffers, (x,), y)[0].loss, want)
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
-
-
-def wanting(block, h):
-    block.mean = 0.9 * block.mean + 0.1 * h.mean(0)
-    return h
-
-
-def doubled(block, h):
-    block.mean = h.detach().double().mean(0)
-    return h
-
-
-def grown(block, h):
-    block.table = torch.cat([block.table, block.table])
-    return h
-
-
-def of_the_batch(block, h):
-    block.mean = h.detach()
-    return h
-
-
-def of_chance(block, h):
-    block.table = torch.rand(3)
-    return h
-
-
-def of_a_parameter(block, h):
-    block.table = block.inner.weight.detach()[0] * 1
-    return h
-
-
-def of_a_changing_buffer(block, h):
-    block.mean = block.mean + 1
-    block.table = block.mean[:3] * 1
-    return h
-
-
-def lazily_of_the_batch(block, h):
-    block.lazy = h.detach()
-    return h
-
-
-def laid_out_otherwise(block, h):
-    block.table = torch.ones(2, 2).t() * h.detach().sum()
-    return h
-
-
-def a_parameter(block, h):
-    block.mean = block.inner.bias.detach()
-    return h
-
-
-def a_buffer_that_changes(block, h):
-    block.last.add_(1)
-    block.mean = block.last
-    return h
-
-
-def none(block, h):
-    block.mean = None
-    return h
-
-
-def unseen(block, h):
-    block._buffers["mean"] = h.detach().mean(0)
-    return h
-
-
-def checkpointed(block, h):
-    return checkpoint(average, block, h, use_reentrant=False)
-
-
-def read_in_a_checkpoint(block, h):
-    out = checkpoint(lambda h: h * block.mean, h, use_reentrant=False)
-    block.mean = h.detach().mean(0)
-    return out
-
-
-def first_time_only(block, h):
-    if not hasattr(block, "called"):
-        block.called = True
-        block.mean = torch.ones(WIDTH)
-    return h
-
-
-REFUSED = {
-    wanting: r"requires a gradient to the buffer 'mean'.*\.detach\(\)",
-    doubled: r"float64\[4\] to the buffer 'mean', which is float32\[4\].*depends on the parameter.*copy_",
-    grown: r"float32\[4, 2\] to the buffer 'table', which is float32\[2, 2\].*depends on the buffer '0\.table'",
-    of_the_batch: r"float32\[3, 4\] to the buffer 'mean', which is float32\[4\]",
-    of_chance: "depends on random numbers",
-    of_a_parameter: r"depends on the parameter '0\.inner\.weight'",
-    of_a_changing_buffer: r"depends on the buffer '0\.mean'",
-    lazily_of_the_batch: r"float32\[3, 4\] to the buffer 'lazy', which is None",
-    laid_out_otherwise: r"of strides \[1, 2\] to the buffer 'table'",
-    a_parameter: r"share with the parameter '0\.inner\.bias'.*clone\(\)",
-    a_buffer_that_changes: r"share with the buffer '0\.last'",
-    none: "an assignment of a NoneType to the buffer 'mean'",
-    unseen: r"buffer 0\.mean: got a forward that replaces it",
-    checkpointed: r"checkpointed function that uses or assigns a buffer.*\(mean\)",
-    read_in_a_checkpoint: r"checkpointed function that uses or assigns a buffer.*\(mean\)",
-    first_time_only: "does something else when it is called again",
-}
-
-
-@pytest.mark.parametrize("change", REFUSED)
-def test_buffers_that_cannot_be_carried_are_refused_by_name(change):
-    model = nn.Sequential(Block(after=change), Block())
-    with pytest.raises(fpipe.CaptureError) as caught:
-        build(model, HOWS["1F1B"], ["1"])
-    assert re.search(REFUSED[change], str(caught.value)), caught.value
-    assert "module 0" in str(caught.value) or change in (unseen, first_time_only)
-
-
 class Branching(nn.Module):
-    """Assigns its buffer, or not, as the values of what it gets decide."""
+    """Reassigns its buffer if the data say so."""
 
     def __init__(self, otherwise):
         super().__init__()
@@ -511,14 +182,12 @@ def test_a_branch_that_reassigns_unlike_the_one_at_capture_is_an_error():
         run(pipe, model, (batches,), batches)
 
 
-# ------------------------------------------------------------------------------------------------------------- anything
-
 STEPS = {one.__name__: one for one in (*CHANGES, *CACHES)}
 
 
 @st.composite
 def models(draw):
-    """Blocks that change their buffers before and after, some of them called twice, and where to cut."""
+    """Draw blocks that change their buffers before and after, some of which are called twice, and where to cut."""
     names = st.none() | st.sampled_from(sorted(STEPS))
     plans = draw(st.lists(st.tuples(names, names), min_size=2, max_size=4))
     calls = [*range(len(plans)), *draw(st.lists(st.integers(0, len(plans) - 1), max_size=1))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers in modules that branch on data: the same for every schedule and cut, whichever branches are taken."""
+"""Modules that branch on data draw the random numbers of one device, whichever branch they take."""
 
 import copy
 from collections import Counter
@@ -24,9 +24,12 @@ from tests.common.cases import WIDTH, mse
 from tests.common.comparison import Result, assert_same
 from tests.common.running import run, run_reference
 from tests.common.sizes import few
+from tests.common.switches import Switch
 
 CPU, SEED = torch.device("cpu"), 3
+
 KINDS = {"plain": None, "checkpoint": partial(checkpoint, use_reentrant=False)}
+
 AROUND = {**KINDS, "reentrant": partial(checkpoint, use_reentrant=True)}
 
 
@@ -45,7 +48,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts of which each row chooses one: none at all on the tensors of a capture, which have no values."""
+    """Experts, one for each row; on the tensors of a capture, which have no values, none runs."""
 
     def __init__(self, kinds):
         super().__init__()
@@ -64,7 +67,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """Experts between dropouts, which may be called twice, and checkpointed."""
+    """Experts between dropouts, which may be called twice and may be checkpointed."""
 
     def __init__(self, kinds, around, twice):
         super().__init__()
@@ -82,8 +85,11 @@ class Layer(nn.Module):
 
 
 kinds = st.lists(st.sampled_from([*KINDS]), min_size=2, max_size=3)
+
 layers = st.builds(Layer, kinds, st.sampled_from([*AROUND]), st.booleans())
+
 places = ["1", "1.experts", "1.after", "1.last", "2", "2.experts", "2.last"]
+
 families = {
     1: [gpipe(1, 4), zb_v(ranks=1, microbatches=4)],
     2: [gpipe(2, 4), one_f_one_b(2, 4), zb_h1(2, 4), recompute(one_f_one_b(2, 4)), interleaved_1f1b(1, 4, chunks=2)],
@@ -101,7 +107,7 @@ def seed_at(key, label):
 
 
 def with_keys(model, key):
-    """The same model, which seeds by itself where fpipe is to seed, run eagerly."""
+    """Return a copy of the model that seeds where fpipe seeds, to be run eagerly."""
     model = copy.deepcopy(model)
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout):
@@ -113,7 +119,7 @@ def with_keys(model, key):
 
 
 def seeding(function, path, key):
-    """The function, each of whose calls begins the next stream of the module at `path`."""
+    """Return the function, each of whose calls first begins the next stream of the module at `path`."""
     calls = count()
 
     def seeded(x):
@@ -124,7 +130,7 @@ def seeding(function, path, key):
 
 
 def eagerly(model, x, y, microbatches):
-    """One device: what is drawn follows from the keys of each microbatch, its gradients from torch."""
+    """Run a loop on one device, in which draws follow from the keys of each microbatch."""
     losses, outputs, grads = [], [], {}
     parts = zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)
     with random.preserve_generators([CPU]):
@@ -161,7 +167,7 @@ def test_branches_draw_what_one_device_draws(case, backward):
 @settings(max_examples=few(6))
 @given(layers, layers, st.lists(st.sampled_from(range(len(places))), max_size=2, unique=True).map(sorted), st.data())
 def test_every_schedule_draws_what_one_device_draws(first, second, chosen, data):
-    """Pipeline, reference and eager run are equal, though each microbatch takes other branches than the capture."""
+    """Pipeline, reference and eager run are equal, though microbatches take other branches than the capture."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), first, second)
     cuts = [places[k] for k in chosen]
     how = data.draw(st.sampled_from([one for one in families[len(cuts) + 1] if one.stages == len(cuts) + 1]))
@@ -176,87 +182,8 @@ def test_every_schedule_draws_what_one_device_draws(first, second, chosen, data)
     assert_same(got, eagerly(model, x, y, 4))
 
 
-class Switch(nn.Module):
-    """Draws for positive data only, by `draw`; the capture sees none of that."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.linear, self.draw = nn.Linear(WIDTH, WIDTH), draw
-
-    def forward(self, x):
-        return self.draw(self.linear(x)) if x.sum() > 0 else self.linear(x)
-
-
-def switching(how, cuts=("1",), draw=functional.dropout):
-    class First(nn.Linear):
-        """What goes in comes out as well, so that data decide."""
-
-        def forward(self, x):
-            return x + 0 * super().forward(x)
-
-    model = nn.Sequential(First(WIDTH, WIDTH), Switch(draw), nn.Linear(WIDTH, WIDTH))
-    x = torch.ones(4, WIDTH)
-    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=cuts, unsplittable=Switch)
-    return pipe, model, (torch.cat([x, -x]).roll(2, 0),), torch.cat([x, x])
-
-
-def test_draws_that_only_data_decide_are_keyed_and_do_not_advance_the_generator():
-    """The capture has seen no draw at all."""
-    results = []
-    for how, cuts in ((gpipe(2, 4), ("1",)), (one_f_one_b(3, 4), ("1", "2")), (gpipe(1, 4), ())):
-        pipe, model, inputs, targets = switching(how, cuts)
-        model.load_state_dict(results[0][0] if results else model.state_dict())
-        before = torch.get_rng_state()
-        got = run(pipe, model, inputs, targets, seed=SEED)
-        assert torch.equal(torch.get_rng_state(), before)
-        assert_same(got, run_reference(pipe, model, inputs, targets, seed=SEED))
-        assert torch.equal(torch.get_rng_state(), before)
-        results.append((model.state_dict(), got))
-        torch.rand(3)
-    assert_same(results[0][1], results[1][1])
-    assert_same(results[0][1], results[2][1])
-    assert not torch.equal(got.outputs, run(pipe, model, inputs, targets, seed=SEED + 1).outputs)
-
-
-def test_a_branch_that_draws_without_a_seed_is_refused_when_it_is_taken():
-    pipe, model, (x,), targets = switching(one_f_one_b(2, 4))
-    before = torch.get_rng_state()
-    for function in (fpipe.value_and_grad(pipe), fpipe.reference(pipe)):
-        function(*pipe.init(model), (-x.abs(),), targets)
-        with pytest.raises(fpipe.InputError, match=r"seed: got none, .*because module 1 draws random"):
-            function(*pipe.init(model), (x,), targets)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_verify_runs_the_model_eagerly_unless_it_draws():
-    pipe, model, (x,), targets = switching(one_f_one_b(2, 4))
-    assert fpipe.verify(pipe, model, (-x.abs(),), targets, seed=SEED).eager
-    before = torch.get_rng_state()
-    found = fpipe.verify(pipe, model, (x,), targets, seed=SEED)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert found.reference
-    assert not found.eager
-
-
-def test_a_loss_that_branches_may_draw():
-    def loss(out, y):
-        return functional.dropout(out, 0.5).sum() if out.sum() > 0 else mse(out, y)
-
-    torch.manual_seed(0)
-    model, x, y = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), torch.randn(16, WIDTH), None
-    y = torch.randn(16, WIDTH)
-    results = []
-    for how in (gpipe(2, 8), one_f_one_b(1, 8)):
-        pipe = fpipe.pipeline(
-            model, example=(x,), targets=y, loss=loss, schedule=how, cuts=["1"][: how.stages - 1], unsplittable="loss"
-        )
-        results.append(run(pipe, model, (x,), y, seed=SEED))
-        assert_same(results[-1], run_reference(pipe, model, (x,), y, seed=SEED))
-    assert_same(*results)
-
-
 class Reading(nn.Module):
-    """Reads a tensor that is no argument, so that it is never called as a whole from outside; `run` draws in it."""
+    """Reads a tensor that is not an argument, so that it cannot be called as a whole; its body draws."""
 
     def __init__(self, body):
         super().__init__()
@@ -287,7 +214,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("around", AROUND)
 def test_a_module_that_is_cut_inside_draws_as_one_that_is_not(around, monkeypatch):
-    """What is drawn, and drawn again for a checkpoint, is that of the eager run, statistics included."""
+    """Draws, also those of a recomputed checkpoint, and statistics are those of the eager run."""
     body = AROUND[around] or (lambda function, x: function(x))
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(body)), torch.randn(8, WIDTH)
     pipes = [
@@ -330,83 +257,8 @@ def grads_of(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-class Telling(Switch):
-    """Returns which way it went, as a Python value."""
-
-    def forward(self, x):
-        return super().forward(x), bool(x.sum() > 0)
-
-
-class Listening(nn.Module):
-    """Draws once more if it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.telling, self.drop = Telling(functional.dropout), nn.Dropout(0.5)
-
-    def forward(self, x):
-        x, positive = self.telling(x)
-        return self.drop(self.drop(x) if positive else x)
-
-
-def test_draws_that_depend_on_a_returned_python_value_are_refused():
-    """Where they stand in the order of draws would depend on the cut."""
-    model, x = nn.Sequential(nn.Identity(), Listening(), nn.Linear(WIDTH, WIDTH)), torch.ones(4, WIDTH)
-    pipe = fpipe.pipeline(
-        model, example=(x,), targets=x, loss=mse, schedule=gpipe(2, 2), cuts=["2"], unsplittable=Telling
-    )
-    run(pipe, model, (-x,), x, seed=SEED)
-    with pytest.raises(fpipe.InputError, match=r"got 2 calls of dropout outside .* expected 1 as at capture"):
-        run(pipe, model, (x,), x, seed=SEED)
-
-
-def test_the_same_modules_are_skipped_at_random_under_any_schedule_and_cut():
-    class Skipping(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            return x if torch.rand([]) < 0.5 else functional.dropout(self.linear(x), 0.5)
-
-    model, x = nn.Sequential(*[Skipping() for _ in range(4)], nn.Linear(WIDTH, WIDTH)), torch.randn(8, WIDTH)
-    results = []
-    for how, cuts in ((zb_h1(3, 8), ["1", "3"]), (gpipe(1, 8), [])):
-        pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=how, cuts=cuts, unsplittable=Skipping)
-        results.append(run(pipe, model, (x,), x, seed=SEED))
-        assert_same(results[-1], run_reference(pipe, model, (x,), x, seed=SEED))
-    assert_same(*results)
-
-
-class Sharing(nn.Module):
-    """Drops out with a module that others use, too, before it branches."""
-
-    def __init__(self, drop):
-        super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), drop
-
-    def forward(self, x):
-        x = self.drop(x)
-        return self.linear(x) if x.sum() > 0 else x
-
-
-def test_draws_in_branches_do_not_change_draws_outside(monkeypatch):
-    drop, x, found = nn.Dropout(0.5), torch.ones(4, WIDTH), set()
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), drop, Sharing(drop), drop)
-    pipe = fpipe.pipeline(model, example=(x,), targets=x, loss=mse, schedule=gpipe(1, 2), unsplittable=Sharing)
-    reseed = random.reseed
-
-    def noted(key, label, device):
-        found.add(label)
-        reseed(key, label, device)
-
-    monkeypatch.setattr(random, "reseed", noted)
-    run(pipe, model, (x,), x, seed=SEED)
-    assert found == {random.label("1", 0), random.stream_label("2", 0), random.label("1", 1)}
-
-
 def test_a_translation_model_drops_the_same_under_any_schedule_and_cut():
-    """One of transformers, whose experts drop out activations, and whose sparse layers drop tokens."""
+    """A model of transformers whose experts drop out activations, and whose sparse layers drop tokens."""
     sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 16, "sparse_step": 2, "layerdrop": 0.0}
     sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sizes.items()}
     config = NllbMoeConfig(

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The selection of cases that a job runs: by day, those that its number of ranks adds something to."""
+
+from __future__ import annotations
+
+import os
+
+from tests.distributed.cases import CASES
+
+# Four ranks add nothing to these, or they take long.
+NEEDS_TWO = {
+    "what_is_trained_is_verified_from_shares",
+    "a_change_that_one_rank_makes_is_raised_on_all",
+    "fused_pairs_in_a_vee",
+    "two_stages_on_each_rank",
+    "wrapped_models",
+    "batches_of_other_shapes",
+    "state_of_another_rank",
+    *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),
+    *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
+}
+
+NEEDS_FOUR = {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle", "told_no_shapes"}
+
+ALONE = {"dies_in_the_middle"}
+
+LAST = "after_the_group_is_gone"
+
+# Front ends and models differ in what they capture, which processes do not see: by day, some are enough.
+ZOO_CASES = {name: name.split("-")[:2] for name in CASES if name.count("-") == 2}
+
+BY_DAY, ON_FOUR = {"mlp", "skips", "chained"}, {"mlp", "skips", "tied_sequence", "normalised", "unet", "dropping"}
+
+NEEDS_NIGHT = {
+    name for name, (model, front) in ZOO_CASES.items() if model not in BY_DAY and front not in ("trace", "modules")
+}
+
+# What ranks tell each other before they compute, and refuse, does not depend on how many there are.
+REFUSED = {name for name in CASES if name.endswith("_on_one_rank") and name != "refused_on_one_rank"}
+
+NEEDS_NIGHT_ON_FOUR = REFUSED | {
+    *("norms_count_every_parameter_once", "tied_copies_do_not_drift", "a_batch_that_the_model_cannot_take"),
+    *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
+    "a_script_that_can_language",
+    *("other_tensor_attributes", "two_pipelines_in_turns", "evaluation_everywhere", "recomputation"),
+}
+
+NEEDS_NIGHT_ON_FOUR |= {
+    name for name, (model, front) in ZOO_CASES.items() if model not in ON_FOUR or front not in ("trace", "modules")
+}
+
+
+def names(size: int) -> list[str]:
+    """Return the names of the cases that one job of this size runs, in order."""
+    left = ALONE | (NEEDS_TWO if size != 2 else set()) | (NEEDS_FOUR if size != 4 else set())
+    if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
+        left |= NEEDS_NIGHT_ON_FOUR if size == 4 else NEEDS_NIGHT
+    return sorted((name for name in CASES if name not in left), key=lambda name: name == LAST)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted losses, and losses in earlier stages or of the model itself, equal a plain loop over microbatches."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import dualpipe, dualpipe_v, one_f_one_b
+from tests.common.batches import FOUR, build, require_exact_batch, tokens
+from tests.common.cases import LENGTH, WIDTH, Case, cross_entropy, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import eval_loop, loop
+from tests.common.models import GPT
+from tests.common.running import run, run_evaluation, run_reference
+from tests.common.zoo import ZOO
+
+
+def padded(rows, length=LENGTH):
+    inputs, targets = tokens(rows, length)
+    keep = torch.arange(length) < torch.randint(1, length + 1, (rows, 1))
+    return inputs, torch.where(keep, targets, -100)
+
+
+def count(inputs, targets):
+    return (targets != -100).sum()
+
+
+@pytest.mark.parametrize(("kind", "capture"), [("1f1b", "export"), *((kind, "trace") for kind in FOUR)])
+def test_a_mean_over_tokens_is_exact(kind, capture):
+    """The weighted sum over uneven microbatches equals a loop bit for bit, and is the mean over the whole batch."""
+    case, how = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts), FOUR[kind]
+    pipe, model, inputs, targets = build(case, how, 4 * how.microbatches - 1, weight=count, capture=capture)
+    for rows in (4 * how.microbatches - 1, 3 * how.microbatches):
+        inputs, targets = padded(rows)
+        got = require_exact_batch(pipe, model, inputs, targets, cross_entropy, weight=count)
+        whole = copy.deepcopy(model)
+        loss = cross_entropy(whole(*inputs), targets)
+        loss.backward()
+        assert torch.allclose(got.loss, loss, rtol=1e-5)
+        assert all(torch.allclose(got.grads[n], p.grad, atol=1e-6) for n, p in whole.named_parameters())
+    assert fpipe.verify(pipe, model, inputs, targets).eager > 0
+
+
+def test_weighted_losses_are_exact_on_replicas():
+    case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
+    pipe, model, inputs, targets = build(case, dualpipe(ranks=2, microbatches=4), 7, weight=count)
+    assert same_bits(
+        run(pipe, model, inputs, targets).loss, loop(model, cross_entropy, inputs, targets, 4, weight=count).loss
+    )
+    assert fpipe.verify(pipe, model, inputs, targets).eager > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_weighted_loss_keeps_its_type(dtype):
+    model = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+    x, y = torch.randn(7, WIDTH, dtype=dtype), torch.randn(7, WIDTH, dtype=dtype)
+    how = one_f_one_b(ranks=1, microbatches=3)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=mse, schedule=how, weight=lambda inputs, targets: len(targets)
+    )
+    got = run(pipe, model, (x,), y)
+    assert got.loss.dtype == dtype
+    if dtype == torch.float64:
+        assert_same(got, loop(model, mse, (x,), y, 3, weight=lambda inputs, targets: len(targets)))
+    fpipe.verify(pipe, model, (x,), y)
+
+
+def test_a_batch_of_weight_zero_is_refused():
+    case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
+    pipe, model, inputs, targets = build(case, FOUR["1f1b"], 7, weight=count)
+    state = pipe.init(model)
+    for function in (fpipe.value_and_grad(pipe), fpipe.evaluate(pipe), fpipe.reference(pipe)):
+        with pytest.raises(fpipe.InputError, match="weight: got 0 for each of the 3 microbatches"):
+            function(*state, inputs, torch.full_like(targets, -100))
+
+
+def test_without_a_loss_nothing_is_weighted():
+    case = Case(GPT, padded, cross_entropy, ZOO["gpt"].cuts)
+    pipe, model, inputs, _ = build(case, FOUR["1f1b"], 7, weight=count)
+    assert_same(run_evaluation(pipe, model, inputs, None), eval_loop(model, None, inputs, None, 3))
+
+
+class Experts(nn.Module):
+    """A mixture of two experts, with a loss that balances them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        share = self.router(x).softmax(-1)
+        best = functional.one_hot(share.argmax(-1), 2).to(x.dtype)
+        mixed = sum(share[:, k : k + 1] * expert(x) for k, expert in enumerate(self.experts))
+        return x + mixed.tanh(), 2 * (share.mean(0) * best.mean(0)).sum()
+
+
+class Mixture(nn.Module):
+    """A model with a balance loss in every layer, which is returned or added to its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Experts() for _ in range(4)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, labels=None):
+        balance = []
+        for layer in self.layers:
+            x, loss = layer(x)
+            balance.append(loss)
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits, "balance": balance}
+        return {"loss": functional.cross_entropy(logits, labels) + 0.1 * sum(balance), "logits": logits}
+
+
+def balanced(outputs, targets):
+    return mse(outputs["logits"], targets) + 0.1 * torch.stack(outputs["balance"]).mean()
+
+
+MIXTURE = Case(Mixture, rows_of(), balanced, ("layers.1", "layers.2", "layers.3"))
+
+OWN = Case(
+    Mixture,
+    lambda rows: ({"x": torch.randn(rows, WIDTH), "labels": torch.randint(WIDTH, (rows,))}, None),
+    lambda outputs: outputs["loss"],
+    ("layers.1", "layers.2", "layers.3"),
+)
+
+
+@pytest.mark.parametrize(("kind", "weighted"), [(kind, k % 2) for k, kind in enumerate(FOUR)])
+def test_losses_in_earlier_stages_have_the_same_weights(kind, weighted):
+    how, weight = FOUR[kind], (lambda inputs, targets: 1 + len(inputs[0])) if weighted else None
+    parts = build(MIXTURE, how, 4 * how.microbatches - 2, weight=weight)
+    got = require_exact_batch(*parts, balanced, weight=weight)
+    assert any(name.startswith("layers.0.router") for name in got.grads)
+    model = copy.deepcopy(parts[1])
+    alone = loop(model, lambda out, y: mse(out["logits"], y), *parts[2:], how.microbatches, weight=weight)
+    assert not same_bits(alone.grads["layers.0.router.weight"], got.grads["layers.0.router.weight"])
+
+
+@pytest.mark.parametrize(("kind", "weighted"), [(kind, 1 - k % 2) for k, kind in enumerate(FOUR)])
+def test_a_model_may_compute_its_own_loss(kind, weighted):
+    how, weight = FOUR[kind], (lambda inputs, targets: len(inputs["labels"])) if weighted else None
+    pipe, model, inputs, _ = build(OWN, how, 4 * how.microbatches - 2, weight=weight)
+    got = require_exact_batch(pipe, model, inputs, None, OWN.loss, weight=weight)
+    assert got.outputs["loss"].shape == (how.microbatches,), "each microbatch's own"
+    assert run_evaluation(pipe, model, inputs, None).loss.isfinite()
+
+
+def test_losses_in_earlier_stages_are_exact_in_a_fused_v():
+    parts = build(MIXTURE, dualpipe_v(ranks=2, microbatches=4), 7)
+    assert_same(run(*parts), run_reference(*parts))
+    assert fpipe.verify(*parts).eager > 0

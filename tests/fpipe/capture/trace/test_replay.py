@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays of a module up to a call that runs as a whole, and modules that are recorded twice."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe.capture.trace import front_end as trace
+from fpipe.capture.trace.comparison import RepeatRecorder
+from fpipe.capture.trace.decisions import Decisions
+from fpipe.capture.trace.patches import Replacements, TorchFunctions
+from fpipe.capture.trace.recorder import Recorder
+from fpipe.capture.trace.replay import ENDING
+from schedules import one_f_one_b
+from tests.common.cases import WIDTH, mse, rows_of
+from tests.common.comparison import assert_same
+from tests.common.loops import loop
+from tests.common.running import run
+
+
+class Merging(nn.Module):
+    """Uses its second argument only if the data say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x + y if x.square().sum() > 0 else x
+
+
+class Skipping(nn.Module):
+    """Passes its first result to its last module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Merging()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(self.second(y), y.sin())
+
+
+@pytest.mark.parametrize("cuts", [["second"], ["last"]])
+def test_a_module_that_branches_on_data_gets_all_its_arguments(cuts):
+    (inputs, targets), model = rows_of()(6), Skipping()
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=one_f_one_b(2, 3), cuts=cuts, unsplittable=Merging
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(Skipping(), mse, inputs, targets, 3))
+
+
+AGAIN = r"module 1: got a checkpointed function .* runs it again \(got mul\[4\] in module 1, expected mul\[3\]"
+
+
+class Remembering(nn.Module):
+    """Scales by the number of calls in this forward; each call is checkpointed."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.layers, self.looks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), looks
+
+    def forward(self, x):
+        self.seen = []
+        for layer in self.layers:
+            x = checkpoint(self.step, layer, x, use_reentrant=False)
+        return x
+
+    def step(self, layer, x):
+        self.seen.append(1)
+        return layer(x) * (len(self.seen) if self.looks else 2)
+
+
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_a_checkpoint_that_finds_other_state_when_it_runs_again_is_refused(backward):
+    for looks in (False, True):
+        model, x = nn.Sequential(nn.Linear(4, 4), Remembering(looks), nn.Linear(4, 4)), torch.randn(4, 4)
+        options = {"schedule": one_f_one_b(ranks=2, microbatches=2), "cuts": ["2"], "backward": backward}
+        with pytest.raises(fpipe.CaptureError, match=AGAIN) if looks else nullcontext():
+            fpipe.verify(fpipe.pipeline(model, example=(x,), loss=torch.sum, **options), model, (x,))
+
+
+class Usual(nn.Module):
+    """Does what blocks of models usually do: norms, dropout, constants, autocast, changes in place, `no_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = torch.arange(x.shape[-1], dtype=x.dtype, device=x.device) / x.size(-1)
+            self.seen.add_(not torch.is_grad_enabled())
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.linear(self.norm(x))
+        h, gate = torch.cat([h.float(), x * scale], dim=1).chunk(2, dim=-1)
+        h = self.drop(h).where(torch.isfinite(h).all(), 0)
+        h[..., 1:].mul_(2)
+        return x + h * gate.masked_fill(scale > 0.5, 0.0) if x.requires_grad else h
+
+
+def test_ordinary_modules_are_not_recorded_again(monkeypatch):
+    """Their first recording tells which calls differ."""
+    monkeypatch.setattr(trace, "RepeatRecorder", lambda *_: pytest.fail("recorded again"))
+    (inputs, targets), model = rows_of()(6), nn.Sequential(*[Usual() for _ in range(4)])
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=nn.functional.mse_loss, schedule=one_f_one_b(2, 3), cuts=["2"]
+    )
+    assert pipe
+
+
+def test_a_replay_may_end_wherever_a_recorder_watches_torch():
+    recorder = Recorder(nn.Linear(1, 1), {})
+    decisions = Decisions(recorder.stack, ExitStack())
+    watching = Replacements(recorder, nn.Linear(1, 1), (), TorchFunctions.now(), decisions)
+    watched = {(owner, name) for owner, name, _ in watching.replacements()}
+    module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")
+    others = {(nn.Module, name) for name in module} | {(torch.autocast, name) for name in cast}
+    assert watched == {*ENDING, *others, (torch.autograd.Function, "apply")}
+
+
+class Operators(TorchDispatchMode):
+    """A dispatch mode that sees all operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+class Watched(nn.Module):
+    """Runs its operators under a dispatch mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Operators():
+            return x.sin()
+
+
+def test_modules_whose_operators_are_watched_are_recorded_again(monkeypatch):
+    again = []
+    monkeypatch.setattr(
+        trace, "RepeatRecorder", lambda *args, **kwargs: again.append(1) or RepeatRecorder(*args, **kwargs)
+    )
+    (inputs, targets), linear = rows_of()(6), nn.Linear(WIDTH, WIDTH)
+    for module in (nn.Tanh(), Watched()):
+        how, model = one_f_one_b(2, 3), nn.Sequential(linear, module, nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"])
+        assert bool(again) is isinstance(module, Watched)
+
+
+class Functions(TorchFunctionMode):
+    """A function mode that records all calls."""
+
+    def __init__(self, seen: list[object]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append((func, args))
+        return func(*args, **kwargs or {})
+
+
+def test_private_names_of_torch_mean_what_they_did():
+    depth = torch._C._len_torch_dispatch_stack()
+    with Operators():
+        assert torch._C._len_torch_dispatch_stack() == depth + 1
+    with Functions(seen := []), torch.no_grad():
+        assert [(function, args) for function, args in seen] == [(torch._C._set_grad_enabled, (False,))]
+
+
+class Doubled(torch.autograd.Function):
+    """Returns twice a tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Ungraded(nn.Module):
+    """Turns gradients off and on around a custom function, by a context or by hand; it always runs as a whole."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand, self.linear = by_hand, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if not self.by_hand:
+            with torch.no_grad():
+                y = Doubled.apply(x)
+        else:
+            torch.set_grad_enabled(False)
+            y = Doubled.apply(x)
+            torch.set_grad_enabled(True)
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return x + y
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_replay_that_ends_where_gradients_are_off_leaves_them_on(by_hand):
+    (inputs, targets), model = rows_of()(6), nn.Sequential(*[Ungraded(by_hand) for _ in range(4)])
+    how = one_f_one_b(2, 3)
+    pipe = fpipe.pipeline(
+        model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["2"], unsplittable=Ungraded
+    )
+    assert_same(run(pipe, model, inputs, targets), loop(model, mse, inputs, targets, 3))
