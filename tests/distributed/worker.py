@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -951,7 +952,8 @@ def other_functions_on_one_rank(rank, size):
 
 def _script(name: str) -> Callable[[int, int], None]:
     def check(rank, size):
-        names = gather(require_same_training(name))
+        with mock.patch.dict(os.environ, WORLD_SIZE=str(size)):  # as under torchrun
+            names = gather(require_same_training(name))
         assert len(set().union(*names)) > max(map(len, names)), "every rank holds a part"
 
     return check
