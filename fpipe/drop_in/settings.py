@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script may change on the modules of a drop-in module, and the pipelines for each combination.
+"""Settings of the modules that a script may change, and the pipelines for each of them.
 
 Problem. A script freezes a layer, keeps BatchNorm in eval mode, or lowers a dropout rate. A pipeline is built for one
 such setting; another takes a capture.

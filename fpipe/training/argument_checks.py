@@ -9,7 +9,7 @@ Runs in every update.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -17,19 +17,21 @@ from fpipe.errors import InputError
 from fpipe.training.groups import Groups
 from fpipe.training.trial import Traits
 
+Named: TypeAlias = Mapping[str, object]
 
-def require_options(cls: str, groups: Groups, trial: Traits) -> None:
+
+def require_options(cls: str, groups: Groups, traits: Traits) -> None:
     """Raise `InputError` for an option that the class doesn't have."""
     listed = {"options": groups.options} | {f"groups[{pattern!r}]": own for pattern, own in groups.own.items()}
     for where, options in listed.items():
-        unknown = [key for key in options if key not in trial.options]
+        unknown = [key for key in options if key not in traits.options]
         if unknown:
             raise InputError(
-                f"{where}: got {unknown}, expected options of {cls}: {sorted(trial.options)}. Correct the name."
+                f"{where}: got {unknown}, expected options of {cls}: {sorted(traits.options)}. Correct the name."
             )
 
 
-def require_fitting(grads: object, state: object, params: object) -> None:
+def require_fitting(grads: Named, state: Named, params: Named) -> None:
     """Raise `InputError`, naming the leaf, unless these are dicts by parameter name that fit together."""
     for what, one in (("grads", grads), ("state", state), ("params", params)):
         if not isinstance(one, Mapping):
@@ -37,7 +39,6 @@ def require_fitting(grads: object, state: object, params: object) -> None:
                 f"{what}: got {type(one).__name__}, expected a dict by parameter name. Call update(grads, state, "
                 "params)."
             )
-    assert isinstance(grads, Mapping) and isinstance(state, Mapping) and isinstance(params, Mapping)  # noqa: PT018
     missing = [name for name in params if name not in state]
     surplus = [name for name in state if name not in params]
     if missing or surplus:
@@ -64,19 +65,19 @@ def require_gradient(name: str, grad: object, p: Tensor) -> None:
     )
 
 
-def require_own_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor, trial: Traits) -> None:
+def require_own_slots(cls: str, name: str, slots: Mapping[str, Any], p: Tensor, traits: Traits) -> None:
     """Raise `InputError`, naming the leaf, unless a parameter's state is of this optimizer, or empty."""
     where = f"state[{name!r}]"
     if not isinstance(slots, Mapping):
         raise InputError(f"{where}: got {type(slots).__name__}, expected a dict. Pass what the last update returned.")
-    if slots and trial.slots and frozenset(slots) not in trial.slots:
-        expected = " or ".join(str(sorted(one)) for one in sorted(trial.slots, key=sorted))
+    if slots and traits.slots and frozenset(slots) not in traits.slots:
+        expected = " or ".join(str(sorted(one)) for one in sorted(traits.slots, key=sorted))
         raise InputError(
             f"{where}: got {sorted(slots)}, expected {expected}, as {cls} keeps with these options. Pass the state of "
             "this optimizer; to begin with none, call init(params)."
         )
     for slot, value in slots.items():
-        if slot in trial.alike and isinstance(value, Tensor) and value.shape != p.shape:
+        if slot in traits.alike and isinstance(value, Tensor) and value.shape != p.shape:
             raise InputError(
                 f"{where}[{slot!r}]: got shape {list(value.shape)}, expected {list(p.shape)}, as the parameter. Pass "
                 "the state of this parameter."

@@ -40,7 +40,7 @@ def clip(
       are. To clip groups by norms of their own, call this once per group.
     - `donate`: scale in place; the same tensors are returned, and no second set of gradients is held.
 
-    Under torch.distributed every rank must call this with the same arguments. Raises as `fpipe.norm` does.
+    Under torch.distributed every rank must call this with the same arguments. Raise as `fpipe.norm` does.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe
@@ -63,7 +63,7 @@ def clip_value(grads: State, value: float, donate: bool = False) -> State:
     """Return the gradients with every element clamped to [-value, value], as `torch.nn.utils.clip_grad_value_` does.
 
     It needs nothing of other ranks. With `donate`, the gradients are clamped in place and the same tensors returned.
-    Raises `InputError` for a negative value.
+    Raise `InputError` for a negative value.
 
     >>> import torch, fpipe
     >>> fpipe.clip_value({"bias": torch.tensor([-3.0, 0.5])}, 1.0)

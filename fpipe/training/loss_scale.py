@@ -44,7 +44,7 @@ class LossScale:
     >>> loss_scale.scale, loss_scale.next(torch.tensor(False)).scale
     (2048.0, 1024.0)
 
-    Raises `InputError` for numbers with which the scale would not stay positive, grow and shrink.
+    Raise `InputError` for numbers with which the scale would not stay positive, grow and shrink.
     """
 
     scale: float = 2.0**16

@@ -39,7 +39,7 @@ def masters(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimiz
 
     What is donated is as for `optimizer`: if it updates in place, so does this.
 
-    Raises `InputError` for a `dtype` that isn't of floating-point numbers, and for state without masters.
+    Raise `InputError` for a `dtype` that isn't of floating-point numbers, and for state without masters.
 
     >>> import torch, fpipe
     >>> init, update = fpipe.masters(fpipe.optimizer(torch.optim.SGD, lr=2.0**-10))

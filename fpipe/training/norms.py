@@ -44,7 +44,7 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
     - `order`: of the norm, such as 2, 1 or `float("inf")`.
     - `names`: a pattern or patterns; only matching parameters count. A star stands for any text, dots included.
 
-    Under torch.distributed every rank must call this, with the same `order` and `names`. Raises `InputError` for
+    Under torch.distributed every rank must call this, with the same `order` and `names`. Raise `InputError` for
     gradients that are not this pipeline's, or for a pattern that matches no parameter of the model; `TransportError`,
     on every rank, if ranks differ or one of them refuses its arguments.
 
@@ -65,7 +65,7 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
 def all_finite(pipe: Pipeline, grads: State) -> Tensor:
     """Return whether no gradient of the model is infinite or nan: a boolean tensor, the same on every rank.
 
-    Under torch.distributed every rank must call this. Raises as `norm` does.
+    Under torch.distributed every rank must call this. Raise as `norm` does.
 
     >>> import torch, fpipe
     >>> from schedules import gpipe

@@ -89,7 +89,7 @@ def optimizer(
 
     The update needs nothing of other ranks. Ranks that hold no parameters call it like all others.
 
-    Raises `InputError` for a class that combines parameters or keeps state elsewhere (LBFGS does both), for options
+    Raise `InputError` for a class that combines parameters or keeps state elsewhere (LBFGS does both), for options
     that it doesn't have, for patterns that overlap or match nothing, and for state of another optimizer.
 
     >>> import torch, fpipe
@@ -105,8 +105,8 @@ def optimizer(
     tensor([0.7500])
     """
     parts = Groups.of(options, groups)
-    trials: dict[str | None, Traits] = {None: try_optimizer(cls, options, "options")}
-    trials |= {pattern: try_optimizer(cls, parts.merge(pattern), f"groups[{pattern!r}]") for pattern in parts.own}
+    traits: dict[str | None, Traits] = {None: try_optimizer(cls, options, "options")}
+    traits |= {pattern: try_optimizer(cls, parts.merge(pattern), f"groups[{pattern!r}]") for pattern in parts.own}
     whole = None if names is None else tuple(names)
     if whole is not None:
         parts.require_partition(whole, True)
@@ -126,13 +126,13 @@ def optimizer(
     ) -> tuple[State, OptimizerState]:
         """Return the parameters and the state after one update."""
         now = parts.replace(options, groups)
-        require_options(cls.__name__, now, trials[None])
+        require_options(cls.__name__, now, traits[None])
         require_fitting(grads, state, params)
         chosen = {name: find_group(name, tuple(parts.own)) for name in grads}
         leaves = {}
         for name, grad in grads.items():
             require_gradient(name, grad, params[name])
-            require_own_slots(cls.__name__, name, state[name], params[name], trials[chosen[name]])
+            require_own_slots(cls.__name__, name, state[name], params[name], traits[chosen[name]])
             leaves[name] = _make_leaf(params[name], grad, donate)
         new = _step(cls, now, chosen, leaves, {name: state[name] if donate else _copy(state[name]) for name in leaves})
         return _collect(params, leaves, donate), {**state, **new}

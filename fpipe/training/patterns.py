@@ -32,7 +32,7 @@ def as_patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
 def select_names(patterns: Iterable[str], names: Sequence[str], where: str = "names") -> list[str]:
     """Return the names that match any of the patterns, in the order of `names`.
 
-    Raises `InputError` for a pattern that matches nothing.
+    Raise `InputError` for a pattern that matches nothing.
 
     >>> select_names(["*.bias"], ["0.weight", "0.bias", "1.norm.bias"])
     ['0.bias', '1.norm.bias']

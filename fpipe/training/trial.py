@@ -47,7 +47,7 @@ class Traits(NamedTuple):
 def try_optimizer(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], where: str) -> Traits:
     """Return the traits of a class with these options, found in a trial.
 
-    Raises `InputError`, naming the reason, if the class can't be used or refuses the options; `where` names them.
+    Raise `InputError`, naming the reason, if the class can't be used or refuses the options; `where` names them.
     """
     _require_optimizer(cls)
     errors, trials = list[Exception](), list[Traits]()

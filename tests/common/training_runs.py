@@ -3,35 +3,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import Schedule
-from tests.common.training import LARGE, LIMIT, MODELS, History, rate
+from tests.common.training import LARGE, LIMIT, MODELS, STEPS, History, rate
 
 
 def train(name: str, how: Schedule, donate: bool = False, group: dist.ProcessGroup | None = None) -> History:
     """Train a model as a pipeline: this process's share."""
+    pipe = pipeline_of(name, how, group)
+    params, buffers = pipe.init(MODELS[name].make()[0])
+    history = History([], [], params, buffers, {name: {} for name in params})
+    train_on(pipe, name, history, range(STEPS), donate)
+    return history
+
+
+def train_in_parts(
+    name: str, parts: Sequence[tuple[Schedule, dist.ProcessGroup | None]], path: Path, saves: bool = True
+) -> History:
+    """Train as `train` does, but on one schedule after the other; each goes on from what the one before has saved.
+
+    Where several pipelines train the same, one of them `saves`.
+    """
+    history, step = History([], [], {}, {}, {}), 0
+    for k, (how, group) in enumerate(parts):
+        pipe, end = pipeline_of(name, how, group), STEPS * (k + 1) // len(parts)
+        if k == 0:
+            params, buffers = pipe.init(MODELS[name].make()[0])
+            state = {name: {} for name in params}
+        else:
+            params, buffers, state, step, _ = fpipe.load(pipe, path)
+        history.params, history.buffers, history.state = params, buffers, state
+        train_on(pipe, name, history, range(step, end))
+        if saves or group is None:
+            fpipe.save(pipe, path, params=history.params, buffers=history.buffers, state=history.state, step=end)
+        if dist.is_initialized():
+            dist.barrier()
+    return history
+
+
+def pipeline_of(name: str, how: Schedule, group: dist.ProcessGroup | None = None) -> fpipe.Pipeline:
+    """Return the pipeline of a model."""
     one = MODELS[name]
-    model, batches = one.make()
-    inputs, targets = batches[0]
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=group)
-    params, buffers = pipe.init(model)
-    groups = {one.group: {"weight_decay": 0.0}}
-    init, update = fpipe.optimizer(torch.optim.AdamW, groups=groups, names=pipe.names, donate=donate)
-    state, step = init(params), fpipe.value_and_grad(pipe)
-    history = History([], [], {}, {}, {})
-    for i, (inputs, targets) in enumerate(batches):
-        out, grads = step(params, buffers, inputs, targets, seed=i)
+    model, [(inputs, targets), *_] = one.make()
+    return fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=group)
+
+
+def train_on(pipe: fpipe.Pipeline, name: str, history: History, steps: Iterable[int], donate: bool = False) -> None:
+    """Run these steps from where `history` ends, and add what they compute to it."""
+    one = MODELS[name]
+    batches, groups = one.make()[1], {one.group: {"weight_decay": 0.0}}
+    _, update = fpipe.optimizer(torch.optim.AdamW, groups=groups, names=pipe.names, donate=donate)
+    step, params, buffers, state = fpipe.value_and_grad(pipe), history.params, history.buffers, history.state
+    for i in steps:
+        out, grads = step(params, buffers, *batches[i], seed=i)
         buffers = out.buffers
         grads, norm = fpipe.clip(pipe, grads, LIMIT, donate=donate)
         params, state = update(grads, state, params, lr=rate(i))
         history.losses.append(out.loss)
         history.norms.append(norm)
     history.params, history.buffers, history.state = params, buffers, state
-    return history
 
 
 def train_scaled(how: Schedule, group: dist.ProcessGroup | None = None) -> History:

@@ -22,10 +22,14 @@ import torch
 import torch.distributed as dist
 
 import fpipe
+from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.resuming import Trainer, require_same_run, undisturbed
+from tests.common.training import MICROBATCHES, MODELS, train_alone
+from tests.common.training_runs import require_same_history, train_in_parts
 
 RANKS, SUBJECTS = 4, ("tied", "dropping")
-STEPS = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 4
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+STEPS = 20 if NIGHTLY else 4
 
 
 def split(size: int) -> Any:
@@ -65,6 +69,14 @@ def replicas_get_their_copies(path: Path, pair: Any) -> None:
     assert again.params.keys() == run.params.keys()
     assert len(trainer.pipe.owned) < len(run.params) or dist.get_rank() % 2 == 0
     require_same_run(trainer.train(again, range(2, 4)), trainer.train(run, range(2, 4)))
+
+
+def interrupted_loops_equal_plain_ones(folder: Path, pair: Any) -> None:
+    """Clipping, groups and a learning rate for each step; from four ranks to two and back."""
+    four, two = (one_f_one_b(4, MICROBATCHES), None), (zb_v(2, MICROBATCHES), pair)
+    for name in MODELS:
+        parts = [four, two, (zb_h1(4, MICROBATCHES), None)]
+        require_same_history(train_in_parts(name, parts, folder / name, dist.get_rank() < 2), train_alone(name))
 
 
 def save_while_training(path: Path) -> None:
@@ -146,6 +158,8 @@ def main(rank: int, store: str, folder: Path) -> None:
     refuse_together(folder / "refused")
     refuse_what_does_not_fit(folder / "refused", pair)
     replicas_get_their_copies(folder / "mirrored", pair)
+    if NIGHTLY:
+        interrupted_loops_equal_plain_ones(folder, pair)
     dist.destroy_process_group()
     print("passed")
 
