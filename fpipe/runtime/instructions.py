@@ -107,7 +107,7 @@ class _Linker:
         self.arriving = defaultdict[int, list[Instruction]](list)
 
     def instructions(self, group: ActionGroup, following: ActionGroup | None) -> list[Instruction]:
-        """Return a group's instruction; before a `U` or the first of a fused pair, also those that wait for its data."""
+        """Return a group's instruction; before a `U`, or the first of a fused pair, also those that wait for data."""
         instruction = self.instruction(group)
         if instruction.action.kind == "U":
             return self._update_instructions(instruction)

@@ -66,6 +66,7 @@ from tests.common.loops import eval_loop, loop, loop_as_stated
 from tests.common.running import build, run, run_reference
 from tests.common.schedules import SCHEDULES, descending, looped_fill_drain, vee_fill_drain
 from tests.common.scripts import SCRIPTS, require_same_training
+from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
 from tests.common.zoo import ZOO
 
 ALL_TANH = replace(ZOO["mlp"], build=lambda: linears(nn.Tanh, nn.Tanh, nn.Tanh))
@@ -232,6 +233,42 @@ def gradients_summed_over_stages(rank, size):
         if how.ranks == size:
             require_exact_across_ranks("chained", how, rank, size, tied="sum")
             require_exact_across_ranks("one_weight", how, rank, size, capture="modules", tied="sum")
+
+
+@case
+def updates_within_the_step(rank, size):
+    """Training with updates in the drain is training on one device; of replicas, a step, a clip and an update."""
+    require_training_of_a_plain_loop(ZOO["gpt"], (zb_v if size == 2 else zb_h1)(ranks=size, microbatches=4))
+    require_same_updates(ZOO["gpt"], dualpipe(ranks=size, microbatches=4), None)
+
+
+@case
+def updates_of_other_schedules_and_ties(rank, size):
+    for how in (one_f_one_b, zb_h1):
+        require_training_of_a_plain_loop(ZOO["gpt"], how(ranks=size, microbatches=4))
+    for how in (dualpipe(ranks=size, microbatches=4), *[zb_v(ranks=2, microbatches=3)] * (size == 2)):
+        require_same_updates(ZOO["gpt"], how, "median")
+        require_same_updates(ZOO["gpt"], how, None, steps=2, tied="sum")
+    require_same_updates(ZOO["dropping"], one_f_one_b(ranks=size, microbatches=4), "median")
+
+
+@case
+def updates_that_differ_on_one_rank(rank, size):
+    pipe, model, inputs, targets = build(ZOO["mlp"], SCHEDULES["one_f_one_b"](size, 4), 8)
+    params, buffers = pipe.init(model)
+    adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
+    state, batch = adam.init(params), (inputs, targets)
+    last = float(rank == size - 1)
+    with raises(fpipe.TransportError, "update", "max_norm=1.0", "max_norm=2.0"):
+        fpipe.train_step(pipe, adam, 1.0 + last)(params, buffers, state, *batch)
+    step, backward = fpipe.train_step(pipe, adam, 1.0), fpipe.value_and_grad(pipe)
+    with raises(fpipe.TransportError, "update", "0.5"):
+        step(params, buffers, state, *batch, lr=0.5 + last)
+    with raises(fpipe.InputError if last else fpipe.TransportError, "state: got one for 0 parameters"):
+        step(params, buffers, {} if last else state, *batch)
+    with raises(fpipe.TransportError, "a training step", "a step"):
+        step(params, buffers, state, *batch) if last else backward(params, buffers, *batch)
+    step(params, buffers, state, *batch)
 
 
 @case
@@ -1167,13 +1204,20 @@ BY_DAY, ON_FOUR = {"mlp", "skips", "chained"}, {"mlp", "skips", "tied_sequence",
 NEEDS_NIGHT = {
     name for name, (model, front) in ZOO_CASES.items() if model not in BY_DAY and front not in ("trace", "modules")
 }
+NEEDS_NIGHT |= {"updates_of_other_schedules_and_ties"}
 # What ranks tell each other before they compute, and refuse, does not depend on how many there are.
 REFUSED = {name for name in CASES if name.endswith("_on_one_rank") and name != "refused_on_one_rank"}
 NEEDS_NIGHT_ON_FOUR = REFUSED | {
     *("norms_count_every_parameter_once", "tied_copies_do_not_drift", "a_batch_that_the_model_cannot_take"),
     *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
     "a_script_that_can_language",
-    *("other_tensor_attributes", "two_pipelines_in_turns", "evaluation_everywhere", "recomputation"),
+    *(
+        "updates_of_other_schedules_and_ties",
+        "other_tensor_attributes",
+        "two_pipelines_in_turns",
+        "evaluation_everywhere",
+        "recomputation",
+    ),
 }
 NEEDS_NIGHT_ON_FOUR |= {
     name for name, (model, front) in ZOO_CASES.items() if model not in ON_FOUR or front not in ("trace", "modules")
