@@ -35,6 +35,7 @@ NAMES: Final = (
     "profiling",
     "agreement",
     "loops",
+    "updates",
 )
 
 

@@ -30,6 +30,7 @@ from fpipe.training.loss_scale import LossScale
 from fpipe.training.masters import masters
 from fpipe.training.norms import all_finite, norm
 from fpipe.training.optimizers import Optimizer, optimizer
+from fpipe.training.train_step import train_step
 from fpipe.verification.comparison import Verification
 from fpipe.weights.safetensors import safetensors
 
@@ -76,6 +77,7 @@ __all__ = [
     "save",
     "stream",
     "timeline",
+    "train_step",
     "value_and_grad",
     "verify",
 ]

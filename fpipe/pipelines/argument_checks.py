@@ -92,8 +92,14 @@ def _require_runnable(schedule: Schedule) -> None:
         )
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
+            if action.kind == "U":
+                raise InputError(
+                    f"schedule: got {action} on rank {rank}, expected no updates. To update stages within the step, "
+                    "pass the schedule without them and call fpipe.train_step, which adds them. An asynchronous "
+                    "schedule can be checked and simulated, but not run yet."
+                )
             if action.kind not in HANDLERS:
-                kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark)
+                kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")
                 raise InputError(f"schedule: got {action} on rank {rank}, expected actions of kinds {kinds}. {repair}")
 
 

@@ -58,12 +58,16 @@ def batch_fields(pipe: Pipeline, kind: BatchKind, known: int = 0) -> tuple[Field
 
 
 class CommonArguments(NamedTuple):
-    """The arguments of a call that are the same on every rank; `onto`: whether it adds to earlier sums."""
+    """The arguments of a call that are the same on every rank.
+
+    `onto`: whether it adds to earlier sums; `update`: lines that describe the update within a training step, if any.
+    """
 
     seed: int | None = None
     scale: float | None = None
     total: float | None = None
     onto: bool = False
+    update: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"scale={self.scale}, total={self.total}, {'with' if self.onto else 'without'} onto"
@@ -76,6 +80,7 @@ def call_fields(call: CommonArguments) -> tuple[Field, ...]:
         Field("seed", digest([seed]), lambda: [seed]),
         Field("scale, total and onto", _cached_digest((others,)), lambda: [others]),
         Field("settings", _cached_digest(settings), lambda: settings),
+        Field("update", digest(call.update), lambda: call.update),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import bypass_autograd
 from fpipe.watching.watch import Watch
-from schedules import Placement, Program
+from schedules import Placement, Program, check, connect, lower, update_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +134,34 @@ class Plan:
     def timed_programs(self) -> Mapping[int, LinkedProgram]:
         """The same programs, for steps that are recorded."""
         return {rank: add_timers(program) for rank, program in self.programs.items()}
+
+    @cached_property
+    def updating(self) -> Plan:
+        """The plan of a step that also updates every stage (`schedules.update_weights`), for the same batches."""
+        schedule = update_weights(connect(self.program.schedule, self.program.graph))
+        check(schedule)
+        return replace(self, program=lower(schedule))
+
+    @cached_property
+    def names_by_update(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
+        """The parameters that each `U` of this process makes new, by its stage and microbatch.
+
+        On each rank, that is the last `U` of a stage that holds the parameter: by then its gradient is complete, and no
+        action left reads it. A parameter on different stages of several ranks, all in this process, is in no `U`:
+        another rank may still read it, so it is updated after the program.
+        """
+        holders: dict[str, list[tuple[int, int, int]]] = {}
+        for rank in self.ranks:
+            for action in self.program.schedule.actions(rank):
+                for name in self.assembly.stages[action.stage].parameters if action.kind == "U" else ():
+                    holders.setdefault(name, []).append((rank, action.stage, action.microbatch))
+        found: dict[tuple[int, int], tuple[str, ...]] = {}
+        for name, updates in holders.items():
+            ranks, stages = ({one[k] for one in updates} for k in (0, 1))
+            if len(ranks) == 1 or len(stages) == 1:
+                _, stage, microbatch = updates[-1]
+                found[stage, microbatch] = (*found.get((stage, microbatch), ()), name)
+        return found
 
     def _link(self, rank: int) -> LinkedProgram:
         homes = self.placement.stages_on(rank)

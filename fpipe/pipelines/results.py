@@ -7,10 +7,10 @@ Runs in every step, once the program is done.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Outcome
 from fpipe.runtime.ranks import Ranks
+
+Terms: TypeAlias = tuple[Mapping[int, Any], Mapping[tuple[int, int], Tensors]]
+"""The gradients that a rank's stages computed, and those that it received, as in `Outcome`."""
 
 
 class Step(NamedTuple):
@@ -66,14 +69,19 @@ def broadcast_results(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) 
 
 def collect_gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
     """Return the gradients, by name, of the parameters that any microbatch used; summed over stages in stage order."""
+    return sum_terms(plan, [(outcome.grads, outcome.shared) for outcome in outcomes.values()], plan.params)
+
+
+def sum_terms(plan: Plan, held: Iterable[Terms], wanted: Container[str]) -> State:
+    """Return the gradients of the `wanted` parameters from what ranks of this process hold of them."""
     stages = plan.assembly.stages
     terms = defaultdict[str, dict[int, Tensor]](dict)
-    for outcome in outcomes.values():
-        sums = [(s, stages[s].grads, stages[s].complete(total)) for s, total in outcome.grads.items() if total]
-        sums += [(s, stages[s].names_for(t), total) for (s, t), total in outcome.shared.items()]
+    for grads, shared in held:
+        sums = [(s, stages[s].grads, stages[s].complete(total)) for s, total in grads.items() if total]
+        sums += [(s, stages[s].names_for(t), total) for (s, t), total in shared.items()]
         for s, names, total in sums:
             for name, grad in zip(names, total, strict=True):
-                if grad is not None:
+                if grad is not None and name in wanted:
                     terms[name][s] = grad
     return {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
 

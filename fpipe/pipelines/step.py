@@ -6,10 +6,10 @@ Runs when `value_and_grad` or `evaluate` is called; the functions that they retu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, Variant
@@ -19,7 +19,9 @@ from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, collect_gradients, gather
+from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.recording import Record
 from fpipe.weights.state import require_flags, require_state
 
@@ -59,21 +61,43 @@ def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) 
         total: float | None = None,
     ) -> tuple[Step, State]:
         with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a step"):
-            require_gradients()
-            require_state("params", params, pipe.training.params)
-            require_state("buffers", buffers, pipe.training.buffers)
-            require_flags(params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
-            sums, what = {} if onto is None else onto, scale_variant(cast, scale)
-            require_sums(sums, params, pipe.training, what)
-            batch = pipe.batch(what, inputs, targets, pipe.ranks.exchange_text, total)
+            start = Start(params, buffers, {} if onto is None else onto)
             call = CommonArguments(seed, scale, total, onto is not None)
-            plan, given = agree_to_step(pipe, what, params, buffers, batch, call)
-            given = given._replace(starts=start_backward(plan.local_stages, scale), onto=assign_sums(sums, plan, what))
-            outcomes = pipe.run(plan, given, record)
-            grads = join_sums(sums, collect_gradients(plan, outcomes), plan)
-            return gather(plan, pipe.ranks, outcomes, buffers), {name: grads[name] for name in params if name in grads}
+            plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
+            return finish_step(pipe, plan, start, pipe.run(plan, given, record))
 
     return step
+
+
+class Start(NamedTuple):
+    """The tensors of this process that a step begins with; `onto`: earlier sums of gradients, if any."""
+
+    params: State
+    buffers: State
+    onto: State
+
+
+def begin_step(
+    pipe: Pipeline, cast: Variant, start: Start, batch: tuple[Any, Any], call: CommonArguments
+) -> tuple[Plan, Inputs]:
+    """Check the arguments of a step and agree with all ranks; return its plan, and what this process runs it with."""
+    require_gradients()
+    require_state("params", start.params, pipe.training.params)
+    require_state("buffers", start.buffers, pipe.training.buffers)
+    require_flags(start.params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
+    variant = scale_variant(cast, call.scale)
+    require_sums(start.onto, start.params, pipe.training, variant)
+    split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, call.total)
+    plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
+    starts = start_backward(plan.local_stages, call.scale)
+    return plan, given._replace(starts=starts, onto=assign_sums(start.onto, plan, variant))
+
+
+def finish_step(pipe: Pipeline, plan: Plan, start: Start, outcomes: Mapping[int, Outcome]) -> tuple[Step, State]:
+    """Return what all ranks computed, and the gradients of this process, in the order of its parameters."""
+    grads = join_sums(start.onto, collect_gradients(plan, outcomes), plan)
+    step = gather(plan, pipe.ranks, outcomes, start.buffers)
+    return step, {name: grads[name] for name in start.params if name in grads}
 
 
 def scale_variant(variant: Variant, scale: object) -> Variant:

@@ -111,6 +111,8 @@ class Inputs(NamedTuple):
       keep that for the outcome.
     - `starts`: per stage, cotangents that come from outside of the pipeline; they go before those of later stages.
     - `onto`: per rank and stage, the sum of gradients to add to, in memory that the step may write.
+    - `update`: `update(stage, microbatch, grads, shared)` returns the new version of the weights that a `U` completes,
+      and modifies none of its arguments; `grads` and `shared` are the rank's, as in `Outcome`.
     """
 
     params: Sequence[Mapping[int, Any]]
@@ -120,6 +122,7 @@ class Inputs(NamedTuple):
     deliver: Callable[[int, Payload], None] | None = None
     starts: Mapping[int, Payload] = MappingProxyType({})
     onto: Mapping[tuple[int, int], Any] = MappingProxyType({})
+    update: Callable[[int, int, Mapping[int, Any], Mapping[tuple[int, int], Payload]], Any] | None = None
 
 
 class Outcome(NamedTuple):
@@ -128,12 +131,14 @@ class Outcome(NamedTuple):
     - `buffers`, `grads`: per stage of the rank, after all microbatches; the gradients of a stage without any are `()`.
     - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.
     - `results`: per microbatch, the values that leave the pipeline on this rank, unless they were delivered.
+    - `updates`: per stage of the rank, what `Inputs.update` returned; empty for a program without updates.
     """
 
     buffers: dict[int, Any]
     grads: dict[int, Any]
     shared: dict[tuple[int, int], Payload]
     results: dict[int, Payload]
+    updates: dict[int, Any]
 
 
 class Transfer(NamedTuple):
@@ -196,6 +201,7 @@ class Execution:
         self.shared: dict[tuple[int, int], Payload] = {}
         self.results: dict[int, Payload] = {}
         self.deliver = inputs.deliver or self.results.__setitem__
+        self.updates: dict[int, Any] = {}
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
         self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
@@ -233,4 +239,4 @@ class Execution:
             del arrived, values
             for number, channel, message, specs in sends:
                 posted[number] = channels[channel].send(message, kept.pop(number), specs)
-        return Outcome(self.buffers, self.grads, self.shared, self.results)
+        return Outcome(self.buffers, self.grads, self.shared, self.results, self.updates)

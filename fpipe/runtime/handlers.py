@@ -79,6 +79,14 @@ def _add_replicas(run: Execution, action: Action, stage: StageLike, arrived: Pay
     return ()
 
 
+def _update(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Keep the new version of the weights; the gradients, complete by now, stay for whoever has to undo it."""
+    _, s, i, _, _ = action
+    assert run.inputs.update is not None, "a program with updates is run with an update"
+    run.updates[s] = run.inputs.update(s, i, run.grads, run.shared)
+    return ()
+
+
 def _send_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Return the gradients that a `SEND_G` sends: to the other replica, or to a stage with the same parameters."""
     _, s, _, peer, _ = action
@@ -87,7 +95,7 @@ def _send_shared(run: Execution, action: Action, stage: StageLike, arrived: Payl
 
 
 def _take_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
-    """Store the gradients that a `RECV_G` received; called at the end of the program."""
+    """Store the gradients that a `RECV_G` received; called before the `U` that uses them, or at the end."""
     assert action.peer is not None, "a transfer has a peer stage"
     run.shared[action.peer, action.stage] = arrived
     return ()
@@ -113,6 +121,7 @@ HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
         "R": _recompute,
         "OVERLAP_F": _forward,
         "G": _add_replicas,
+        "U": _update,
         "SEND_G": _send_shared,
         "RECV_G": _take_shared,
     }

@@ -6,7 +6,8 @@ of an earlier phase than the action before it starts a new instruction. So any p
 receives may be posted before waits; on each channel, all posts stay in order.
 
 The first action of a fused pair gets an extra instruction before it, which waits for the cotangents that the second,
-the backward, needs, and keeps them.
+the backward, needs, and keeps them. An update gets one for each gradient of shared parameters that it needs from
+another stage, which waits for the gradient and stores it.
 
 Messages are numbered per rank. Channels follow from the placement, which the executor does not know.
 
@@ -40,13 +41,14 @@ def link(
 ) -> LinkedProgram:
     """Return one rank's program, linked to its stages; it depends on neither parameters nor data.
 
-    `uneven` has the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken at
-    the end, since no action on the rank waits for them.
+    `uneven` has the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken
+    before the update that uses them; without updates, at the end, since no action on the rank waits for them.
     """
     linker = _Linker(stages, placement, uneven)
     groups = [*_groups(actions)]
     program = [one for pair in zip_longest(groups, groups[1:]) for one in linker.instructions(*pair)]
-    return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *linker.final))
+    final = (one for stage in linker.arriving for one in linker.arriving[stage])
+    return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *final))
 
 
 def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
@@ -91,7 +93,7 @@ class _Linker:
 
     - `uneven`: the stages and specs of each microbatch whose shapes differ from the usual ones.
     - `partials`: per stage, gradients from its other replica, for its `G`.
-    - `final`: instructions that take the messages that no action waits for.
+    - `arriving`: per stage, instructions that take the gradients of parameters it shares, for its `U` or for the end.
     """
 
     def __init__(
@@ -102,11 +104,13 @@ class _Linker:
         self.numbers = defaultdict[MessageKey, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
         self.partials = defaultdict[int, list[int]](list)
-        self.final: list[Instruction] = []
+        self.arriving = defaultdict[int, list[Instruction]](list)
 
     def instructions(self, group: ActionGroup, following: ActionGroup | None) -> list[Instruction]:
-        """Return a group's instruction; before the first of a fused pair, also one that waits for the second's data."""
+        """Return a group's instruction; before a `U`, or the first of a fused pair, also those that wait for data."""
         instruction = self.instruction(group)
+        if instruction.action.kind == "U":
+            return self._update_instructions(instruction)
         if instruction.action.kind != "OVERLAP_F" or following is None:
             return [instruction]
         backward = next(action for _, action in following if _phase(action) == COMPUTE)
@@ -123,6 +127,17 @@ class _Linker:
         held = Instruction(at, action, stage, keep_arrivals, receives, waits, tuple(awaited), tuple(kept), ())
         return [held, instruction._replace(receives=(), waits=())]
 
+    def _update_instructions(self, update: Instruction) -> list[Instruction]:
+        """Return the update after the instructions that take what it needs; the first one does its posts and waits."""
+        first, *others = [*self.arriving.pop(update.action.stage, []), update]
+        if not others:
+            return [update]
+        return [
+            first._replace(receives=update.receives, waits=update.waits),
+            *others[:-1],
+            update._replace(receives=(), waits=()),
+        ]
+
     def instruction(self, group: ActionGroup) -> Instruction:
         """Return the instruction of one group of actions."""
         actions = [action for _, action in group]
@@ -132,7 +147,7 @@ class _Linker:
         sends = [self._transfer(other) for other in actions if other.kind.startswith("SEND")]
         for position, other in group:
             if other.kind == "RECV_G":
-                self._take_at_end(position, other)
+                self._take_later(position, other)
         taken, made = self._match_messages(action)
         stage, handler = self._stage(action), HANDLERS[action.kind] if _phase(action) == COMPUTE else do_nothing
         return Instruction(at, action, stage, handler, tuple(receives), tuple(waits), tuple(taken), made, tuple(sends))
@@ -147,13 +162,14 @@ class _Linker:
         route = self.channels[channel(self.placement, name)]
         return Transfer(self.numbers[name], route, name, specs[what, source, target])
 
-    def _take_at_end(self, position: int, action: Action) -> None:
+    def _take_later(self, position: int, action: Action) -> None:
         number = self.numbers[message_of(action)]
         if action.peer == action.stage:
             self.partials[action.stage].append(number)
         else:
             stage, handler = self._stage(action), HANDLERS["RECV_G"]
-            self.final.append(Instruction(position, action, stage, handler, (), (), (number,), (), ()))
+            taken = Instruction(position, action, stage, handler, (), (), (number,), (), ())
+            self.arriving[action.stage].append(taken)
 
     def _match_messages(self, action: Action) -> tuple[list[int], tuple[tuple[int, slice], ...]]:
         """Return the messages that a compute action takes, and the slice of its results for each that it gives."""

@@ -54,9 +54,14 @@ def clip(
     with pipe.ranks.enter_call("clip"):
         limit, chosen = require_bound("max_norm", max_norm), choose_gradients(pipe, grads, names)
         total = compute_total(pipe, chosen, order, f"names={names!r}", f"max_norm={limit}")
-    scaled = {name: grad if donate else grad.clone() for name, grad in chosen.items()}
-    clip_grads_with_norm_(_hold(scaled.values()), limit, total)
+    scaled = scale_to_norm({name: grad if donate else grad.clone() for name, grad in chosen.items()}, limit, total)
     return {**grads, **scaled}, total
+
+
+def scale_to_norm(grads: State, max_norm: float, total: Tensor) -> State:
+    """Return the gradients, scaled in place to a norm of at most `max_norm`, given that it is `total`."""
+    clip_grads_with_norm_(_hold(grads.values()), max_norm, total)
+    return grads
 
 
 def clip_value(grads: State, value: float, donate: bool = False) -> State:

@@ -15,10 +15,10 @@ import fpipe
 
 PLACES = {
     "fpipe": """
-CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
-Pipeline PipelineError Pipelined ScheduleError SizeError Step TransportError Verification VocabularyError __version__
-all_finite begin_save clip clip_value costs evaluate export is_checkpoint load masters norm optimizer pipeline predict
-reference safetensors save stream timeline value_and_grad verify
+CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer
+Part Pipeline PipelineError Pipelined ScheduleError SizeError Step TransportError Verification VocabularyError
+__version__ all_finite begin_save clip clip_value costs evaluate export is_checkpoint load masters norm optimizer
+pipeline predict reference safetensors save stream timeline train_step value_and_grad verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
@@ -76,6 +76,7 @@ SIGNATURES = {
     "clip": "pipe grads max_norm order=2.0 names='*' donate=False",
     "clip_value": "grads value donate=False",
     "all_finite": "pipe grads",
+    "train_step": "pipe optimizer max_norm=None outputs=False record=None",
     "verify": "pipe model inputs targets=None *params=None *buffers=None *seed=None *steps=1 *tolerance=0",
 }
 

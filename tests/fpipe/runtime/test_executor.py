@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fpipe.runtime.executor import Execution, Inputs
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.local import LocalTransport, drive
-from schedules import B, F, Graph, I, W, chain, gpipe, lower, one_f_one_b, split_backward
+from schedules import B, F, Graph, I, W, chain, connect, gpipe, lower, one_f_one_b, split_backward, update_weights
 from tests.common.symbolic import Symbolic, batch, key, runnable
 
 
@@ -93,6 +93,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
             buffers=dict.fromkeys(held, ()),
             batch=batch,
             keys=[key(i) for i in range(schedule.microbatches)],
+            update=lambda s, i, grads, shared: (s, i, dict(grads), {e: v for e, v in shared.items() if e[1] == s}),
         )
         stages = {s: Symbolic(graph, s) for s in held}
         actions = list(program.actions(rank)) if rows is None else rows[rank]
@@ -131,6 +132,21 @@ def total(schedule, s, terms):
     sums = [tuple(terms[s, i] for i in order(schedule, rank, s, ("B", "W"))) for rank in ranks]
     assert sorted(term for one in sums for term in one) == sorted(terms[s, i] for i in range(schedule.microbatches))
     return tuple(sums) if len(ranks) > 1 else sums[0]
+
+
+@given(runnable())
+def test_an_update_finds_the_whole_gradient_of_its_stage_and_of_those_it_shares_with(case):
+    schedule, graph = case
+    _, outcomes = execute(schedule, graph)
+    updated = update_weights(connect(schedule, graph))
+    _, again = execute(updated, graph)
+    for rank, outcome in again.items():
+        assert outcome[:4] == outcomes[rank][:4], "an update changes nothing else"
+        assert list(outcome.updates) == [action.stage for action in updated.actions(rank) if action.kind == "U"]
+        for s, (stage, microbatch, grads, shared) in outcome.updates.items():
+            assert (stage, schedule.placement.home(s, microbatch)) == (s, rank)
+            assert grads[s] == outcome.grads[s]
+            assert shared == {edge: copy for edge, copy in outcome.shared.items() if edge[1] == s}
 
 
 @given(runnable())

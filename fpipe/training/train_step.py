@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that also updates: each stage as soon as its gradient is complete, while other ranks still compute.
+
+Problem. Clipping needs the norm of all gradients, so nothing may be updated before the last stage has its gradient, and
+ranks that have finished wait.
+
+Idea. Update at once, as if nothing were clipped, and look at the norm afterwards ("post-validation", arXiv 2401.10241,
+section 4). It rarely exceeds the limit. If it does, or isn't finite, the update is undone and done again with clipped
+gradients. Undoing is exact, since an update modifies nothing that it is passed: the parameters and the state of before
+are still there.
+
+Invariant: parameters and state are, bit for bit, those of `value_and_grad`, then `clip`, then `update`. All ranks
+compare the same norm with the same limit, so all of them undo their updates, or none does.
+
+Memory. Parameters and state are held twice until the caller drops the old ones, as after any update that isn't donated.
+Only with `donate=True`, and so without `max_norm`, there is one set.
+
+Runs when `train_step` is called; the function that it returns runs in every step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.ir.captured import Tensors
+from fpipe.ir.variant import Variant
+from fpipe.pipelines.argument_checks import require_backward
+from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.earlier_sums import join_sums
+from fpipe.pipelines.fields import CommonArguments
+from fpipe.pipelines.handshake import agree_on_plan
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.results import Step, sum_terms
+from fpipe.pipelines.step import Start, begin_step, finish_step
+from fpipe.runtime.executor import Outcome
+from fpipe.runtime.fingerprint import describe_value
+from fpipe.runtime.recording import Record
+from fpipe.training.argument_checks import require_fitting
+from fpipe.training.clipping import require_bound, scale_to_norm
+from fpipe.training.norms import compute_total
+from fpipe.training.optimizers import Optimizer, OptimizerState
+
+
+class TrainStep(Protocol):
+    """The type of the functions that `train_step` returns."""
+
+    def __call__(
+        self,
+        params: State,
+        buffers: State,
+        state: OptimizerState,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        seed: int | None = None,
+        onto: State | None = None,
+        total: float | None = None,
+        **options: Any,
+    ) -> tuple[Step, State, OptimizerState, Tensor | None]:
+        """Run one step; return its `Step`, the new parameters and state, and the norm if there is a limit."""
+
+
+def train_step(
+    pipe: Pipeline,
+    optimizer: Optimizer,
+    max_norm: float | None = None,
+    outputs: bool = False,
+    record: Record | None = None,
+) -> TrainStep:
+    """Return the function that runs one step and updates every stage as soon as its gradient is complete.
+
+    It takes parameters, buffers and the optimizer's state; a batch, and `seed`, `onto` and `total`, as the function
+    that `value_and_grad` returns; and options of the update by name, such as `lr`. It returns a `Step`, the new
+    parameters, the new state, and the norm of all gradients before clipping, which is `None` without `max_norm`. They
+    are, bit for bit, those of `value_and_grad`, then `clip`, then `optimizer.update`.
+
+    - `optimizer`: a pair `(init, update)`, as `fpipe.optimizer` returns. The update of a parameter must depend on its
+      own gradient and state only.
+    - `max_norm`: as in `fpipe.clip`. Stages are updated before the norm is known. If it turns out to exceed the limit,
+      or isn't finite, all ranks do their updates again, with clipped gradients.
+    - `outputs`, `record`: as in `value_and_grad`; the spans include those of updates.
+
+    Ranks that finish early update while the others still compute. So a step is shorter if the rank that finishes last
+    has less to update than another; `print(schedules.update_weights(pipe.schedule))` draws where the updates go. The
+    old parameters and state are kept until the norm is known, so memory holds two sets of both.
+
+    Under torch.distributed every rank must call this, and then the function, in the same order and with the same
+    options. Raise what `value_and_grad` raises; and `InputError`, before anything is sent, for state or options that
+    the update refuses, or if it updates in place (`donate=True`) and there is a `max_norm`: it could not be undone.
+
+    >>> import torch, fpipe
+    >>> from schedules import gpipe
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    >>> pipe = fpipe.pipeline(model, example=(torch.ones(2, 2),), loss=torch.mean, schedule=gpipe(2, 2))
+    >>> params, buffers = pipe.init(model)
+    >>> adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
+    >>> step, state = fpipe.train_step(pipe, adam, max_norm=1.0), adam.init(params)
+    >>> for i in range(3):
+    ...     out, params, state, norm = step(params, buffers, state, (torch.ones(2, 2),), lr=0.1 / (i + 1))
+    >>> out.loss.shape, norm.shape, list(state["1.bias"])
+    (torch.Size([]), torch.Size([]), ['step', 'exp_avg', 'exp_avg_sq'])
+    """
+    require_backward(pipe.schedule)
+    limit = None if max_norm is None else require_bound("max_norm", max_norm)
+    variant = Variant(training=True, loss=True, outputs=outputs)
+    with suspend_autocast(variant), pipe.ranks.enter_call("train_step"):
+        agree_on_plan(pipe, variant).plan.updating.names_by_update  # noqa: B018 - what can fail fails here
+
+    def step(
+        params: State,
+        buffers: State,
+        state: OptimizerState,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        seed: int | None = None,
+        onto: State | None = None,
+        total: float | None = None,
+        **options: Any,
+    ) -> tuple[Step, State, OptimizerState, Tensor | None]:
+        with suspend_autocast(variant) as cast, pipe.ranks.enter_call("a training step"):
+            old, start = Version(params, state), Start(params, buffers, {} if onto is None else onto)
+            update = Updater(optimizer, old, options)
+            update.require_fit(pipe, limit)
+            lines = f"max_norm={limit}", *describe_value(options)
+            call = CommonArguments(seed, total=total, onto=onto is not None, update=lines)
+            plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
+            given = given._replace(update=update.within(plan.updating, start.onto))
+            outcomes = pipe.run(plan.updating, given, record)
+            out, grads = finish_step(pipe, plan, start, outcomes)
+            new = update.after(outcomes, grads)
+            norm = None if limit is None else compute_total(pipe, grads, 2.0)
+            if norm is not None and limit is not None and needs_clipping(norm, limit):
+                new = old.replaced(update(scale_to_norm(grads, limit, norm)))
+            return out, *new, norm
+
+    return step
+
+
+class Version(NamedTuple):
+    """Parameters, and the optimizer's state for them, by name."""
+
+    params: State
+    state: OptimizerState
+
+    def replaced(self, *others: Version) -> Version:
+        """Return this version with what `others` have in place of its own, in the same order."""
+        params, state = dict(self.params), dict(self.state)
+        for other in others:
+            params.update(other.params)
+            state.update(other.state)
+        return Version(params, state)
+
+
+class Updater(NamedTuple):
+    """The updates of one step: called with the gradients of any parameters, it returns the new version of these."""
+
+    optimizer: Optimizer
+    old: Version
+    options: Mapping[str, Any]
+
+    def __call__(self, grads: State) -> Version:
+        """Return the new version of the parameters that have a gradient here."""
+        if not grads:
+            return Version({}, {})
+        params, state = self.old
+        mine = {name: params[name] for name in grads}
+        return Version(*self.optimizer.update(grads, {name: state[name] for name in grads}, mine, **self.options))
+
+    def within(self, plan: Plan, onto: State) -> Callable[..., Version]:
+        """Return the update that every `U` of the program runs: of its stage, from the gradients of its rank."""
+
+        def update(s: int, i: int, grads: Mapping[int, Any], shared: Mapping[tuple[int, int], Tensors]) -> Version:
+            names = plan.names_by_update.get((s, i), ())
+            found = join_sums(onto, sum_terms(plan, [(grads, shared)], names), plan)
+            return self({name: found[name] for name in names if name in found})
+
+        return update
+
+    def after(self, outcomes: Mapping[int, Outcome], grads: State) -> Version:
+        """Return the version after the program: updated by each `U`, and then where no `U` has updated."""
+        versions = [version for outcome in outcomes.values() for version in outcome.updates.values()]
+        within = {name for version in versions for name in version.params}
+        rest = self({name: grad for name, grad in grads.items() if name not in within})
+        return self.old.replaced(*versions, rest)
+
+    def require_fit(self, pipe: Pipeline, limit: float | None) -> None:
+        """Raise `InputError` unless the update takes this state and these options, and can be undone if need be.
+
+        It is tried on copies of the smallest trainable parameter, since an error within the step would come too late.
+        """
+        params, state = self.old
+        require_fitting({}, state, params)
+        trainable = [name for name in params if name in pipe.training.assembly.captured.trainable]
+        if not trainable:
+            return
+        name = min(trainable, key=lambda one: params[one].numel())
+        p, slots = params[name].detach().clone(), copy.deepcopy(state[name])
+        new, _ = self.optimizer.update({name: torch.zeros_like(p)}, {name: slots}, {name: p}, **self.options)
+        if limit is not None and new[name] is p:
+            raise InputError(
+                "optimizer: got one that updates in place, expected one that leaves what it is passed as it is: a step "
+                f"whose norm exceeds max_norm={limit} is undone. Leave out donate=True, or max_norm."
+            )
+
+
+def needs_clipping(norm: Tensor, limit: float) -> bool:
+    """Return whether `torch.nn.utils.clip_grads_with_norm_` changes gradients of this norm.
+
+    >>> needs_clipping(torch.tensor(1.0), 1.0), needs_clipping(torch.tensor(0.5), 1.0)
+    (True, False)
+    >>> needs_clipping(torch.tensor(torch.nan), 1.0)
+    True
+    """
+    return not bool(limit / (norm + 1e-6) >= 1.0)
