@@ -41,7 +41,7 @@ REFUSED = {name for name in CASES if name.endswith("_on_one_rank") and name != "
 NEEDS_NIGHT_ON_FOUR = REFUSED | {
     *("norms_count_every_parameter_once", "tied_copies_do_not_drift", "a_batch_that_the_model_cannot_take"),
     *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
-    "a_script_that_can_language",
+    *("a_script_that_can_language", "updates_of_other_schedules_and_ties"),
     *("other_tensor_attributes", "two_pipelines_in_turns", "evaluation_everywhere", "recomputation"),
 }
 

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import torch
+
+import fpipe
 from schedules import dualpipe, one_f_one_b, zb_h1, zb_v
+from tests.common.running import build
+from tests.common.schedules import SCHEDULES
 from tests.common.updates import require_same_updates, require_training_of_a_plain_loop
 from tests.common.zoo import ZOO
+from tests.distributed.cases.checks import raises
 from tests.distributed.cases.registry import case
 
 
