@@ -167,7 +167,7 @@ def empty(how: Schedule) -> dict[str, Function]:
     """Return a step of the executor with empty stages, and the bare loop over them."""
     program, nothing = lower(how), dict.fromkeys(range(STAGES), ())
     stages = [Empty(s) for s in range(STAGES)]
-    inputs = Inputs([nothing] * MICROBATCHES, nothing, lambda s, i: (), [0] * MICROBATCHES)
+    inputs = Inputs([nothing] * MICROBATCHES, [nothing] * MICROBATCHES, lambda s, i: (), [0] * MICROBATCHES)
     held = [{s: stages[s] for s in how.placement.stages_on(rank)} for rank in range(how.ranks)]
     linked = [link(program.actions(rank), held[rank], how.placement) for rank in range(how.ranks)]
 

@@ -20,7 +20,10 @@ from fpipe.errors import (
     TransportError,
     VocabularyError,
 )
+from fpipe.inference.decoders import StaticDecoder
+from fpipe.inference.generation import generate
 from fpipe.inference.predictions import predict, stream
+from fpipe.inference.sampling import choose_likeliest, sample
 from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
@@ -72,6 +75,10 @@ __all__ = [
     "optimizer",
     "pipeline",
     "predict",
+    "StaticDecoder",
+    "choose_likeliest",
+    "generate",
+    "sample",
     "reference",
     "safetensors",
     "save",

@@ -5,7 +5,7 @@ A partition is a tuple of ascending positions: stage `s + 1` begins at unit `par
 stage begins (`Explicit`), or leaves the choice to fpipe (`Evenly`): then the stages' parameter counts are as even as
 the allowed places permit. No stage may begin inside a call that is sealed or unsplittable.
 
-Runs when a pipeline is built; `translate_cuts` runs when the model is captured for another kind of microbatch.
+Runs when a pipeline is built; `cut_at_marks` runs when the model is captured for another kind of microbatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from fpipe.capture.advice import LOSS
 from fpipe.cutting.balance import Positions, Refusal, balance
-from fpipe.cutting.calls import Calls, Selector, describe_selector, is_pattern, selects
+from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
 from fpipe.cutting.clashes import refusals
 from fpipe.errors import CutError
 from fpipe.ir.captured import Call, Captured, Parameter
@@ -42,15 +42,23 @@ class Evenly(NamedTuple):
     among: tuple[Selector, ...]
 
 
+class Marked(NamedTuple):
+    """Cuts at the beginnings and ends of the same calls as in another capture: `marks` has those of each stage."""
+
+    marks: tuple[tuple[Mark, ...], ...]
+
+
 class Cuts(NamedTuple):
     """The user's choice of cuts, and the modules in whose calls no stage may begin."""
 
-    where: Explicit | Evenly
+    where: Explicit | Evenly | Marked
     unsplittable: tuple[Selector, ...] = ()
 
     def positions(self, captured: Captured, model: nn.Module) -> Positions:
         """Return the positions at which stages after the first begin; raise `CutError` if none are possible."""
         calls = Calls.of(captured, model)
+        if isinstance(self.where, Marked):
+            return cut_at_marks(calls, self.where.marks, "captured again")
         barriers = _barriers(calls, self.unsplittable)
         if isinstance(self.where, Explicit):
             return cut_explicitly(calls, self.where.at, barriers)
@@ -169,15 +177,13 @@ def cut_evenly(
     return chosen
 
 
-def translate_cuts(known: Calls, positions: Positions, calls: Calls, what: str) -> Positions:
-    """Translate `positions` in a capture with calls `known` to another capture of the same model, with calls `calls`.
+def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> Positions:
+    """Return the positions of the marks at which stages after the first begin in another capture of the same model.
 
-    Raise `CutError`, naming the other capture `what`, if a stage has no operations there, or its beginning is not
-    found.
+    Raise `CutError`, naming this capture `what`, if a stage has no operations here, or its beginning is not found.
     """
     found: list[int] = []
-    for stage, position in enumerate(positions, 1):
-        marks = known.marks(position)
+    for stage, marks in enumerate(stages, 1):
         place = calls.position_of(marks)
         if place is None or place <= (found or [0])[-1] or place >= len(calls.units):
             raise CutError(

@@ -25,7 +25,7 @@ from fpipe.capture.leftovers import defining_files, find_caches, remove_fakes, u
 from fpipe.capture.originals import require_own_state
 from fpipe.capture.registry import is_eager
 from fpipe.cutting import partition
-from fpipe.cutting.calls import Calls
+from fpipe.cutting.calls import Calls, Mark
 from fpipe.ir.captured import Captured, FrontEnd, Hooks
 from fpipe.ir.objective import Loss, Objective
 from fpipe.ir.questions import Answer, Ask, Question, refuse_questions
@@ -164,8 +164,14 @@ class CaptureCache:
         """Return the positions of the cuts: at the same modules as for the example's first microbatch in training."""
         batching, training = self.batchings[True], TRAINING.capture
         first = batching.split(batching.example)[0]
-        if (variant, microbatch) == (training, first):
+        if (variant, microbatch) == (training, first) or isinstance(self.cuts.where, partition.Marked):
             return self.cuts.positions(captured, self.model)
-        known, positions = self.of(training, first)
         what = f"{'in training' if variant.training else 'in eval mode'} with microbatches of {microbatch}"
-        return partition.translate_cuts(Calls.of(known, self.model), positions, Calls.of(captured, self.model), what)
+        return partition.cut_at_marks(Calls.of(captured, self.model), self.marks(), what)
+
+    def marks(self) -> tuple[tuple[Mark, ...], ...]:
+        """Return, for each stage but the first, the calls that begin or end where it begins in the example."""
+        batching = self.batchings[True]
+        known, positions = self.of(TRAINING, batching.split(batching.example)[0])
+        calls = Calls.of(known, self.model)
+        return tuple(calls.marks(position) for position in positions)

@@ -38,7 +38,7 @@ def scatter(plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: 
     rows = [parts[cut] for cut in plan.assemblies]
     return Inputs(
         params=[by_cut[cut] for cut in plan.assemblies],
-        buffers={stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local},
+        buffers=[{stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}] * microbatches,
         batch=lambda stage, i: rows[i][stage][i],
         keys=make_keys(plan, seed),
     )

@@ -43,7 +43,7 @@ def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: S
     """Return the `Step` that the ranks computed; broadcast its loss to all of them."""
     stages, new = plan.assembly.stages, dict(buffers)
     for outcome in outcomes.values():
-        for s, state in outcome.buffers.items():
+        for s, state in outcome.buffers[0].items():  # all microbatches share them
             new.update(zip(stages[s].buffers, state, strict=True))
     results = {i: payload for outcome in outcomes.values() for i, payload in outcome.results.items()}
     last = plan.placement.replicas(len(stages) - 1)

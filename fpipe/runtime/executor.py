@@ -104,7 +104,8 @@ class StageLike(Protocol):
 class Inputs(NamedTuple):
     """The arguments of one rank for one step.
 
-    - `params`: per microbatch and stage of the rank, in the form that the stage's functions take; `buffers`: per stage.
+    - `params`: per microbatch and stage of the rank, in the form that the stage's functions take.
+    - `buffers`: per microbatch and stage. Microbatches with the same mapping pass its buffers on from one to the next.
     - `batch`: `batch(stage, microbatch)` returns the stage's part of the batch.
     - `keys`: the random key of each microbatch.
     - `deliver`: `deliver(microbatch, values)` is called with what leaves the pipeline, as soon as it does; `None` to
@@ -116,7 +117,7 @@ class Inputs(NamedTuple):
     """
 
     params: Sequence[Mapping[int, Any]]
-    buffers: Mapping[int, Any]
+    buffers: Sequence[Mapping[int, Any]]
     batch: Callable[[int, int], Payload]
     keys: Sequence[int]
     deliver: Callable[[int, Payload], None] | None = None
@@ -128,13 +129,14 @@ class Inputs(NamedTuple):
 class Outcome(NamedTuple):
     """The results of one rank.
 
-    - `buffers`, `grads`: per stage of the rank, after all microbatches; the gradients of a stage without any are `()`.
+    - `buffers`: per microbatch and stage of the rank, after all microbatches, shared as in the inputs.
+    - `grads`: per stage, after all microbatches; the gradients of a stage without any are `()`.
     - `shared`: per (owner, holder), the gradients of parameters that a stage of another rank computed.
     - `results`: per microbatch, the values that leave the pipeline on this rank, unless they were delivered.
     - `updates`: per stage of the rank, what `Inputs.update` returned; empty for a program without updates.
     """
 
-    buffers: dict[int, Any]
+    buffers: list[dict[int, Any]]
     grads: dict[int, Any]
     shared: dict[tuple[int, int], Payload]
     results: dict[int, Payload]
@@ -196,7 +198,8 @@ class Execution:
 
     def __init__(self, rank: int, program: LinkedProgram, transport: Transport, inputs: Inputs) -> None:
         self.rank, self.program, self.transport, self.inputs = rank, program, transport, inputs
-        self.buffers = {s: inputs.buffers[s] for s in program.stages}
+        held = {id(shared): {s: shared[s] for s in program.stages} for shared in inputs.buffers}
+        self.buffers = [held[id(shared)] for shared in inputs.buffers]
         self.grads: dict[int, Any] = {s: inputs.onto.get((rank, s), ()) for s in program.stages}
         self.shared: dict[tuple[int, int], Payload] = {}
         self.results: dict[int, Payload] = {}

@@ -20,7 +20,7 @@ from schedules import Action
 
 def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    inputs, buffers = run.inputs, run.buffers
+    inputs, buffers = run.inputs, run.buffers[i]
     arguments = inputs.batch(s, i) + arrived
     outputs, buffers[s], residuals = stage.forward(inputs.params[i][s], buffers[s], arguments, inputs.keys[i])
     if residuals is not None:
@@ -32,7 +32,7 @@ def _forward(run: Execution, action: Action, stage: StageLike, arrived: Payload)
 
 def _checkpointed_forward(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     _, s, i, _, _ = action
-    inputs, buffers = run.inputs, run.buffers
+    inputs, buffers = run.inputs, run.buffers[i]
     run.checkpoints[s, i] = buffers[s], arrived
     outputs, buffers[s] = stage.evaluate(inputs.params[i][s], buffers[s], inputs.batch(s, i) + arrived, inputs.keys[i])
     if stage.results:

@@ -138,11 +138,12 @@ def levels(pipe, model, inputs, targets, seed=SEED):
 
 def hand_over_buffers(run, stages, memory):
     """Give a run copies of the buffers that it changes, as every later version is: nobody else keeps them."""
-    run.inputs = run.inputs._replace(buffers={})
+    run.inputs = run.inputs._replace(buffers=[])
     with memory:
-        for s, buffers in run.buffers.items():
+        shared = run.buffers[0]
+        for s, buffers in shared.items():
             stage = stages[s]
-            run.buffers[s] = tuple(
+            shared[s] = tuple(
                 copies((b,))[0] if k in stage.wiring.modified_buffers else b for k, b in enumerate(buffers)
             )
 

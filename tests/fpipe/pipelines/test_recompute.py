@@ -89,7 +89,7 @@ def test_the_first_forward_keeps_nothing():
     one = one_f_one_b(ranks=1, microbatches=1)
     pipe = fpipe.pipeline(layers, example=(x,), targets=y, loss=mse, schedule=one, capture="modules")
     inputs = scatter(pipe.training, *pipe.init(layers), pipe.batch(TRAINING, (x,), y), None)
-    stage, given = pipe.stages[0], (inputs.params[0][0], inputs.buffers[0], inputs.batch(0, 0), inputs.keys[0])
+    stage, given = pipe.stages[0], (inputs.params[0][0], inputs.buffers[0][0], inputs.batch(0, 0), inputs.keys[0])
     made.clear()
     outputs, buffers, residuals = stage.forward(*given)
     assert [found() is None for found in made] == [False, False], "what the backward needs"

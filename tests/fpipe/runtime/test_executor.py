@@ -90,7 +90,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
         held = schedule.placement.stages_on(rank)
         inputs = Inputs(
             params=[{s: f"params {s}" for s in held}] * schedule.microbatches,
-            buffers=dict.fromkeys(held, ()),
+            buffers=[dict.fromkeys(held, ())] * schedule.microbatches,
             batch=batch,
             keys=[key(i) for i in range(schedule.microbatches)],
             update=lambda s, i, grads, shared: (s, i, dict(grads), {e: v for e, v in shared.items() if e[1] == s}),
@@ -115,10 +115,10 @@ def test_any_schedule_of_any_graph_computes_the_whole_model(case):
     for rank, outcome in outcomes.items():
         mine = {i for i in results if placement.home(graph.stages - 1, i) == rank}
         assert outcome.results == {i: results[i] for i in mine}, "on a rank of the last stage"
-        assert set(outcome.buffers) == set(outcome.grads) == set(placement.stages_on(rank))
+        assert set(outcome.buffers[0]) == set(outcome.grads) == set(placement.stages_on(rank))
         for s in placement.stages_on(rank):
             forwards = order(schedule, rank, s, ("F", "C", "OVERLAP_F"))
-            assert outcome.buffers[s] == tuple(map(key, forwards)), "buffers go in the order of F"
+            assert outcome.buffers[0][s] == tuple(map(key, forwards)), "buffers go in the order of F"
             assert outcome.grads[s] == total(schedule, s, terms), "and gradients as scheduled"
     got = {(rank, *edge): copy for rank, outcome in outcomes.items() for edge, copy in outcome.shared.items()}
     crossing = {(route[t], s, t) for route in placement.routes for s, t in graph.gradients if route[s] != route[t]}
@@ -235,7 +235,7 @@ def test_the_position_is_that_of_the_running_action(kinds):
 
     program = list(lower(schedule, chain(2)).actions(0))
     graph, transport = chain(2), LocalTransport()
-    inputs = [Inputs([{s: ""}] * 2, {s: ()}, batch, [0, 1]) for s in range(2)]
+    inputs = [Inputs([{s: ""}] * 2, [{s: ()}] * 2, batch, [0, 1]) for s in range(2)]
     stages = [{s: Symbolic(graph, s)} for s in range(2)]
     execution = execution_through(0, program, stages[0], schedule.placement, transport, inputs[0], compute)
     other = Execution(1, link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])

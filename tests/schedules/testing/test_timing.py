@@ -164,7 +164,12 @@ def execute(schedule, graph, costs):
 
         stages = {s: Working(Symbolic(graph, s), work) for s in held}
         keys = [key(i) for i in range(schedule.microbatches)]
-        inputs = Inputs([dict.fromkeys(held, "")] * schedule.microbatches, dict.fromkeys(held, ()), batch, keys)
+        inputs = Inputs(
+            [dict.fromkeys(held, "")] * schedule.microbatches,
+            [dict.fromkeys(held, ())] * schedule.microbatches,
+            batch,
+            keys,
+        )
         clocks.now[rank] = 0.0
         running.append(Execution(rank, link(program.actions(rank), stages, schedule.placement), clocks, inputs))
         runs[rank] = running[0].run()

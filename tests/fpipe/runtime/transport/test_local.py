@@ -40,7 +40,7 @@ def start(*rows, homes=None):
     for rank, row in enumerate(rows):
         stages = {s: Echo(s, len(homes)) for s, home in enumerate(homes) if home == rank}
         nothing = dict.fromkeys(stages)
-        inputs = Inputs([nothing] * 9, nothing, lambda s, i: ("x",) if s == 0 else (), range(9))
+        inputs = Inputs([nothing] * 9, [nothing] * 9, lambda s, i: ("x",) if s == 0 else (), range(9))
         executions.append(Execution(rank, link(map(parse, row.split()), stages, placement), transport, inputs))
     return transport, executions
 

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate text with a pipeline: the prompt in one forward, then one token of every sequence at a time.
+
+Problem. Without a cache, every token costs a forward over the whole text so far: a new length, and so a new capture, at
+every token, or a forward over padding.
+
+Idea. The pipeline of a decoder (`fpipe.inference.decoders`) keeps keys and values in buffers, so a token is an ordinary
+evaluation of a batch of width 1. Two captures serve all tokens: one for the width of the prompt, one for width 1. The
+sequences form as many groups as the schedule has microbatches. Each group has a cache of its own, and while one group
+is on the last stage, others are on earlier ones.
+
+    rank 0 |F0 F1 F2 F3 .  |F0 F1 F2 F3 .  |         the last rank chooses the tokens of all groups, and sends them
+    rank 1 |.  F0 F1 F2 F3 |.  F0 F1 F2 F3 |         to every rank: P - 1 slots are idle per token
+
+Ranks agree once per call. After that they see the same tokens, so they do the same without another word.
+
+Invariants. Nothing of training changes: parameters and buffers are read, caches live in the running call, and chosen
+tokens are drawn from a generator of the call. In each group, the result is that of the decoder on one device.
+
+Runs when `generate` is called; the function that it returns runs for every batch of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import InputError
+from fpipe.inference.decoders import MakeDecoder, StaticDecoder
+from fpipe.inference.decoding import PREFIX, build_decoding
+from fpipe.inference.sampling import Choose, choose_likeliest
+from fpipe.inference.session import Choice, Session
+from fpipe.ir.variant import EVALUATION
+from fpipe.pipelines.autocast import suspend_autocast
+from fpipe.pipelines.fields import call_fields
+from fpipe.pipelines.inputs import State
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.runtime.fingerprint import digest_tensor
+from fpipe.runtime.transport.agreement import Field
+from fpipe.tensors.spec import Spec
+from fpipe.weights.state import require_state
+from schedules import Schedule, forwards
+
+
+def generate(
+    pipe: Pipeline,
+    length: int,
+    *,
+    choose: Choose = choose_likeliest,
+    decoder: MakeDecoder = StaticDecoder,
+    schedule: Schedule | None = None,
+) -> Callable[..., Tensor]:
+    """Return the function that continues prompts with the model of a pipeline.
+
+    - `length`: how many tokens the cache holds for each sequence, those of the prompt included. Attention reads all of
+      them at every token, so make it no longer than necessary.
+    - `choose`: chooses each token from the logits: `fpipe.choose_likeliest`, `fpipe.sample(temperature, top)`, or your
+      own, as described in `fpipe.inference.sampling`.
+    - `decoder`: adds a cache to the model. The default is for causal language models of Hugging Face's transformers;
+      `fpipe.inference.decoders` says how to write another.
+    - `schedule`: only its forwards run; it must place stages on ranks as the pipeline's does. Its microbatches are the
+      groups that are decoded in turn: at least as many as ranks keep all ranks busy, and 1 takes the fewest steps for
+      a single prompt. Defaults to the pipeline's.
+
+    The function takes `(params, buffers, prompts, count, *, mask=None, end=None, seed=None)` and returns the new tokens,
+    int64 [sequences, count], on every rank.
+
+    - `params`, `buffers`: as in training. They are not changed.
+    - `prompts`: int64 [sequences, T], the same on every rank; the groups must be of the same size.
+    - `count`: how many tokens to generate: T + `count` - 1 may be at most `length`, since the last is not read again.
+    - `mask`: bool [sequences, T], true for tokens and false for padding, which must be on the left. Prompts of other
+      widths are captured anew, so pad them to few widths.
+    - `end`: a token that ends its sequence; all later ones are `end`, too. Once every sequence has ended, generation
+      stops, so there may be fewer than `count` tokens.
+    - `seed`: an integer, if `choose` draws tokens; the same seed draws the same tokens on any ranks.
+
+    Every rank must call the function with the same arguments. Raise `InputError` or `TransportError` for arguments that
+    don't fit, before anything is sent, and `TransportError` on the other ranks if `choose` fails on the last.
+
+    >>> import torch, fpipe
+    >>> from torch.nn.functional import cross_entropy
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from schedules import one_f_one_b
+    >>> config = LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+    ...                      num_attention_heads=2, num_key_value_heads=1)
+    >>> model, words = LlamaForCausalLM(config), torch.randint(16, (4, 8))
+    >>> pipe = fpipe.pipeline(model, example={"input_ids": words, "use_cache": False}, targets=words,
+    ...                       loss=lambda out, words: cross_entropy(out.logits.flatten(0, 1), words.flatten()),
+    ...                       schedule=one_f_one_b(ranks=2, microbatches=2), cuts=["model.layers.1"])
+    >>> params, buffers = pipe.init(model)
+    >>> generate = fpipe.generate(pipe, length=12)
+    >>> generate(params, buffers, words[:, :4], 8).shape
+    torch.Size([4, 8])
+    """
+    how = forwards(pipe.schedule if schedule is None else schedule)
+    _require_arguments(pipe, length, how)
+    decodings: dict[tuple[int, bool], Pipeline] = {}
+
+    def run(
+        params: State,
+        buffers: State,
+        prompts: Tensor,
+        count: int,
+        *,
+        mask: Tensor | None = None,
+        end: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a generation"), torch.no_grad():
+            require_state("params", params, pipe.training.params)
+            require_state("buffers", buffers, pipe.training.buffers)
+            pipe.training.watch.require_unchanged()
+            _require_prompts(prompts, count, mask, length, how.microbatches)
+            pipe.ranks.agree(lambda: [*call_fields(seed), *_argument_fields(prompts, mask, count, end, length)])
+            ids, room = prompts.to(pipe.device), _make_room(mask, length, pipe.device)
+            first = ids, torch.tensor(0, device=pipe.device), *room
+            key = len(ids), mask is not None
+            if key not in decodings:
+                decodings[key] = build_decoding(pipe, decoder, how, first, length)
+            held = {f"{PREFIX}{name}": value for name, value in {**params, **buffers}.items()}
+            session = Session(decodings[key], variant, held, seed)
+            return _continue(session, Choice(choose, end, seed), first, count)
+
+    return run
+
+
+def _continue(session: Session, choice: Choice, first: tuple[Tensor, ...], count: int) -> Tensor:
+    """Return the tokens that follow the inputs `first`, at most `count` for each sequence."""
+    (ids, start, *room), found = first, list[Tensor]()
+    while True:
+        plan, logits = session.forward((ids, start, *room))
+        source, like = plan.placement.homes[-1], ids[:, 0]
+        tokens = choice.agree_on_tokens(session.pipe.ranks, source, logits, like, len(found))
+        found.append(choice.end_sequences(tokens, found[-1] if found else None))
+        if len(found) == count or choice.is_over(found[-1]):
+            return torch.stack(found, 1)
+        ids, start = found[-1][:, None], start + ids.shape[1]
+
+
+def _make_room(mask: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the mask of all tokens that the cache has room for; nothing without a mask."""
+    if mask is None:
+        return ()
+    later = mask.new_ones(len(mask), length - mask.shape[1])
+    return (torch.cat([mask, later], 1).to(device),)
+
+
+def _argument_fields(prompts: Tensor, mask: Tensor | None, count: int, end: int | None, length: int) -> Iterator[Field]:
+    """Yield the fields of a call that must be the same on every rank."""
+    yield Field.of("prompts", [f"{Spec.of(prompts)} of values {digest_tensor(prompts)}"])
+    yield Field.of("mask", ["none" if mask is None else f"{Spec.of(mask)} of values {digest_tensor(mask)}"])
+    yield Field.of("arguments", [f"count {count}", f"end {end}", f"length {length}"])
+
+
+def _require_arguments(pipe: Pipeline, length: int, how: Schedule) -> None:
+    if not isinstance(length, int) or length < 1:
+        raise InputError(f"length: got {length!r}, expected a positive integer: the number of tokens in the cache.")
+    if how.placement.homes != pipe.schedule.placement.homes or how.placement.mirrors:
+        raise InputError(
+            f"schedule: got {how!r}, with stages on ranks {list(how.placement.homes)}, expected one with each stage on "
+            f"one rank, {list(pipe.schedule.placement.homes)}, where the pipeline has it. Pass a schedule with the "
+            "pipeline's placement, such as its own with another number of microbatches."
+        )
+
+
+def _require_prompts(prompts: Tensor, count: int, mask: Tensor | None, length: int, groups: int) -> None:
+    """Raise `InputError` for prompts that don't fit the cache or the groups, or a mask that doesn't fit the prompts."""
+    if not isinstance(prompts, Tensor) or prompts.dtype != torch.int64 or prompts.dim() != 2 or not prompts.numel():
+        got = Spec.of(prompts) if isinstance(prompts, Tensor) else type(prompts).__name__
+        raise InputError(
+            f"prompts: got {got}, expected int64 [sequences, tokens]. Stack them, with padding on the left."
+        )
+    rows, width = prompts.shape
+    if rows % groups:
+        raise InputError(
+            f"prompts: got {rows} sequences, expected a multiple of {groups}, the schedule's microbatches. Repeat some, "
+            "or pass a schedule with another number of microbatches to generate."
+        )
+    if count < 1 or width + count - 1 > length:
+        raise InputError(
+            f"count: got {count} tokens after a prompt of {width}, expected at least 1 and at most "
+            f"{length - width + 1}: the cache holds {length} tokens. Pass a larger length to generate."
+        )
+    if mask is None:
+        return
+    if mask.dtype != torch.bool or mask.shape != prompts.shape:
+        raise InputError(f"mask: got {Spec.of(mask)}, expected bool {list(prompts.shape)}. Pass (prompts != padding).")
+    if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
+        row = next(k for k, one in enumerate(mask) if not one[-1] or (one[:-1] & ~one[1:]).any())
+        raise InputError(
+            f"mask, sequence {row}: got padding after a token, expected it on the left only: new tokens follow the last "
+            'column. Set padding_side="left" in the tokenizer.'
+        )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running generation: the caches of every group of sequences, and the choice of tokens that all ranks see.
+
+Invariants. A cache is a buffer of the decoder, and each group has its own: the executor passes a microbatch's buffers on
+from one token to the next, never to another microbatch. Only the rank of the last stage chooses. If choosing fails
+there, the other ranks learn it in place of the tokens, so nobody waits.
+
+Runs in every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe.batching.batch import SplitBatch
+from fpipe.errors import InputError, TransportError
+from fpipe.inference.decoding import PREFIX
+from fpipe.inference.sampling import Choose
+from fpipe.ir.variant import Variant
+from fpipe.pipelines.handshake import agree_on_plan
+from fpipe.pipelines.inputs import State, make_keys
+from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.results import merge_results
+from fpipe.runtime.executor import Inputs, Outcome
+from fpipe.runtime.ranks import Ranks
+from fpipe.tensors import random
+from fpipe.tensors.spec import Spec
+
+
+class Session:
+    """The state of one generation on this process.
+
+    - `pipe`: the pipeline of the decoder; `variant`: how it runs.
+    - `held`: this process's parameters and the model's buffers, by the decoder's names.
+    - `caches`: by group, the decoder's own buffers.
+    - `leaves`: by plan, per microbatch and stage, the parameters in the form that the stage takes.
+    """
+
+    def __init__(self, pipe: Pipeline, variant: Variant, held: State, seed: int | None) -> None:
+        self.pipe, self.variant, self.held, self.seed = pipe, variant, held, seed
+        self.caches: list[State] = []
+        self.leaves: dict[Plan, Sequence[Mapping[int, Any]]] = {}
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, Tensor | None]:
+        """Run the decoder; return its plan, and on the rank of the last stage the logits of all sequences."""
+        ranks = self.pipe.ranks
+        batch = self.pipe.batch(self.variant, inputs, None, ranks.exchange_text)
+        plan = agree_on_plan(self.pipe, self.variant, batch.signature, self.seed)
+        outcomes = self.pipe.run(plan, self._inputs(plan, batch))
+        self._keep(plan, outcomes)
+        results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
+        return plan, merge_results(plan, results)[1] if results else None
+
+    def _inputs(self, plan: Plan, batch: SplitBatch) -> Inputs:
+        stages, parts = [cut.stages for cut in plan.assemblies], batch.take()
+        if not self.caches:
+            self.caches = [_make_caches(plan) for _ in stages]
+        if plan not in self.leaves:
+            self.leaves[plan] = self._leaves(plan)
+        return Inputs(
+            params=self.leaves[plan],
+            buffers=[self._buffers(plan, cache) for cache in self.caches],
+            batch=lambda s, i: tuple([parts[leaf][i] for leaf in stages[i][s].batch]),
+            keys=make_keys(plan, self.seed),
+        )
+
+    def _leaves(self, plan: Plan) -> Sequence[Mapping[int, Any]]:
+        local = [stage.index for stage in plan.local_stages]
+        by_cut = {cut: {s: cut.stages[s].leaves(self.held) for s in local} for cut in plan.cuts}
+        return [by_cut[cut] for cut in plan.assemblies]
+
+    def _buffers(self, plan: Plan, cache: State) -> Mapping[int, Any]:
+        found = {**self.held, **cache}
+        return {stage.index: tuple([found[name] for name in stage.buffers]) for stage in plan.local_stages}
+
+    def _keep(self, plan: Plan, outcomes: Mapping[int, Outcome]) -> None:
+        """Keep the caches that the groups leave, for their next tokens."""
+        for outcome in outcomes.values():
+            for cache, by_stage in zip(self.caches, outcome.buffers, strict=True):
+                for s, values in by_stage.items():
+                    names = plan.assembly.stages[s].buffers
+                    cache.update({n: v for n, v in zip(names, values, strict=True) if not n.startswith(PREFIX)})
+
+
+def _make_caches(plan: Plan) -> State:
+    """Return empty caches for one group: those of this process's layers."""
+    own = {name: spec for name, spec in plan.buffers.items() if not name.startswith(PREFIX)}
+    return {name: torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for name, spec in own.items()}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of tokens: `choose` them, until each sequence has its token `end`, with draws seeded by `seed`."""
+
+    choose: Choose
+    end: int | None
+    seed: int | None
+
+    def agree_on_tokens(self, ranks: Ranks, source: int, logits: Tensor | None, like: Tensor, number: int) -> Tensor:
+        """Return token `number` of every sequence, on every rank, as rank `source` chooses from its logits.
+
+        `like` has the shape of the tokens. Raise what `choose` raises, and `TransportError` on the other ranks.
+        """
+        error, packed = None, None
+        if logits is not None:
+            try:
+                packed = torch.cat([self._choose(logits, like, number), like.new_zeros(1)])
+            except Exception as failure:
+                error, packed = failure, torch.cat([torch.zeros_like(like), like.new_ones(1)])
+        spec = Spec((len(like) + 1,), (1,), torch.int64, like.device)
+        packed = ranks.broadcast(packed, spec, source)
+        if error is not None:
+            raise error
+        if packed[-1]:
+            raise TransportError(
+                f"token {number}: got an error from choose on rank {source}, expected tokens. Its error says what to "
+                "repair."
+            )
+        return packed[:-1]
+
+    def _choose(self, logits: Tensor, like: Tensor, number: int) -> Tensor:
+        generator = torch.Generator(logits.device).manual_seed(random.key(self.seed or 0, number))
+        tokens = self.choose(logits, generator)
+        if not isinstance(tokens, Tensor) or tokens.shape != like.shape or tokens.dtype != torch.int64:
+            got = Spec.of(tokens) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise InputError(
+                f"token {number}: got {got} from choose, expected {Spec.of(like)}: a token for every sequence. Return "
+                "what logits.argmax(-1) or torch.multinomial(...).squeeze(-1) returns."
+            )
+        return tokens
+
+    def end_sequences(self, tokens: Tensor, before: Tensor | None) -> Tensor:
+        """Return the tokens, with `end` for every sequence that had ended `before`."""
+        if self.end is None or before is None:
+            return tokens
+        return tokens.masked_fill(before == self.end, self.end)
+
+    def is_over(self, tokens: Tensor) -> bool:
+        """Return whether every sequence has ended."""
+        return self.end is not None and bool((tokens == self.end).all())
