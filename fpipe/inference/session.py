@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running generation: the caches of every group of sequences, and the choice of tokens that all ranks see.
 
-Invariants. A cache is a buffer of the decoder, and each group has its own: the executor passes a microbatch's buffers on
-from one token to the next, never to another microbatch. Only the rank of the last stage chooses. If choosing fails
-there, the other ranks learn it in place of the tokens, so nobody waits.
+Invariants. A cache is a buffer of the decoder, and each group has its own: the executor passes the buffers of a
+microbatch on from one token to the next, never to another microbatch. Only the rank of the last stage chooses. If
+choosing fails there, the other ranks learn it in place of the tokens, so nobody waits.
 
 Runs in every token.
 """
@@ -62,6 +62,7 @@ class Session:
         if not self.caches:
             self.caches = [_make_caches(plan) for _ in stages]
         if plan not in self.leaves:
+            plan.watch.require_unchanged()
             self.leaves[plan] = self._leaves(plan)
         return Inputs(
             params=self.leaves[plan],

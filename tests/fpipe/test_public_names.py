@@ -15,10 +15,11 @@ import fpipe
 
 PLACES = {
     "fpipe": """
-CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer
-Part Pipeline PipelineError Pipelined ScheduleError SizeError Step TransportError Verification VocabularyError
-__version__ all_finite begin_save clip clip_value costs evaluate export is_checkpoint load masters norm optimizer
-pipeline predict reference safetensors save stream timeline train_step value_and_grad verify
+CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
+Pipeline PipelineError Pipelined ScheduleError SizeError StaticDecoder Step TransportError Verification VocabularyError
+__version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export generate is_checkpoint load
+masters norm optimizer pipeline predict reference safetensors sample save stream timeline train_step value_and_grad
+verify
 """,
     "fpipe.errors": """
 CaptureError CutError DeadlockError GraphError InputError MismatchError PipelineError ScheduleError SizeError
@@ -62,6 +63,9 @@ SIGNATURES = {
     "predict": "pipe",
     "stream": "pipe take",
     "reference": "pipe outputs=False sums=None",
+    "choose_likeliest": "logits generator",
+    "sample": "temperature=1.0 top=None",
+    "reference": "pipe outputs=False",
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "begin_save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "load": "pipe path",
@@ -143,6 +147,12 @@ def test_public_signatures_do_not_change(name):
     annotated = inspect.signature(function)
     assert annotated.return_annotation is not annotated.empty
     assert all(p.annotation is not p.empty for p in annotated.parameters.values())
+
+
+def test_generate_keeps_its_signature():
+    found = text(fpipe.generate)
+    assert found.startswith("pipe length *choose=<function choose_likeliest at ")
+    assert found.endswith("> *decoder=<class 'fpipe.inference.decoders.StaticDecoder'> *schedule=None")
 
 
 def test_functions_called_in_every_step_keep_their_signatures():

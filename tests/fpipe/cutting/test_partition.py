@@ -259,7 +259,7 @@ def test_positions_are_found_again_by_the_calls_around_them():
         calls("a", "drop", "b", "b@1", "c"), [known.marks(k) for k in (1, 2, 4, 5)], "in eval mode"
     ) == (1, 2, 3, 4)
     assert cut_at_marks(fewer, [known.marks(k) for k in (1, 4, 5)], "in eval mode") == (1, 4, 6)
-    with pytest.raises(CutError, match=r"stage 1, in eval mode: .* at the end of 'drop', where it begins in training"):
+    with pytest.raises(CutError, match=r"stage 1, in eval mode: .* the end of 'drop', where it begins in the example"):
         cut_at_marks(fewer, [known.marks(k) for k in (2,)], "in eval mode")
     with pytest.raises(CutError, match="stage 2, in eval mode: got no operations"):
         translate_cuts(known, (1, 2), calls("a", "b"), "in eval mode")
