@@ -34,7 +34,7 @@ from fpipe.inference.sampling import Choose, choose_likeliest
 from fpipe.inference.session import Choice, Session
 from fpipe.ir.variant import EVALUATION
 from fpipe.pipelines.autocast import suspend_autocast
-from fpipe.pipelines.fields import call_fields
+from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.fingerprint import digest_tensor
@@ -112,7 +112,9 @@ def generate(
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             _require_prompts(prompts, count, mask, length, how.microbatches)
-            pipe.ranks.agree(lambda: [*call_fields(seed), *_argument_fields(prompts, mask, count, end, length)])
+            pipe.ranks.agree(
+                lambda: [*call_fields(CommonArguments(seed)), *_argument_fields(prompts, mask, count, end, length)]
+            )
             ids, room = prompts.to(pipe.device), _make_room(mask, length, pipe.device)
             first = ids, torch.tensor(0, device=pipe.device), *room
             key = len(ids), mask is not None
@@ -128,6 +130,8 @@ def generate(
 def _continue(session: Session, choice: Choice, first: tuple[Tensor, ...], count: int) -> Tensor:
     """Return the tokens that follow the inputs `first`, at most `count` for each sequence."""
     (ids, start, *room), found = first, list[Tensor]()
+    for inputs in (first, (ids[:, :1], start, *room))[:count]:
+        session.plan(inputs)  # capture, and refuse, before anything is sent
     while True:
         plan, logits = session.forward((ids, start, *room))
         source, like = plan.placement.homes[-1], ids[:, 0]

@@ -22,6 +22,7 @@ from fpipe.errors import InputError, TransportError
 from fpipe.inference.decoding import PREFIX
 from fpipe.inference.sampling import Choose
 from fpipe.ir.variant import Variant
+from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.inputs import State, make_keys
 from fpipe.pipelines.pipeline import Pipeline
@@ -47,11 +48,14 @@ class Session:
         self.caches: list[State] = []
         self.leaves: dict[Plan, Sequence[Mapping[int, Any]]] = {}
 
+    def plan(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, SplitBatch]:
+        """Return the plan for these inputs, cached for each kind of them, and the inputs split into groups."""
+        batch = self.pipe.batch(self.variant, inputs, None, self.pipe.ranks.exchange_text)
+        return agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed)), batch
+
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, Tensor | None]:
         """Run the decoder; return its plan, and on the rank of the last stage the logits of all sequences."""
-        ranks = self.pipe.ranks
-        batch = self.pipe.batch(self.variant, inputs, None, ranks.exchange_text)
-        plan = agree_on_plan(self.pipe, self.variant, batch.signature, self.seed)
+        plan, batch = self.plan(inputs)
         outcomes = self.pipe.run(plan, self._inputs(plan, batch))
         self._keep(plan, outcomes)
         results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
