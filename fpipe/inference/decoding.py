@@ -62,7 +62,7 @@ def build_decoding(pipe: Pipeline, make: MakeDecoder, how: Schedule, inputs: Seq
         watching=known.watching,
     )
     planner = Planner(how, captures, 0, pipe.ranks.ranks, frozenset(), pipe.planner.backend)
-    return Pipeline(planner, pipe.ranks, pipe.rebuild, Caches())
+    return Pipeline(planner, pipe.ranks, pipe.rebuild, pipe.plan_ahead, Caches(max(2, pipe.caches.most)))
 
 
 def _mode_of(model: nn.Module) -> AbstractContextManager[Any]:

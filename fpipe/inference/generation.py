@@ -120,6 +120,8 @@ def generate(
             key = len(ids), mask is not None
             if key not in decodings:
                 decodings[key] = build_decoding(pipe, decoder, how, first, length)
+                for old in [*decodings][: -pipe.caches.most]:
+                    del decodings[old]
             held = {f"{PREFIX}{name}": value for name, value in {**params, **buffers}.items()}
             session = Session(decodings[key], variant, held, seed)
             return _continue(session, Choice(choose, end, seed), first, count)

@@ -51,7 +51,9 @@ class Session:
     def plan(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, SplitBatch]:
         """Return the plan for these inputs, cached for each kind of them, and the inputs split into groups."""
         batch = self.pipe.batch(self.variant, inputs, None, self.pipe.ranks.exchange_text)
-        return agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed)), batch
+        agreement = agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed))
+        self.pipe.caches.use((self.variant, batch.signature))
+        return agreement.plan, batch
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, Tensor | None]:
         """Run the decoder; return its plan, and on the rank of the last stage the logits of all sequences."""
