@@ -65,7 +65,6 @@ SIGNATURES = {
     "reference": "pipe outputs=False sums=None",
     "choose_likeliest": "logits generator",
     "sample": "temperature=1.0 top=None",
-    "reference": "pipe outputs=False",
     "save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "begin_save": "pipe path *params *buffers=None *state=None *step=0 *data=None",
     "load": "pipe path",
