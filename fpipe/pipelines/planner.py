@@ -26,6 +26,7 @@ from fpipe.ir.variant import Variant
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.garbage import postpone_collection
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.runtime.turns import wait_for_turn
@@ -96,6 +97,7 @@ class Planner:
             torch.inference_mode(False),
             suspend_autocast(variant),
             wait_for_turn(),
+            postpone_collection(),
             hide_fakes(),
             random.preserve_generators([torch.device("cpu")]),
         ):

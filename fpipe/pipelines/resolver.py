@@ -24,6 +24,7 @@ from fpipe.errors import InputError
 from fpipe.ir.questions import Answer, Question
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.capture_cache import CaptureCache
+from fpipe.pipelines.garbage import postpone_collection
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.tensors import random
 
@@ -79,6 +80,7 @@ class Resolver:
             if question is None:
                 with (
                     wait_for_turn(),
+                    postpone_collection(),
                     hide_fakes(),
                     random.preserve_generators([torch.device("cpu")]),
                 ):  # the model may seed the generator

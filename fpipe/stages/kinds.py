@@ -60,9 +60,20 @@ def require_alike(assemblies: Sequence[Assembly]) -> None:
             continue
         if other.captured.structure.spec != first.captured.structure.spec:
             raise _unlike(i, "outputs", other.captured.structure.spec, first.captured.structure.spec)
-        for mine, theirs in zip((*other.stages, other.whole), (*first.stages, first.whole), strict=True):
+        for mine, theirs in zip(other.stages, first.stages, strict=True):
             if _holds(mine) != _holds(theirs):
                 raise _unlike(i, f"parameters and buffers in stage {mine.index}", _holds(mine), _holds(theirs))
+
+
+def require_alike_uncut(assemblies: Sequence[Assembly]) -> None:
+    """Raise `InputError` unless the uncut models of these assemblies take and return the same leaves.
+
+    They are built for this, which takes as long as building all stages.
+    """
+    first = assemblies[0]
+    for i, other in enumerate(assemblies):
+        if other is not first and _holds(other.whole) != _holds(first.whole):
+            raise _unlike(i, "parameters and buffers", _holds(other.whole), _holds(first.whole))
 
 
 def _holds(stage: Stage) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, merge_results
 from fpipe.pipelines.step import ValueAndGrad, scale_variant
 from fpipe.runtime.turns import wait_for_turn
+from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
 from fpipe.verification.one_device import run_on_one_device
 from fpipe.weights.state import require_state
@@ -66,6 +67,7 @@ def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> Plan:
     """Return the plan for a kind of batch; of the plans on which ranks have not agreed, keep the last ones."""
     with wait_for_turn():
         plan, agreements, most = pipe.plan(variant, signature), pipe.caches.agreements, pipe.caches.most
+        require_alike_uncut(plan.assemblies)
         alone = [kind for kind in pipe.planner.plans if kind not in agreements]
         if len(alone) > most:
             pipe.planner.keep_only([*agreements, *alone[-most:]])
