@@ -39,6 +39,8 @@ def train_in_parts(
             state = {name: {} for name in params}
         else:
             params, buffers, state, step, _ = fpipe.load(pipe, path)
+        if dist.is_initialized():
+            dist.barrier()  # the save of one pipeline removes what another may still be reading
         history.params, history.buffers, history.state = params, buffers, state
         train_on(pipe, name, history, range(step, end))
         if saves or group is None:

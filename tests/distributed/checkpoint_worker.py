@@ -50,6 +50,7 @@ def resume_on_two_and_one(subject: str, path: Path, pair: Any, alone: Any) -> No
     """Two replicas go on where the four have stopped; one of them saves; every process alone reads that."""
     two, one = Trainer(subject, "zb_v on two", group=pair), Trainer(subject, "one", group=alone)
     run, step = two.resume(path)
+    dist.barrier()  # one pair's save removes what the other may still be reading
     run, want = two.train(run, range(step, STEPS)), undisturbed(subject, "adamw", STEPS, alone)
     require_same_run(run, want)
     if dist.get_rank() < 2:
