@@ -15,34 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_h1
-
-M, ROWS = 4, 8
-
-
-def net(dropout=0.0):
-    torch.manual_seed(3)
-    return nn.Sequential(
-        *(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout)),
-        *(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)),
-    )
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        yield torch.randn(ROWS, 6, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator)
-
-
-def make(model=None, schedule=None, **options):
-    x, y = next(batches(1))
-    return fpipe.Pipelined(
-        net() if model is None else model,
-        loss=functional.cross_entropy,
-        example=(x,),
-        targets=y,
-        schedule=schedule or one_f_one_b(2, M),
-        **options,
-    )
+from tests.common.drop_in import M, batches, make, net
 
 
 class Plain:

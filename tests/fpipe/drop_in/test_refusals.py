@@ -9,7 +9,7 @@ from torch.nn import functional
 import fpipe
 from fpipe.errors import InputError
 from schedules import one_f_one_b
-from tests.fpipe.drop_in.test_pipelined import M, batches, make, net
+from tests.common.drop_in import M, batches, make, net
 
 X, Y = next(batches(1))
 

@@ -7,8 +7,8 @@ import torch
 import fpipe
 from fpipe.drop_in.checks import draw_seed
 from fpipe.tensors.tree import same_bits
+from tests.common.drop_in import batches, make, net
 from tests.common.scripts import SCRIPTS, require_same_training, run_script
-from tests.fpipe.drop_in.test_pipelined import batches, make, net
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
