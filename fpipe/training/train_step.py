@@ -137,8 +137,10 @@ def train_step(
             outcomes = pipe.run(plan.updating, given, record)
             out, grads = finish_step(pipe, plan, start, outcomes)
             new = update.after(outcomes, grads)
+            del outcomes
             norm = None if limit is None else compute_total(pipe, grads, 2.0)
             if norm is not None and limit is not None and needs_clipping(norm, limit):
+                new = old  # the updates that are undone need not be in memory with those that replace them
                 new = old.replaced(update(scale_to_norm(grads, limit, norm)))
             return out, *new, norm
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step that updates each stage early trains as a step, a clip and an update do, bit for bit."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -149,6 +152,40 @@ def test_a_donating_optimizer_updates_in_place_where_nothing_can_be_undone():
     assert all(params[name] is given[name] and same_bits(params[name], after.params[name]) for name in params)
     with pytest.raises(fpipe.InputError, match=r"optimizer: got one that updates in place.*max_norm=1.0 is undone"):
         fpipe.train_step(pipe, adam, 1.0)(params, buffers, state, inputs, targets)
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes alive at once, of tensors that operations make within."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.sizes:
+                memory = leaf.untyped_storage()
+                self.sizes[memory._cdata] = memory.nbytes()
+                weakref.finalize(memory, self.sizes.pop, memory._cdata)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return result
+
+
+@pytest.mark.parametrize("limit", [1e-6, 1e6])
+def test_a_step_needs_no_more_memory_than_a_step_a_clip_and_an_update(limit):
+    model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), torch.ones(8, 64)
+    pipe = fpipe.pipeline(model, example=(x,), loss=torch.mean, schedule=one_f_one_b(ranks=4, microbatches=2))
+    adam, (params, buffers) = fpipe.optimizer(torch.optim.AdamW, **ADAM), pipe.init(model)
+    early, step = fpipe.train_step(pipe, adam, limit), fpipe.value_and_grad(pipe)
+    _, params, state, _ = early(params, buffers, adam.init(params), (x,))
+    with Alive() as ours:
+        early(params, buffers, state, (x,))
+    with Alive() as theirs:
+        _, grads = step(params, buffers, (x,))
+        grads, _ = fpipe.clip(pipe, grads, limit, donate=True)
+        adam.update(grads, state, params)
+    assert ours.most <= 1.02 * theirs.most
 
 
 def test_updates_are_recorded():
