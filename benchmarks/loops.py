@@ -4,7 +4,7 @@
     python -m benchmarks.loops
 
 A GPT of 6.5 million parameters under 1F1B on 2 ranks over Gloo, batches of 16 sequences. A step computes loss and
-gradients, clips them by their norm over all ranks, and updates parameters by AdamW, with `donate=True`. Times are CPU
+gradients, clips them by their norm over all ranks, and updates parameters by fused AdamW, with `donate=True`. Times are CPU
 times of a rank, since ranks may share cores: what the clipping takes besides, such as waiting for the other rank, would
 be waited for in the next step as well. The update is that of `torch.optim.AdamW`; its share is the same in a plain
 loop, which the row of the incumbent shows: an instance of it that is kept, on one rank's parameters.
@@ -48,10 +48,10 @@ def measured() -> dict[str, float]:
     """Return this rank's median CPU seconds of each part of a training step, and of a plain update."""
     pipe, model, (tokens, targets) = build(one_f_one_b(RANKS, MICROBATCHES))
     params, buffers = pipe.init(model)
-    init, update = fpipe.optimizer(torch.optim.AdamW, donate=True)
+    init, update = fpipe.optimizer(torch.optim.AdamW, donate=True, fused=True)
     state, step = init(params), fpipe.value_and_grad(pipe)
     copies = {name: p.detach().clone() for name, p in params.items()}
-    plain = torch.optim.AdamW(copies.values())
+    plain = torch.optim.AdamW(copies.values(), fused=True)
     times: dict[str, list[float]] = {"step": [], "norm": [], "clip": [], "update": [], "plain update": []}
 
     def timed(name: str, act: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -129,7 +129,7 @@ def main() -> None:
         print(row(what, "ms", 1e3 * ours, None if theirs is None else 1e3 * theirs), flush=True)
     share = 100 * (found["clip"] + found["update"] - found["plain update"]) / whole
     print(row("share of a training step outside of forward, backward and AdamW itself", "%", share, None, most(3)))
-    print(row("the same with AdamW", "%", 100 * (found["clip"] + found["update"]) / whole, None))
+    print(row("the same with AdamW", "%", 100 * (found["clip"] + found["update"]) / whole, None, most(3)))
     for what, count in gradient_sets().items():
         print(row(f"sets of gradients held after {what}, at most", "1", count, None, most(1.01)), flush=True)
 
