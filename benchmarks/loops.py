@@ -5,9 +5,9 @@
 
 A GPT of 6.5 million parameters under 1F1B on 2 ranks over Gloo, batches of 16 sequences. A step computes loss and
 gradients, clips them by their norm over all ranks, and updates parameters by fused AdamW, with `donate=True`. Times are
-CPU times of a rank, since ranks may share cores: what the clipping takes besides, such as waiting for the other rank, would
-be waited for in the next step as well. The update is that of `torch.optim.AdamW`; its share is the same in a plain
-loop, which the row of the incumbent shows: an instance of it that is kept, on one rank's parameters.
+CPU times of a rank, since ranks may share cores: what the clipping takes besides, such as waiting for the other rank,
+would be waited for in the next step as well. The update is that of `torch.optim.AdamW`; its share is the same in a
+plain loop, which the row of the incumbent shows: an instance of it that is kept, on one rank's parameters.
 
 Sets of gradients are counted in one process, by the bytes of living tensors that have the shape of a parameter and are
 none, over the bytes of all parameters: after every action of a step, and after each part of the loop.
