@@ -31,6 +31,10 @@ class PipelineAccelerator(Accelerator):
     same on every rank. `clip_grad_norm_` clips by the norm over the whole model.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pipelined: list[Pipelined] = []
+
     @property
     def num_processes(self) -> int:
         """The number of replicas of the model."""
@@ -53,6 +57,7 @@ class PipelineAccelerator(Accelerator):
                 f"model: got {type(model).__name__}, expected fpipe.Pipelined. Wrap the model before "
                 "accelerator.prepare: model = fpipe.Pipelined(model, ...)."
             )
+        self.pipelined.append(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -65,7 +70,7 @@ class PipelineAccelerator(Accelerator):
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip all gradients of the model that has these parameters, by their norm over all ranks; return the norm."""
         wanted = {id(p) for p in parameters}
-        for model in self._models:
+        for model in self.pipelined:
             if wanted == {id(p) for p in model.parameters()}:
                 self.unscale_gradients()
                 return model.clip_grad_norm_(max_norm, norm_type)
