@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run all benchmarks and write one table of their measurements, with date, machine and versions.
 
-    python -m benchmarks                        # all, into docs/benchmarks.md: about twenty minutes
+    python -m benchmarks                        # all, into docs/benchmarks.md: about forty minutes
     python -m benchmarks splitting throughput   # some, printed
 
 Each is a separate program that prints rows of the table, and may print more tables under a heading. Its docstring says
@@ -36,6 +36,7 @@ NAMES: Final = (
     "agreement",
     "loops",
     "updates",
+    "generation",
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EarlierSums of gradients that a step goes on from: those of the steps before it.
+"""Sums of gradients that a step begins with: those of the steps before it.
 
 Problem. Addition is not associative. The sum of two steps' gradients differs in its last bits from what a plain loop
 over all their microbatches adds up.
@@ -12,7 +12,7 @@ sign of a zero. So do all sums if gradients are added in a dtype of their own.
 
 Invariant: the sums belong to the step. It writes to their memory and returns it.
 
-Runs in every step that is passed earlier sums.
+Runs in every step that is passed earlier sums or has a dtype for sums.
 """
 
 from __future__ import annotations

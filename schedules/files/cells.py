@@ -7,11 +7,13 @@ Idea. A cell holds the text of an action; other notation is translated into ours
 
 - `2SEND_F1` names no peer. In that package stages form a chain, so it means `2SEND_F1>3`.
 - `(5F3;2B1)OVERLAP_F_B` is a fused pair: `5OVERLAP_F3` directly followed by `2B1`.
-- `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD` say when data-parallel replicas gather a stage's weights, free them, and sum
-  and scale their gradients. A schedule leaves that to the replicas, so these are dropped.
-- There is no `WAIT`: sends are waited for at the end of a step.
+- `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD`, `3WAIT_REDUCE_GRAD` say when data-parallel replicas gather a stage's weights,
+  free them, and sum and scale their gradients. A schedule leaves that to the replicas, so these are dropped.
+- Before torch 2.15 there is no `WAIT`: sends are waited for at the end of a step. Since then every send has one, written
+  `2WAIT_SEND_F1`, which means `2WAIT_F1>3`.
 
-A notation is a function that writes the line of one rank: `own`, which can be read back without loss, or `pipelining`.
+A notation is a function that writes the line of one rank: `own`, which can be read back without loss, `pipelining_2_15`
+for that package as of torch 2.15, or `pipelining` for the versions before.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from schedules.errors import TableError, VocabularyError
 from schedules.language.actions import KINDS, Action, parse
 from schedules.language.schedule import Schedule
 
-NEIGHBOR: Mapping[str, int] = MappingProxyType({"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1})
+NEIGHBOR: Mapping[str, int] = MappingProxyType(
+    {"SEND_F": 1, "WAIT_F": 1, "RECV_F": -1, "SEND_B": -1, "WAIT_B": -1, "RECV_B": 1}
+)
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-_PEERLESS = re.compile(r"([0-9]{1,18})((?:SEND|RECV)_[FB])[0-9]+")
-_SHARDING = re.compile(r"[0-9]+(?:UNSHARD|RESHARD|REDUCE_GRAD)")
+_PEERLESS = re.compile(r"([0-9]{1,18})((?:SEND|WAIT_SEND|RECV)_[FB])([0-9]+)")
+_SHARDING = re.compile(r"[0-9]+(?:UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
 _TRANSFER = re.compile("|".join(kind for kind, word in KINDS.items() if word.mark))
 
 
@@ -73,7 +77,9 @@ def _parse_cell(text: str) -> tuple[Action, ...]:
             raise VocabularyError(f"got {text!r}, expected a forward and a backward, as in (5F3;2B1)OVERLAP_F_B.")
         return front._replace(kind="OVERLAP_F"), back
     if found := _PEERLESS.fullmatch(text):
-        return (parse(f"{text}{KINDS[found[2]].mark}{int(found[1]) + NEIGHBOR[found[2]]}"),)
+        stage, word, microbatch = found.groups()
+        kind = word.replace("WAIT_SEND", "WAIT")
+        return (parse(f"{stage}{kind}{microbatch}{KINDS[kind].mark}{int(stage) + NEIGHBOR[kind]}"),)
     return () if not text or _SHARDING.fullmatch(text) else (parse(text),)
 
 
@@ -91,11 +97,12 @@ def _join_pairs(line: str) -> str:
 
 
 def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
-    """Return the line of `rank` for `torch.distributed.pipelining`: "compute_only" or, for a program, "compute_comms".
+    """Return the line of `rank` for `torch.distributed.pipelining` before torch 2.15.
 
-    In a program, `WAIT` is dropped, and every stage gathers its weights before its first action and sums and scales its
-    gradients after its last backward. `lower` assumes a queue per direction, but over NCCL that package has a single
-    queue for each pair of ranks: in that case, write the schedule and let the package lower it.
+    A schedule gives a line of its format "compute_only", a program one of "compute_comms". In a program, `WAIT` is
+    dropped, and every stage gathers its weights before its first action and sums and scales its gradients after its last
+    backward. `lower` assumes a queue per direction, but over NCCL that package has a single queue for each pair of
+    ranks: in that case, write the schedule and let the package lower it.
 
     Raise `TableError` for what that package cannot read: replicas, slices, recomputation, updates, schedules without
     backwards, and transfers between stages that are not neighbors.
@@ -104,6 +111,26 @@ def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
     >>> pipelining(lower(gpipe(ranks=2, microbatches=1)), 1)
     '1UNSHARD,1RECV_F0,1F0,1B0,1REDUCE_GRAD,1RESHARD,1SEND_B0'
     """
+    return _write_line(plan, rank, ("REDUCE_GRAD", "RESHARD"), _drop_waits)
+
+
+def pipelining_2_15(plan: ScheduleOrProgram, rank: int) -> str:
+    """Return the line of `rank` for `torch.distributed.pipelining` as of torch 2.15, which wants one wait per send.
+
+    Like `pipelining` otherwise. A send that the program does not wait for is waited for at the end of the line.
+
+    >>> from schedules import gpipe, lower
+    >>> pipelining_2_15(lower(gpipe(ranks=2, microbatches=1)), 0)
+    '0UNSHARD,0RECV_B0,0F0,0SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD,0WAIT_SEND_F0'
+    """
+    return _write_line(plan, rank, ("REDUCE_GRAD", "WAIT_REDUCE_GRAD", "RESHARD"), _complete_waits)
+
+
+_Filter: TypeAlias = Callable[[Iterator[Action]], Iterator[Action]]
+
+
+def _write_line(plan: ScheduleOrProgram, rank: int, reduction: tuple[str, ...], waits: _Filter) -> str:
+    """Return the line of `rank`: in a program, `reduction` ends each stage and `waits` edits the waits for sends."""
     schedule = plan if isinstance(plan, Schedule) else plan.schedule
     if schedule.placement.mirrors or not schedule.backward:
         got = "stages on two ranks each" if schedule.placement.mirrors else "no backward"
@@ -112,7 +139,7 @@ def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
     words = (
         (_write_cell(rank, action) for action in actions)
         if plan is schedule
-        else _add_sharding(rank, schedule, actions)
+        else _add_sharding(rank, schedule, waits(actions), reduction)
     )
     line = _join_pairs(",".join(words))
     if lone := _LONE.search(line):
@@ -120,19 +147,34 @@ def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
     return line
 
 
-def _add_sharding(rank: int, schedule: Schedule, actions: Iterator[Action]) -> Iterator[str]:
+def _drop_waits(actions: Iterator[Action]) -> Iterator[Action]:
+    return (action for action in actions if not action.kind.startswith("WAIT"))
+
+
+def _complete_waits(actions: Iterator[Action]) -> Iterator[Action]:
+    """Yield the actions, and then a wait for each send that has none."""
+    pending: dict[Action, None] = {}
+    for action in actions:
+        yield action
+        if action.kind.startswith("SEND"):
+            pending[action._replace(kind=action.kind.replace("SEND", "WAIT"))] = None
+        pending.pop(action, None)
+    yield from pending
+
+
+def _add_sharding(
+    rank: int, schedule: Schedule, actions: Iterator[Action], reduction: tuple[str, ...]
+) -> Iterator[str]:
     left: dict[int, int] = {}
     for action in actions:
         kind, stage = action.kind, action.stage
         if stage not in left:
             left[stage] = schedule.microbatches
             yield f"{stage}UNSHARD"
-        if not kind.startswith("WAIT"):
-            yield _write_cell(rank, action)
+        yield _write_cell(rank, action)
         left[stage] -= kind in {"B", "W"}
         if kind in {"B", "W"} and not left[stage]:
-            yield f"{stage}REDUCE_GRAD"
-            yield f"{stage}RESHARD"
+            yield from (f"{stage}{word}" for word in reduction)
 
 
 def _write_cell(rank: int, action: Action) -> str:
@@ -141,7 +183,7 @@ def _write_cell(rank: int, action: Action) -> str:
     if part is not None or not (plain or (kind in NEIGHBOR and peer == stage + NEIGHBOR[kind])):
         expected = "F, B, I or W on a whole microbatch, or a transfer between neighboring stages"
         raise TableError(f"rank {rank}: got {action}, expected {expected}. {_NO_WORD}")
-    return f"{stage}{kind}{microbatch}"
+    return f"{stage}{kind.replace('WAIT', 'WAIT_SEND')}{microbatch}"
 
 
 _NO_WORD = "torch.distributed.pipelining cannot read it. Write it in our own notation."

@@ -222,12 +222,12 @@ def write_csv(plan: ScheduleOrProgram, file: File, words: Notation = own) -> Non
 
     In our `own` notation, reading the file gives back the same actions and the same stage graph. Of these files,
     `torch.distributed.pipelining` can read schedules of chains that contain only F, B, I, W and fused pairs. With
-    `words=cells.pipelining` it can read programs too; anything it cannot express raises `TableError`. Only one rank's
-    text is in memory at a time.
+    `words=pipelining`, or as of torch 2.15 with `words=pipelining_2_15`, it can read programs too; anything it cannot
+    express raises `TableError`. Only one rank's text is in memory at a time.
 
     >>> import sys
     >>> from schedules import gpipe, lower
-    >>> from schedules.files.cells import pipelining
+    >>> from schedules.files import pipelining
     >>> write_csv(gpipe(ranks=2, microbatches=1), sys.stdout)
     0F0,0B0
     1F0,1B0

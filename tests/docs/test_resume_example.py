@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose ranks are killed ends with the bits of one that nobody disturbed."""
 
-import importlib.util
-import os
 import random
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 import fpipe
 from fpipe.tensors.tree import same_bits
+from tests.common.examples import FOLDER, load_example, run_under_torchrun
 from tests.common.sizes import by_night
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "resume.py"
-TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node {} --max-restarts {}"
 KILLED = """
 import os, signal, sys, threading
 import torch
@@ -47,13 +39,8 @@ resume.main({options!r})
 
 @pytest.fixture
 def resume():
-    """The example as a module; the number of threads is put back."""
-    spec = importlib.util.spec_from_file_location("resume", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    threads = torch.get_num_threads()
-    yield module
-    torch.set_num_threads(threads)
+    with load_example("resume") as module:
+        yield module
 
 
 def saved(path):
@@ -71,20 +58,17 @@ def kill(tmp_path, deaths, ranks, steps, every):
     """Run the example under torchrun with these deaths; return what was saved in the end."""
     options = ["--path", str(tmp_path / "run"), "--steps", str(steps), "--every", str(every)]
     script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(folder=str(EXAMPLE.parent), deaths=deaths, options=options))
-    command = [sys.executable, *shlex.split(TORCHRUN.format(ranks, len(deaths))), script]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"step {steps:4}  loss" in done.stdout
-    return saved(tmp_path / "run"), done
+    script.write_text(KILLED.format(folder=str(FOLDER), deaths=deaths, options=options))
+    code, out, err = run_under_torchrun(script, ranks=ranks, restarts=len(deaths))
+    assert code == 0, err
+    assert f"step {steps:4}  loss" in out
+    return saved(tmp_path / "run"), err
 
 
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(resume, tmp_path):
     """Rank 1 is killed in its sixth step, between two saves; then all start again from the fourth."""
-    found, done = kill(tmp_path, [(1, 7)], ranks=2, steps=8, every=4)
-    assert "exitcode: -9" in done.stderr
+    found, err = kill(tmp_path, [(1, 7)], ranks=2, steps=8, every=4)
+    assert "exitcode: -9" in err
     resume.main(["--path", str(tmp_path / "whole"), "--steps", "8", "--every", "8"])
     require_same(found, saved(tmp_path / "whole"))
 

@@ -2,20 +2,19 @@
 """The example prints the same losses however it is run, and fails where the pipeline differs from one device."""
 
 import gc
-import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
 import fpipe
+from tests.common.examples import FOLDER, load_example, run_under_torchrun
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+EXAMPLE = FOLDER / "train_gpt.py"
 TINY = shlex.split(
     "--steps 4 --every 1 --checks 2 --layers 2 --width 16 --heads 2 --context 16 --batch 8 --microbatches 4"
 )
@@ -63,13 +62,8 @@ def losses(out):
 
 @pytest.fixture
 def train_gpt():
-    """The example as a module, fresh; it sets the number of threads, which is put back."""
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    threads = torch.get_num_threads()
-    yield module
-    torch.set_num_threads(threads)
+    with load_example("train_gpt") as module:
+        yield module
 
 
 def flip_last_bit(tensor):
@@ -101,7 +95,7 @@ def test_one_process_and_two_print_the_same_losses(tmp_path):
 def test_a_difference_on_one_rank_fails_the_job(tmp_path):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.format(folder=str(EXAMPLE.parent), options=TINY))
-    code, out, err = finish(start(*TORCHRUN, script))
+    code, out, err = run_under_torchrun(script)
     assert code != 0
     assert "MismatchError: step 0, against the plain loop, gradient of blocks.1.up.weight: got other bits" in err
     assert "bit for bit" not in out
