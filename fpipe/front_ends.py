@@ -63,6 +63,7 @@ from fpipe.ir.captured import (
     Observed,
     Parameter,
     Unit,
+    Value,
 )
 from fpipe.ir.objective import Objective
 from fpipe.tensors.fake import fake, fake_mode
@@ -82,6 +83,7 @@ __all__ = [
     "Parameter",
     "Structure",
     "Unit",
+    "Value",
     "fake",
     "fake_mode",
     "flatten",

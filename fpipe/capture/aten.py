@@ -64,8 +64,8 @@ def read_program(
     sources, fakes = graph.sources, {value: graph.nodes[value].meta["val"] for value in graph.sources}
     for source, tensor in _state(model):
         if source not in sources.values():  # unused
-            sources[len(graph.nodes) + len(sources)] = source
-            fakes[len(graph.nodes) + len(sources) - 1] = tensor
+            value = Value(len(graph.nodes) + len(sources))
+            sources[value], fakes[value] = source, tensor
     made: Any = graph.nodes[-1].args[0]
     loss, outputs = returned(made)
     return Captured(
@@ -99,7 +99,7 @@ class _Graph:
     def __init__(self, program: ExportedProgram, state: Mapping[str, Source], leaves: Sequence[int]) -> None:
         self.module = program.graph_module
         self.nodes: list[fx.Node] = list(self.module.graph.nodes)
-        self.value: dict[fx.Node, Value] = {node: value for value, node in enumerate(self.nodes)}
+        self.value: dict[fx.Node, Value] = {node: Value(k) for k, node in enumerate(self.nodes)}
         self.sources: dict[Value, Source] = {}
         self.origin: dict[Unit, fx.Node] = {}
         self._read_sources(program, state, iter(leaves))

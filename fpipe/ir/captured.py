@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ from fpipe.tensors import random
 from fpipe.tensors.tree import Structure
 from fpipe.torch_private import FakeTensorMode
 
-Value: TypeAlias = int
+Value = NewType("Value", int)
+Value.__doc__ = """The number of a tensor: one that a unit makes, or a source. At run time it is a plain integer."""
 Tensors: TypeAlias = tuple[Tensor, ...]
 Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 """A hook on a parameter's gradient: returns a replacement, or `None` to keep it."""

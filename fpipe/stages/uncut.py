@@ -48,7 +48,7 @@ def _copies(captured: Captured, stages: Sequence[Section], summed: frozenset[str
     fresh = count(1 + max((*captured.sources, *(value for unit in captured.units for value in unit.makes))))
     shared = [v for v, source in captured.sources.items() if isinstance(source, Parameter) and source.name in summed]
     readers = {value: [s for s, section in enumerate(stages) if value in section.parameters] for value in shared}
-    return {(s, value): next(fresh) for value in shared for s in readers[value][1:]}
+    return {(s, value): Value(next(fresh)) for value in shared for s in readers[value][1:]}
 
 
 def _compose(whole: Section, stages: Sequence[Section], functions: Sequence[Function], copies: Copies) -> Function:

@@ -9,8 +9,8 @@ Idea. A cell holds the text of an action; other notation is translated into ours
 - `(5F3;2B1)OVERLAP_F_B` is a fused pair: `5OVERLAP_F3` directly followed by `2B1`.
 - `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD`, `3WAIT_REDUCE_GRAD` say when data-parallel replicas gather a stage's weights,
   free them, and sum and scale their gradients. A schedule leaves that to the replicas, so these are dropped.
-- Before torch 2.15 there is no `WAIT`: sends are waited for at the end of a step. Since then every send has one, written
-  `2WAIT_SEND_F1`, which means `2WAIT_F1>3`.
+- Before torch 2.15 there is no `WAIT`: sends are waited for at the end of a step. Since then every send has one,
+  written `2WAIT_SEND_F1`, which means `2WAIT_F1>3`.
 
 A notation is a function that writes the line of one rank: `own`, which can be read back without loss, `pipelining_2_15`
 for that package as of torch 2.15, or `pipelining` for the versions before.
@@ -100,9 +100,9 @@ def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
     """Return the line of `rank` for `torch.distributed.pipelining` before torch 2.15.
 
     A schedule gives a line of its format "compute_only", a program one of "compute_comms". In a program, `WAIT` is
-    dropped, and every stage gathers its weights before its first action and sums and scales its gradients after its last
-    backward. `lower` assumes a queue per direction, but over NCCL that package has a single queue for each pair of
-    ranks: in that case, write the schedule and let the package lower it.
+    dropped, and every stage gathers its weights before its first action, and sums and scales its gradients after its
+    last backward. `lower` assumes a queue per direction, but over NCCL that package has a single queue for each pair
+    of ranks: in that case, write the schedule and let the package lower it.
 
     Raise `TableError` for what that package cannot read: replicas, slices, recomputation, updates, schedules without
     backwards, and transfers between stages that are not neighbors.

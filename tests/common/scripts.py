@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fpipe.tensors.tree import same_bits
+from tests.common.sizes import in_turn
 
 HEAD = """
 import os
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from tests.common.models import GPT
+from tests.common.training import cross_entropy, llama, padded
 
 ranks = int(os.environ.get("WORLD_SIZE", 2))
 torch.manual_seed(0)
@@ -80,19 +82,47 @@ for step in range(50):
 """
 )
 
+CONVERSE = (
+    HEAD
+    + """
+numbers = torch.Generator().manual_seed(1)
+model = llama()
+x, y = padded(numbers)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(50):
+    x, y = padded(numbers)
+    loss = 0.0
+    for k in range(4):
+        out = model(**{name: value.chunk(4)[k] for name, value in x.items()})
+        part = cross_entropy(out, y.chunk(4)[k]) / 4
+        part.backward()
+        loss = loss + part.detach()
+    losses.append(loss.detach())
+    losses.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
 BUILD = """
 import fpipe
-from schedules import one_f_one_b
+import schedules
 model = fpipe.Pipelined(
-    model, loss=criterion, example=(x,), targets=TARGETS, schedule=one_f_one_b(ranks=ranks, microbatches=4)
+    model, loss=LOSS, example=INPUTS, targets=TARGETS, schedule=schedules.SCHEDULE(ranks=ranks, microbatches=4)
 )
-optimizer ="""
+"""
+
+
+def build(loss: str, inputs: str, targets: str) -> str:
+    """Return the lines that make the drop-in module; the schedule is put in later."""
+    return BUILD.replace("LOSS", loss).replace("INPUTS", inputs).replace("TARGETS", targets)
+
 
 SCRIPTS = {
     "classify": (
         CLASSIFY,
         {
-            "optimizer =": BUILD.replace("TARGETS", "y"),
+            "optimizer =": build("criterion", "(x,)", "y") + "optimizer =",
             """    loss = 0.0
     for a, b in zip(x.chunk(4), y.chunk(4)):
         part = criterion(model(a), b) / 4
@@ -108,7 +138,7 @@ SCRIPTS = {
     "language": (
         LANGUAGE,
         {
-            "decayed =": BUILD.replace("TARGETS", "x").replace("optimizer =", "decayed ="),
+            "decayed =": build("criterion", "(x,)", "x") + "decayed =",
             """        loss = 0.0
         for a, b in zip(x.chunk(4), x.roll(-1, 1).chunk(4)):
             part = criterion(model(a), b) / 4
@@ -120,27 +150,46 @@ SCRIPTS = {
             "nn.utils.clip_grad_norm_(model.parameters(), 0.1)": "model.clip_grad_norm_(0.1)",
         },
     ),
+    "converse": (
+        CONVERSE,
+        {
+            "optimizer =": build("cross_entropy", "x", "y") + "optimizer =",
+            """    loss = 0.0
+    for k in range(4):
+        out = model(**{name: value.chunk(4)[k] for name, value in x.items()})
+        part = cross_entropy(out, y.chunk(4)[k]) / 4
+        part.backward()
+        loss = loss + part.detach()
+""": """    loss = model(**x, targets=y)
+    loss.backward()
+""",
+            "nn.utils.clip_grad_norm_(model.parameters(), 0.5)": "model.clip_grad_norm_(0.5)",
+        },
+    ),
 }
+SCHEDULES = ("one_f_one_b", "zb_h1", "zb_v")
+RUNS = in_turn(SCRIPTS, SCHEDULES)
+"""By day each script under one schedule, by night under all."""
 
 
-def run_script(name: str, changed: bool) -> dict[str, Any]:
-    """Run a script, or the changed one, in this process; return the variables that it leaves."""
+def run_script(name: str, schedule: str | None = None) -> dict[str, Any]:
+    """Run a script, changed if there is a schedule, in this process; return the variables that it leaves."""
     text, lines = SCRIPTS[name]
-    for old, new in lines.items() if changed else ():
+    for old, new in lines.items() if schedule else ():
         assert text.count(old) == 1, old
-        text = text.replace(old, new)
+        text = text.replace(old, new.replace("SCHEDULE", schedule))
     left: dict[str, Any] = {"__name__": "__main__"}
     with torch.random.fork_rng(devices=[]):
         exec(compile(text, name, "exec"), left)
     return left
 
 
-def require_same_training(name: str) -> set[str]:
+def require_same_training(name: str, schedule: str) -> set[str]:
     """Run both scripts: losses, parameters, buffers and optimizer state of this process are those of the plain one.
 
     Return the names of the tensors that were compared.
     """
-    plain, piped = run_script(name, changed=False), run_script(name, changed=True)
+    plain, piped = run_script(name), run_script(name, schedule)
     assert len(plain["losses"]) == len(piped["losses"]) >= 50
     for k, (one, two) in enumerate(zip(plain["losses"], piped["losses"], strict=True)):
         assert same_bits(one, two), f"loss {k}: {one} {two}"

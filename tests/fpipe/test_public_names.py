@@ -26,7 +26,7 @@ CaptureError CutError DeadlockError GraphError InputError MismatchError Pipeline
 TransportError VocabularyError
 """,
     "fpipe.front_ends": """
-BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure Unit fake
+BatchLeaf Buffer Call Captured Constant FrontEnd Function Labels Objective Observed Parameter Structure Unit Value fake
 fake_mode flatten
 """,
     "schedules": """
@@ -43,7 +43,7 @@ zb_h2 zb_v
 ansi legend plain svg text texts trace
 """,
     "schedules.files": """
-Listing own pipelining read_csv write_csv
+Listing own pipelining pipelining_2_15 read_csv write_csv
 """,
     "schedules.testing": """
 conformance costs graphs mutants orders require_bounds require_matching_ends require_round_trip require_same_times

@@ -71,7 +71,7 @@ class FakeModel:
             trained = tensor.requires_grad and source[0] in self.trainable
             made.append((source, as_parameter(new, trained) if isinstance(source, Parameter) else new))
         made += [(BatchLeaf(k), fake(self.mode, leaf, self.device)) for k, leaf in enumerate(self.leaves)]
-        return dict(enumerate(made))
+        return {Value(k): one for k, one in enumerate(made)}
 
     def recorder(self, ask: Ask = refuse_questions, generators: Generators | None = None) -> Recorder:
         """Return a recorder for one run on fresh fake tensors."""
@@ -81,11 +81,13 @@ class FakeModel:
 
     def seats_by_value(self) -> dict[Value, list[Seat]]:
         """Return the skeleton's seats of each parameter and buffer, by value."""
-        return {value: self.seats[source] for value, (source, _) in enumerate(self.state)}
+        return {Value(k): self.seats[source] for k, (source, _) in enumerate(self.state)}
 
     def seat(self, fakes: Mapping[Value, Tensor]) -> Seating:
         """Return a context in which these tensors are in their seats."""
-        return Seating([(*seat, value) for value, seats in self.seats_by_value().items() for seat in seats], fakes)
+        filled = {value: seats for value, seats in self.seats_by_value().items() if seats}
+        numbered = [(*seat, k) for k, seats in enumerate(filled.values()) for seat in seats]
+        return Seating(numbered, [fakes[value] for value in filled])
 
     def remove_seat(self, seat: Seat) -> None:
         """Stop filling a seat: the tensor in it now stays there."""

@@ -76,7 +76,7 @@ class Reassignments:
             return value
         self._require_plain(name, value)
         new = call(Tensor.detach, (value,), {})
-        number, old = self.values.known[id(new)], self.values.known.get(id(first), -1)
+        number, old = self.values.known[id(new)], self.values.known.get(id(first), Value(-1))
         buffer = old if isinstance(self.values.sources.get(old), Buffer) else None
         self.by_place[key] = Reassigned(table, name, first, buffer, number, self.here())
         self.assigned.add(number)

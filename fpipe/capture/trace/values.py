@@ -44,7 +44,7 @@ class Values:
 
     def add(self, tensor: Tensor) -> Value:
         """Return the value for a new tensor."""
-        value = len(self.tensors)
+        value = Value(len(self.tensors))
         with DisableTorchFunction():  # not a call of the model
             self.tensors[value], self.storage[value] = tensor, memory(tensor)
         self.known[id(tensor)] = value
@@ -93,7 +93,7 @@ class Values:
 
     def parameter(self, tensor: Any) -> str:
         """Return the name of the parameter that `tensor` is; empty if it is not one."""
-        source = self.sources.get(self.known.get(id(tensor), -1))
+        source = self.sources.get(self.known.get(id(tensor), Value(-1)))
         return source.name if isinstance(source, Parameter) else ""
 
     def views(self) -> frozenset[Value]:

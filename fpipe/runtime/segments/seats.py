@@ -26,12 +26,10 @@ Seats: TypeAlias = Mapping[Value, Sequence[Seat]]
 class Seating:
     """A context in which tensors are in their seats; on exit, the previous contents are restored.
 
-    Each of `seats` is a table, a name, and the key in `tensors` of the tensor that belongs there.
+    Each of `seats` is a table, a name, and the position in `tensors` of the tensor that belongs there.
     """
 
-    def __init__(
-        self, seats: Sequence[tuple[dict[str, Any], str, int]], tensors: Sequence[Tensor] | Mapping[Value, Tensor]
-    ) -> None:
+    def __init__(self, seats: Sequence[tuple[dict[str, Any], str, int]], tensors: Sequence[Tensor]) -> None:
         self.seats, self.tensors = seats, tensors
 
     def __enter__(self) -> None:

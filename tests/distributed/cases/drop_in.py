@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from unittest import mock
@@ -13,22 +14,22 @@ from torch import nn
 import fpipe
 from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b
-from tests.common.scripts import SCRIPTS, require_same_training
+from tests.common.scripts import SCHEDULES, SCRIPTS, require_same_training
 from tests.distributed.cases.checks import gather, raises
 from tests.distributed.cases.registry import CASES, case
 
 
-def _script(name: str) -> Callable[[int, int], None]:
+def _script(name: str, schedule: str) -> Callable[[int, int], None]:
     def check(rank, size):
         with mock.patch.dict(os.environ, WORLD_SIZE=str(size)):  # as under torchrun
-            names = gather(require_same_training(name))
+            names = gather(require_same_training(name, schedule))
         assert len(set().union(*names)) > max(map(len, names)), "every rank holds a part"
 
     return check
 
 
-for _name in SCRIPTS:
-    CASES[f"a_script_that_can_{_name}"] = _script(_name)
+for _name, _schedule in itertools.product(SCRIPTS, SCHEDULES):
+    CASES[f"a_script_that_can_{_name}_under_{_schedule}"] = _script(_name, _schedule)
 
 
 @case

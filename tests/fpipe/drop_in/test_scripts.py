@@ -8,12 +8,12 @@ import fpipe
 from fpipe.drop_in.checks import draw_seed
 from fpipe.tensors.tree import same_bits
 from tests.common.drop_in import batches, make, net
-from tests.common.scripts import SCRIPTS, require_same_training, run_script
+from tests.common.scripts import RUNS, require_same_training, run_script
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_changed_scripts_compute_the_same_bits(name):
-    assert require_same_training(name) == run_script(name, changed=False)["model"].state_dict().keys()
+@pytest.mark.parametrize(("name", "schedule"), RUNS)
+def test_changed_scripts_compute_the_same_bits(name, schedule):
+    assert require_same_training(name, schedule) == run_script(name)["model"].state_dict().keys()
 
 
 def test_dropout_is_that_of_the_reference():
