@@ -6,8 +6,10 @@
 A Llama of 8 layers and width 256, 8 prompts of 32 tokens in 4 groups, a `StaticCache` of 128 positions, the likeliest
 tokens. The incumbent is a plain loop over the same model, cache and groups, which continues one group after the other.
 One process plays both ranks in turn, so its row is the cost of running the stages; on 2 ranks over Gloo the stages run
-at the same time. The first call makes two captures, one for the width of the prompts and one for a token; a prompt of a
-new width costs one more. Medians of calls; what a token costs is the difference between a long call and a short one.
+at the same time. Stages of `backward="autograd"` call the model's modules and functions from Python; those of
+`backward="graph"` run recorded operators. The first call makes two captures, one for the width of the prompts and one
+for a token; a prompt of a new width costs one more. Medians of calls; what a token costs is the difference between a
+long call and a short one.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from schedules import one_f_one_b
 
 LAYERS, WIDTH, PROMPTS, GROUPS, CONTEXT, LENGTH, SHORT, LONG = 8, 256, 8, 4, 32, 128, 8, 72
 ROUNDS: Final = 5
+WAYS: Final = ("autograd", "graph")
 
 
 def build() -> nn.Module:
@@ -70,12 +73,12 @@ def per_token(call: Callable[[int], object]) -> float:
     return statistics.median(found) / (LONG - SHORT)
 
 
-def measured() -> dict[str, float]:
+def measured(backward: str) -> dict[str, float]:
     """Return the seconds of a token, of the first call, and of the first call with prompts of another width."""
     model, prompts = build(), torch.randint(512, (PROMPTS, CONTEXT), generator=torch.Generator().manual_seed(1))
     how = one_f_one_b(ranks=2, microbatches=GROUPS)
     example = {"input_ids": prompts, "use_cache": False}
-    pipe = fpipe.pipeline(model, example=example, targets=prompts, loss=loss, schedule=how)
+    pipe = fpipe.pipeline(model, example=example, targets=prompts, loss=loss, schedule=how, backward=backward)
     params, buffers = pipe.init(model)
     generate = fpipe.generate(pipe, LENGTH)
 
@@ -96,20 +99,22 @@ def measured() -> dict[str, float]:
 def rank() -> None:
     """Measure one rank of two. The plain loop runs on both at once, as two replicas would."""
     dist.init_process_group("gloo")
-    ranks.report(measured())
+    ranks.report({f"{way} {name}": found for way in WAYS for name, found in measured(way).items()})
     dist.destroy_process_group()
 
 
 def main() -> None:
-    alone, both = measured(), ranks.maxima(ranks.start("benchmarks.generation", 2))
+    both = ranks.maxima(ranks.start("benchmarks.generation", 2))
     what = f"a token for {PROMPTS} prompts in {GROUPS} groups, Llama of {LAYERS} layers"
-    print(row(f"{what}, both ranks in one process", "ms", alone["token"] * 1e3, alone["plain"] * 1e3, RATIO))
-    print(row(f"{what}, 2 ranks over Gloo", "ms", both["token"] * 1e3, both["plain"] * 1e3, RATIO))
-    print(row("the first token, captures included, one process", "s", alone["first"], None))
-    print(row("the first token after a prompt of another width", "s", alone["width"], None))
+    for way in WAYS:
+        alone = measured(way)
+        one, two = alone["token"] * 1e3, both[f"{way} token"] * 1e3
+        print(row(f"{what}, {way} stages, both ranks in one process", "ms", one, alone["plain"] * 1e3))
+        goal = most(1, of="ratio") if way == "graph" else None
+        print(row(f"{what}, {way} stages, 2 ranks over Gloo", "ms", two, both[f"{way} plain"] * 1e3, goal))
+        print(row(f"the first token, captures included, {way} stages, one process", "s", alone["first"], None))
+        print(row(f"the first token after a prompt of another width, {way} stages", "s", alone["width"], None))
 
-
-RATIO: Final = most(1, of="ratio")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -54,18 +54,35 @@ class Invocation:
         self.opaque = hiding[0] if hiding else ""
         for k in tensors:
             self.leaves[k] = None
-        flat = not kwargs and all(isinstance(argument, Tensor) for argument in args)
-        self.direct = flat and self.holes == [(k, k) for k in range(len(args))]  # just tensors, each once
+        given = [k for k, argument in enumerate(args) if isinstance(argument, Tensor)]
+        self.flat = len(given) == len(self.holes) and all(map(_is_immutable, self.spec.children()))
+        self.args, self.kwargs = [None if isinstance(one, Tensor) else one for one in args], kwargs
+        self.places = [(k, read) for k, (_, read) in zip(given, self.holes, strict=False)]
+        self.direct = self.flat and not kwargs and self.places == [(k, k) for k in range(len(args))]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Call the function with `tensors`, the values of `reads`."""
-        if self.direct:
+        if self.direct:  # just tensors, each once
             return self.function(*tensors)
+        if self.flat:
+            args = self.args.copy()
+            for k, read in self.places:
+                args[k] = tensors[read]
+            return self.function(*args, **self.kwargs)
         leaves = list(self.leaves)
         for leaf, read in self.holes:
             leaves[leaf] = tensors[read]
         args, kwargs = optree.tree_unflatten(self.spec, leaves)
         return self.function(*args, **kwargs)
+
+
+def _is_immutable(spec: optree.PyTreeSpec) -> bool:
+    """Return whether nobody can change a container of this tree; the outermost is passed as a copy."""
+    return all(_is_frozen(child) for child in spec.children())
+
+
+def _is_frozen(spec: optree.PyTreeSpec) -> bool:
+    return spec.is_leaf() or (spec.type in (tuple, type(None)) and all(map(_is_frozen, spec.children())))
 
 
 def _hides(leaf: Any) -> bool:
