@@ -56,7 +56,8 @@ class Invocation:
             self.leaves[k] = None
         given = [k for k, argument in enumerate(args) if isinstance(argument, Tensor)]
         self.flat = len(given) == len(self.holes) and all(map(_is_immutable, self.spec.children()))
-        self.args, self.kwargs = [None if isinstance(one, Tensor) else one for one in args], kwargs
+        self.args = [None if isinstance(one, Tensor) else one for one in args] if self.flat else []
+        self.kwargs = kwargs if self.flat else {}
         self.places = [(k, read) for k, (_, read) in zip(given, self.holes, strict=False)]
         self.direct = self.flat and not kwargs and self.places == [(k, k) for k in range(len(args))]
 
@@ -64,11 +65,11 @@ class Invocation:
         """Call the function with `tensors`, the values of `reads`."""
         if self.direct:  # just tensors, each once
             return self.function(*tensors)
-        if self.flat:
-            args = self.args.copy()
+        if self.flat:  # tensors are arguments by position, and nothing else can change
+            filled = self.args.copy()
             for k, read in self.places:
-                args[k] = tensors[read]
-            return self.function(*args, **self.kwargs)
+                filled[k] = tensors[read]
+            return self.function(*filled, **self.kwargs)
         leaves = list(self.leaves)
         for leaf, read in self.holes:
             leaves[leaf] = tensors[read]
