@@ -159,8 +159,9 @@ def cut_evenly(
 
     Cut where calls of modules begin or end, or only where the calls that `where` selects begin; never inside
     `barriers`, nor where `refusing` refuses. If nothing is selected, let the largest stage be up to a tenth larger, and
-    among these choices minimize the number of values that cross cuts, then the sum of squared sizes. Raise `CutError`
-    if there are too few places.
+    among these choices minimize the number of values that cross cuts, then the sum of squared sizes. The loss has a
+    stage to itself only if there is no other choice: without it, that stage would have nothing to compute. Raise
+    `CutError` if there are too few places.
     """
     if where.stages == 1:
         return ()
@@ -171,10 +172,19 @@ def cut_evenly(
         raise CutError(_too_few(where, len(places), hit))
     sizes = [size + 1 for size in _parameters(captured)]
     crossing, slack = (_crossing(captured), SLACK) if not where.among else ([0] * len(sizes), 1.0)
-    chosen = balance(places, sizes, where.stages, refusing(captured), crossing, slack)
-    if isinstance(chosen, Refusal):
-        raise CutError(_too_few(where, len(places), hit, chosen.reason))
-    return chosen
+    refusal, end, reason = refusing(captured), _end_of_model(captured), ""
+    for allowed in ([k for k in places if k < end], places):
+        chosen = balance(allowed, sizes, where.stages, refusal, crossing, slack)
+        if not isinstance(chosen, Refusal):
+            return chosen
+        reason = chosen.reason
+    raise CutError(_too_few(where, len(places), hit, reason))
+
+
+def _end_of_model(captured: Captured) -> int:
+    """Return the position after the last unit that makes an output of the model; what follows is the loss."""
+    ends = [k for k, unit in enumerate(captured.units, 1) if not {*unit.makes}.isdisjoint(captured.outputs)]
+    return max(ends, default=len(captured.units))
 
 
 def cut_at_marks(calls: Calls, stages: Sequence[Sequence[Mark]], what: str) -> Positions:

@@ -47,7 +47,7 @@ class PipelineTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, as one whose processes are ranks: the Trainer does not ask which class to make."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = PipelineAccelerator
+        self.accelerator.__class__, self.accelerator.pipelined = PipelineAccelerator, []
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

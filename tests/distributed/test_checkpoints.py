@@ -1,36 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four real processes save and resume, in one pipeline, in two and in four; and one process reads what they saved."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import fpipe
+from tests.common.processes import finish_workers
 from tests.common.resuming import Trainer, require_same_run, undisturbed
 from tests.distributed import checkpoint_worker
-
-WORKER = Path(checkpoint_worker.__file__)
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where four processes have saved what the worker says."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    commands = [[sys.executable, "-W", "error", WORKER, str(rank), folder / "store", folder] for rank in range(4)]
-    processes = [
-        subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
-    try:
-        printed = [process.communicate(timeout=900)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(text.endswith("passed\n") for text in printed), "\n".join(printed)
+    finish_workers(Path(checkpoint_worker.__file__), 4, folder)
     return folder
 
 

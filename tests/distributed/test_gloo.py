@@ -5,54 +5,19 @@ One job per number of ranks runs all cases of `tests/distributed/cases`; here ev
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from fpipe.tensors.tree import same_bits
+from tests.common.processes import finish
 from tests.common.running import build, run
 from tests.common.schedules import SCHEDULES
 from tests.common.zoo import ZOO
 from tests.distributed import worker
 
 WORKER = Path(worker.__file__)
-LIMIT = 1800  # seconds; a job that hangs is ended long before by the timeout of its group
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def finish(commands, folder, limit=LIMIT):
-    """Run these commands at the same time; return their exit codes and outputs.
-
-    A process that runs longer than `limit` seconds, or 600 seconds after another failed, is killed with its children.
-    """
-    logs = [folder / f"log-{k}" for k in range(len(commands))]
-    processes = [begin(command, log) for command, log in zip(commands, logs, strict=True)]
-    deadline = time.monotonic() + limit
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 600)
-        time.sleep(0.05)
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return [process.wait() for process in processes], [log.read_text() for log in logs]
-
-
-def begin(command, log):
-    with log.open("w") as out:
-        return subprocess.Popen(
-            [sys.executable, "-W", "error", *map(str, command)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=ENVIRONMENT,
-            start_new_session=True,
-        )
 
 
 def ranks(size, folder, *names):

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import fpipe
-from tests.common.examples import FOLDER, load_example, run_under_torchrun
+from tests.common.examples import FOLDER, load_example
+from tests.common.processes import run_under_torchrun
 
 EXAMPLE = FOLDER / "train_gpt.py"
 TINY = shlex.split(

@@ -8,7 +8,8 @@ import pytest
 
 import fpipe
 from fpipe.tensors.tree import same_bits
-from tests.common.examples import FOLDER, load_example, run_under_torchrun
+from tests.common.examples import FOLDER, load_example
+from tests.common.processes import run_under_torchrun
 from tests.common.sizes import by_night
 
 KILLED = """

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.common.examples import FOLDER, load_example, run_under_torchrun
+from tests.common.examples import FOLDER, load_example
+from tests.common.processes import run_under_torchrun
 from tests.common.sizes import by_night
 
 TINY = {

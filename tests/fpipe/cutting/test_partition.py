@@ -146,8 +146,11 @@ def test_invalid_cuts_and_stages_are_refused(arguments, words):
     assert words in str(caught.value)
 
 
-def capture_chain(sizes, skips=(), calls=()):
-    """Return a chain of units with parameters of these sizes; `skips` are pairs of units with a value between them."""
+def capture_chain(sizes, skips=(), calls=(), loss=0):
+    """Return a chain of units with parameters of these sizes, the last `loss` of them after the model's output.
+
+    `skips` are pairs of units with a value between them.
+    """
     units, sources, fakes = [], {}, {}
     for k, size in enumerate(sizes):
         reads = [1000 + k] if size else []
@@ -157,7 +160,8 @@ def capture_chain(sizes, skips=(), calls=()):
         if size:
             sources[1000 + k], fakes[1000 + k] = Parameter(f"{k}"), torch.empty(size, device="meta")
         units.append(unit(f"m{k}", reads, makes))
-    return SimpleNamespace(units=units, sources=sources, fakes=fakes, calls=calls)
+    outputs = (len(sizes) - 1 - loss,)
+    return SimpleNamespace(units=units, sources=sources, fakes=fakes, calls=calls, outputs=outputs)
 
 
 def evenly(model, stages, among=(), barriers=(), refusal=lambda positions: None):
@@ -223,6 +227,11 @@ def test_a_tied_parameter_counts_once():
 
 def test_the_rest_beside_one_large_module_is_cut_evenly():
     assert evenly(capture_chain([100, 9, 9, 9, 9, 9, 9]), 4) == (1, 3, 5)
+
+
+def test_the_loss_is_a_stage_of_its_own_only_if_nothing_else_is_left():
+    assert evenly(capture_chain([1, 1, 1, 50], loss=1), 2) == (2,)
+    assert evenly(capture_chain([1, 1, 1, 50], loss=1), 4) == (1, 2, 3)
 
 
 def test_more_stages_than_places_are_refused():

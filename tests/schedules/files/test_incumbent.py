@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torch.distributed.pipelining`: we read its files, it reads ours, and what it gets wrong is rejected."""
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +17,7 @@ from schedules.files.csv import read_csv, table, write_csv
 from schedules.proof.interpreter import interpret
 from schedules.proof.networks import fifo, receive_of, rendezvous
 from schedules.testing import schedules
+from tests.common.processes import run_under_torchrun
 
 LOOPED = [
     incumbent.ScheduleInterleaved1F1B,
@@ -28,7 +26,6 @@ LOOPED = [
 ]
 VEE = [incumbent.ScheduleZBVZeroBubble, incumbent.ScheduleDualPipeV]
 WORKER = Path(__file__).parents[2] / "distributed" / "incumbent_worker.py"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 SHARDING = {"UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD"}
 WAITS = hasattr(incumbent, "WAIT_SEND_F")  # as of torch 2.15
 WORDS = pipelining_2_15 if WAITS else pipelining
@@ -249,6 +246,5 @@ def test_torch_runs_our_programs(tmp_path):
     orders = [dump(kind(stages(2, 2), 4), "compute_only") for kind in (LOOPED[0], *VEE)]
     for plan, path in zip((split, *orders), paths, strict=True):
         write_csv(lower(plan), path, words=WORDS)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, *paths]
-    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    code, _, err = run_under_torchrun(WORKER, *paths)
+    assert code == 0, err
