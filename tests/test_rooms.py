@@ -4,6 +4,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,7 @@ def orders() -> dict[str, list[str]]:
     return {text.split()[0]: re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) for text in sections}
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Return the file of every module."""
     found = {}
@@ -60,6 +62,7 @@ def room(module: str) -> str:
     return module.split(".")[min(1, module.count("."))]
 
 
+@cache
 def found_imports() -> list[Import]:
     known = modules()
     return [one for name, file in known.items() for one in imports(name, ast.parse(file.read_text()), known)]
