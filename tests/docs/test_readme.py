@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README and the pages of docs tell the truth: their Python runs, and pictures are what the command draws."""
 
-import gc
 import re
 import subprocess
 import sys
@@ -55,7 +54,6 @@ def test_the_first_loop_holds_one_set_of_gradients_and_carries_buffers_on(monkey
         step, last, returned = original(pipe, *options, **named), [], []
 
         def stepping(params, buffers, *batch, **seed):
-            gc.collect()
             alive.append(sum(ref() is not None for ref in last))
             passed.append(not returned or buffers is returned[0])
             out, grads = step(params, buffers, *batch, **seed)
