@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.backends import Backward, backend_of
 from fpipe.batching.batch import Batching
@@ -63,7 +64,7 @@ def pipeline(
     output_dims: Any = 0,
     weight: Weight | None = None,
     plans: int = 32,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule. Everything is checked; nothing runs.
 
@@ -105,9 +106,10 @@ def pipeline(
     - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
       new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
       plan that has not been used for longest.
-    - `group`: if torch.distributed is initialized, the processes that are the ranks, one each; defaults to all. Every
-      process of the job must then build its pipeline at the same time, and all groups must have the same size. If
-      torch.distributed is not initialized, all ranks run in this process.
+    - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
+      dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
+      at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
+      in this process.
 
     Every step uses the parameters, the buffers and the batch, with its numbers and flags, that it is passed. The
     pipeline takes a snapshot of everything else now. If the model changes later in a way that matters (an attribute, a

@@ -11,24 +11,38 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.errors import TransportError
+from fpipe.errors import InputError, TransportError
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.local import LocalRanks
 
 
-def join_ranks(ranks: int, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+def join_ranks(ranks: int, group: dist.ProcessGroup | DeviceMesh | None, device: torch.device) -> Ranks:
     """Return the ranks of a schedule that this process runs; `group` holds the ranks' processes, by default all.
 
-    Raise `TransportError` if the processes and the ranks do not match.
+    Raise `TransportError` if the processes and the ranks do not match, `InputError` for a mesh of several dimensions.
     """
     if not (dist.is_available() and dist.is_initialized()):
         require_process_group(os.environ)
         return LocalRanks(ranks)
+    if isinstance(group, DeviceMesh):
+        group = find_group(group)
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialized"
     return DistributedRanks(ranks, group, device)
+
+
+def find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the process group of a mesh with one dimension; raise `InputError` for another mesh."""
+    if mesh.ndim != 1:
+        names = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
+        raise InputError(
+            f"group: got a device mesh with the dimensions {names}, expected the one along which the pipeline "
+            'runs. Name it: group=mesh["pp"].'
+        )
+    return mesh.get_group()
 
 
 def join_launched() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -49,7 +50,7 @@ def wrapped_models(rank, size):
 def data_parallel_pipelines(rank, size):
     """Two pipelines of half of the ranks take half of the batch each; gradients are averaged after the step."""
     half = size // 2
-    groups = [dist.new_group(list(range(half))), dist.new_group(list(range(half, size)))]
+    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("dp", "pp"))
     replica, mine = divmod(rank, half)
     one = ZOO["tied_sequence"]
     model, inputs, targets = one.make(8)
@@ -62,8 +63,10 @@ def data_parallel_pipelines(rank, size):
         loss=one.loss,
         schedule=how,
         cuts=one.at(half),
-        group=groups[replica],
+        group=mesh["pp"],
     )
+    with raises(fpipe.InputError, "the dimensions ['dp', 'pp']", 'group=mesh["pp"]'):
+        fpipe.pipeline(model, example=inputs, targets=targets, loss=one.loss, schedule=how, group=mesh)
     step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ours[0],), ours[1])
     want = loop(model, one.loss, (ours[0],), ours[1], 2)
     assert same_bits(step.loss, want.loss)
