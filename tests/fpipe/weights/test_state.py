@@ -93,6 +93,7 @@ def test_hooks_on_parameters_from_init_are_refused(built, register):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, when it loads its forward formulas
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # as of torch 2.15
 @pytest.mark.parametrize("where", ["params['0.weight']", "inputs[0]"])
 def test_tangents_are_refused(built, where):
     pipe, model, inputs, _ = built
