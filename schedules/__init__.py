@@ -57,6 +57,7 @@ from schedules.transforms.forwards import forwards
 from schedules.transforms.mirror import mirror
 from schedules.transforms.overlap import overlap
 from schedules.transforms.recompute import recompute
+from schedules.transforms.reduce import reduce_gradients
 from schedules.transforms.split import merge_backward, split_backward
 from schedules.transforms.transform import transform
 from schedules.transforms.update import update_weights
@@ -135,6 +136,7 @@ __all__ = [
     "interleaved_zero_bubble",
     "defer_weights",
     "recompute",
+    "reduce_gradients",
     "v_1f1b",
     "v_half",
     "v_min",

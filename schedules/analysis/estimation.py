@@ -53,7 +53,7 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     stages = [{kind: time for (kind, s), time in medians.items() if s == stage} for stage in range(schedule.stages)]
     whole = [_complete_times(stage, times, schedule.backward) for stage, times in enumerate(stages)]
     costs: dict[str, Any] = {
-        kind: tuple(times.get(kind, 0.0 if kind in "GU" else times["F"]) for times in whole)
+        kind: tuple(times.get(kind, times["F"] if KINDS[kind].after else 0.0) for times in whole)
         for kind in sorted(set[str]().union(*whole))
     }
     return Costs(comm=median(transfers) if transfers else 0.0, **costs)

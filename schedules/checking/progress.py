@@ -47,7 +47,8 @@ class Work:
     A unit is a microbatch or a slice of one, numbered among the `count` units whose route leads to this rank.
     `versions` counts the weight updates, the last with gradients up to microbatch `applied`; `began` maps units in
     flight to the version they began with, unless it is the newest; `kept` is the most versions kept at once. `summed`
-    is true once the gradients of the stage's replicas are summed, `tied` if another stage shares parameters.
+    is true once the gradients of the stage's replicas are summed, `tied` if another stage shares parameters. `gathered`
+    is true while the weights are, for the last of so far `gatherings`; `reduced` is true once the gradient is reduced.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stage: int, tied: bool) -> None:
@@ -61,7 +62,8 @@ class Work:
         self.finished = FinishedUnits()
         self.versions, self.kept, self.applied = 0, 1, -1
         self.began: dict[int, int] = {}
-        self.summed = False
+        self.summed = self.reduced = self.gathered = False
+        self.gatherings = 0
 
     def unit(self, action: Action) -> int:
         """Return the number of the action's unit."""
@@ -75,6 +77,15 @@ class Work:
     def last(self) -> int:
         """The last microbatch on this rank."""
         return self.microbatch(self.count - 1)
+
+    @property
+    def first_unfinished(self) -> int:
+        """The first microbatch that is not finished."""
+        return self.microbatch(self.finished.prefix)
+
+    def number_gathering(self, count: int) -> int:
+        """Return the number of the gathering that comes after `count` others."""
+        return self.first + count * self.stride
 
     def first_partial_microbatch(self) -> int | None:
         """Return the first microbatch with only some slices forwarded, or `None`."""

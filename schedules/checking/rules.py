@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from schedules.checking.channels import LoweredProgram, check_transfers
+from schedules.checking.collectives import require_collected, require_reductions_everywhere
 from schedules.checking.progress import Progress, Work, violation
-from schedules.checking.updates import require_reduced, require_updated, require_updates_everywhere
+from schedules.checking.updates import require_updated, require_updates_everywhere
 from schedules.errors import GraphError
 from schedules.language.actions import KINDS, Action
 from schedules.language.costs import ROUNDING, UNITS, Costs
@@ -166,7 +167,7 @@ def count_versions(schedule: Schedule, rank: int) -> dict[int, int]:
     """
     book = Progress(schedule, rank)
     for _ in require_updated(
-        book, require_reduced(book, require_forward_before_backward(book, schedule.actions(rank)))
+        book, require_collected(book, require_forward_before_backward(book, schedule.actions(rank)))
     ):
         pass
     return {stage: work.kept for stage, work in book.work.items()}
@@ -176,7 +177,7 @@ RULES: tuple[Rule, ...] = (
     require_forward_before_backward,
     require_complete,
     require_fused,
-    require_reduced,
+    require_collected,
     require_updated,
 )
 
@@ -225,6 +226,7 @@ Add 0F0 before it, or move it later.
     for _ in replay(schedule, streams, wires(schedule, graph, _FREE, UNITS), _FREE, spans=False):
         pass
     require_updates_everywhere(books)
+    require_reductions_everywhere(books)
 
 
 def _apply_rules(book: Progress) -> Actions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules on actions that run once for many microbatches: sums over replicas and weight updates.
+"""The rules on weight updates.
 
 Problem. A gradient is complete once its last term is, and copies of weights stay equal only if all of them are updated
 with the same gradient. Neither shows in the life of a single microbatch.
@@ -81,45 +81,13 @@ def _require_consistent(progress: Progress, position: int, action: Action) -> No
         raise violation("updated", progress, position, action, problem, repair)
 
 
-def require_reduced(progress: Progress, actions: Actions) -> Actions:
-    """Require each rank of a replicated stage to sum the gradients once, by `G` after its last weight gradient."""
-    position = -1
-    for position, action in enumerate(actions):
-        if action.kind == "G":
-            problem, repair = _find_problem(progress, action)
-            if problem:
-                raise violation("reduced", progress, position, action, problem, repair)
-            progress.work[action.stage].summed = True
-        yield action
-    for stage, work in progress.work.items():
-        if work.replicated and not work.summed and progress.schedule.backward:
-            missing = Action("G", stage, work.microbatch(work.count - 1))
-            why = f"{missing} never runs: the gradients of the replicas are not summed"
-            raise violation("reduced", progress, position + 1, None, why, f"Add it to rank {progress.rank}.")
-
-
-def _find_problem(progress: Progress, action: Action) -> tuple[str, str]:
-    """Return why this `G` is wrong here, and the repair; empty if it is fine."""
-    work = progress.work[action.stage]
-    last = Action("G", action.stage, work.microbatch(work.count - 1))
-    if not work.replicated or not progress.schedule.backward:
-        return f"stage {action.stage} has no replicas whose gradients could be summed", f"Drop {action}."
-    if work.summed:
-        return "has already run", f"Drop {action}: gradients are summed once."
-    if action != last:
-        return f"is not named after the last microbatch that this rank runs, {last.microbatch}", f"Write {last}."
-    if len(work.finished) < work.count:
-        return f"comes before the backward of microbatch {work.microbatch(work.finished.prefix)}", "Move it later."
-    return "", ""
-
-
 def require_updates_everywhere(books: Sequence[Progress]) -> None:
     """Raise `ScheduleError` unless all stages update their weights within the step, or none does."""
     works = [(book, stage, work) for book in books for stage, work in book.work.items()]
     if any(work.versions for _, _, work in works):
         for book, stage, work in works:
             if not work.versions:
-                missing = Action("U", stage, work.microbatch(work.count - 1))
+                missing = Action("U", stage, work.last)
                 problem = f"{missing} never runs, though other stages update their weights"
                 length = sum(1 for _ in book.schedule.actions(book.rank))
                 raise violation("updated", book, length, None, problem, f"Add it to rank {book.rank}.")

@@ -27,7 +27,7 @@ from typing import Any, Concatenate, TextIO, TypeAlias
 
 from schedules.errors import GraphError, TableError
 from schedules.files.cells import Notation, ScheduleOrProgram, has_transfers, own, read_row
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import GATHERINGS, KINDS, Action
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.placement import Placement
 from schedules.language.schedule import Arguments, Factory, Schedule, Shape, without_rank
@@ -51,6 +51,8 @@ def _infer_shape(arguments: dict[str, Any]) -> Shape:
                     "each stage, or one for its even microbatches and one for its odd ones. "
                     f"Move {action} and the stage's other actions to one of them."
                 )
+            if action.kind in GATHERINGS:
+                continue
             microbatches = max(microbatches, action.microbatch + 1)
             slices = max(slices, (action.slice or 0) + 1)
             backward = backward or KINDS[action.kind].crosses != "F"

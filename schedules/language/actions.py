@@ -36,6 +36,8 @@ class Kind(NamedTuple):
       only its inputs saved, `forward` all residuals saved, `halved` only its weight gradient still to compute, `done`.
       Both are empty for transfers and for actions that run once for many microbatches.
     - `crosses`: what the action exchanges with other stages: `F` values, `B` cotangents, or nothing.
+    - `reads`: true if the action reads the stage's weights. A weight half does not: it multiplies what the input half
+      left, activations and gradients.
     """
 
     meaning: str
@@ -43,19 +45,23 @@ class Kind(NamedTuple):
     before: str = ""
     after: str = ""
     crosses: str = ""
+    reads: bool = False
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "F": Kind("forward", "", "", "forward", "F"),
-        "B": Kind("full backward: gradients of inputs and of weights", "", "forward", "done", "B"),
-        "I": Kind("input half of the backward: gradients of inputs", "", "forward", "halved", "B"),
+        "F": Kind("forward", "", "", "forward", "F", True),
+        "B": Kind("full backward: gradients of inputs and of weights", "", "forward", "done", "B", True),
+        "I": Kind("input half of the backward: gradients of inputs", "", "forward", "halved", "B", True),
         "W": Kind("weight half of the backward: gradients of weights", "", "halved", "done"),
-        "C": Kind("checkpointed forward: keeps its inputs only", "", "", "kept", "F"),
-        "R": Kind("recomputation of a checkpointed forward, for its backward", "", "kept", "forward"),
-        "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "", "forward", "F"),
+        "C": Kind("checkpointed forward: keeps its inputs only", "", "", "kept", "F", True),
+        "R": Kind("recomputation of a checkpointed forward, for its backward", "", "kept", "forward", reads=True),
+        "OVERLAP_F": Kind("forward, overlapped with the backward after it", "", "", "forward", "F", True),
         "G": Kind("sum of the gradients of all replicas of the stage, each up to its last microbatch"),
         "U": Kind("update of the weights with the gradients up to this microbatch: a new version"),
+        "UNSHARD": Kind("gather the stage's weights from the shards of its data-parallel group"),
+        "RESHARD": Kind("free the gathered weights"),
+        "REDUCE_GRAD": Kind("reduce the gradient up to this microbatch, the last, over the data-parallel group"),
         "SEND_F": Kind("post the send of a value to a later stage", ">"),
         "RECV_F": Kind("post the receive of a value from an earlier stage", "<"),
         "WAIT_F": Kind("release a sent value: the later stage has consumed it", ">"),
@@ -69,6 +75,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
+GATHERINGS = frozenset({"UNSHARD", "RESHARD"})
+"""The kinds whose number counts the gatherings of the stage on its rank."""
+COLLECTIVES = GATHERINGS | {"REDUCE_GRAD"}
+"""The kinds that concern a stage's data-parallel group, and no other rank of the pipeline."""
+
+
 class Action(NamedTuple):
     """One action of one rank: `kind`, on `stage`, for `microbatch`.
 
@@ -76,8 +88,14 @@ class Action(NamedTuple):
     of the microbatch's sequence, if the schedule cuts sequences. Build compute actions with `F B I W` and `C R G U`,
     and any action from its text form with `parse`.
 
+    `UNSHARD` and `RESHARD` serve many microbatches, so their number counts the gatherings of the stage on its rank: 0,
+    1, 2, and so on; with two routes, 0, 2, 4 on the rank of the first and 1, 3, 5 on that of the second, like its
+    microbatches. It may go beyond the last microbatch.
+
     >>> str(F(3, 0)), str(F(3, 0, slice=2)), str(Action("SEND_F", 2, 1, 5))
     ('3F0', '3F0.2', '2SEND_F1>5')
+    >>> str(Action("UNSHARD", 3, 0)), str(Action("REDUCE_GRAD", 3, 7))
+    ('3UNSHARD0', '3REDUCE_GRAD7')
     """
 
     kind: str

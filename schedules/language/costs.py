@@ -13,6 +13,7 @@ from math import inf
 from typing import Final, TypeAlias
 
 from schedules.errors import SizeError
+from schedules.language.actions import COLLECTIVES
 
 Cost: TypeAlias = float | tuple[float, ...]
 ROUNDING: Final = 1e-9
@@ -124,6 +125,8 @@ class Costs:
 
     def time(self, kind: str, stage: int) -> float:
         """Return the time of one compute action on one microbatch, without jitter."""
+        if kind in COLLECTIVES:
+            return 0
         cost: Cost | None = getattr(self, kind)
         return of_stage(self.F if cost is None else cost, stage)
 

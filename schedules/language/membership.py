@@ -8,7 +8,7 @@ These are the first two rules of `check`. Code that meets anything else calls
 from __future__ import annotations
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import GATHERINGS, KINDS, Action
 from schedules.language.schedule import Actions, Schedule
 
 _COMPUTE = tuple(kind for kind, word in KINDS.items() if not word.mark)
@@ -26,7 +26,7 @@ def require_compute_only(schedule: Schedule, rank: int, actions: Actions) -> Act
                 and peer is None
                 and type(stage) is type(i) is int  # True and 1.0 equal 1, but print differently
                 and 0 <= stage < S
-                and 0 <= i < M
+                and (0 <= i < M or (kind in GATHERINGS and i >= M))
                 and ((part is None and slices == 1) or _has_valid_slice(action, slices))
             ):
                 yield action
@@ -53,7 +53,9 @@ def _explain_misfit(schedule: Schedule, action: Action) -> tuple[str, str]:
         return f"got {tuple(action)}, expected integers", "Make stage and microbatch ints."
     if not 0 <= action.stage < schedule.stages:
         return f"stage {action.stage} does not exist", f"Use stages 0 to {schedule.stages - 1}."
-    if not 0 <= action.microbatch < schedule.microbatches:
+    if action.kind in GATHERINGS and action.microbatch < 0:
+        return f"gathering {action.microbatch} does not exist", "Count the stage's gatherings from 0."
+    if action.kind not in GATHERINGS and not 0 <= action.microbatch < schedule.microbatches:
         return f"microbatch {action.microbatch} does not exist", f"Use microbatches 0 to {schedule.microbatches - 1}."
     if schedule.slices == 1 or not KINDS[action.kind].after:
         return f"slice {action.slice} does not exist", "Leave the slice out: this action has none."

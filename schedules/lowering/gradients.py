@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a rank sends gradients to other ranks, and which gradients it waits for.
 
-GradientExchange travel once per step, and there are two reasons to send one:
+Gradients travel once per step, and there are two reasons to send one:
 
 - A stage has replicas. Each replica sends its part to the others once its last backward has run; each `G` waits for
   the parts of the others and adds them up.
-- A stage shares parameters with other stages. Its gradient goes to them once it is complete: after the `G` if the stage
-  has replicas, after its last backward otherwise. They use it in their `U`, or at the end of the step.
+- A stage shares parameters with other stages. Its gradient goes to them once it is complete: after its `REDUCE_GRAD`
+  if the schedule has one, else after the `G` if the stage has replicas, else after its last backward. They use it in
+  their `U`, or at the end of the step.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from collections.abc import Iterator, Set
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.messages import Message
+from schedules.replay.dependencies import completes_gradient
 
 
 class GradientExchange:
     """The gradients that `rank` exchanges with the ranks in `peers`.
 
     `backwards_left` counts, per stage, the backwards that `rank` has still to run; `received` are the stages whose
-    update has used the gradients of the parameters they share.
+    update has used the gradients of the parameters they share; `completers` says, for each stage that shares
+    parameters, which actions complete its gradient.
     """
 
     def __init__(self, schedule: Schedule, graph: Graph, rank: int, peers: Set[int]) -> None:
@@ -30,11 +33,19 @@ class GradientExchange:
         self.placement, self.routes = schedule.placement, schedule.placement.routes
         self.backwards_left = {s: self._count_units(s) for s in self.placement.stages_on(rank)}
         self.received = set[int]()
+        self.completers = {
+            s: completes_gradient(schedule, s, rank) for s in self.placement.stages_on(rank) if graph.shares[s]
+        }
 
     def has_any(self, kind: str, s: int) -> bool:
-        """Return whether an action of this kind, a backward, `G` or `U`, may send gradients or wait for them."""
+        """Return whether an action of this kind may send gradients or wait for them.
+
+        The kind is a backward, `G`, `REDUCE_GRAD` or `U`.
+        """
         if kind == "U":
             return bool(self.graph.shared_by[s])
+        if kind == "REDUCE_GRAD":
+            return bool(self.graph.shares[s])
         return kind == "G" or bool(self.graph.shares[s]) or self._is_replicated(s)
 
     def needed_by(self, kind: str, s: int) -> Iterator[Message]:
@@ -54,15 +65,16 @@ class GradientExchange:
                 yield from self._from_sharing_stages(s)
 
     def completed_by(self, kind: str, s: int) -> Iterator[Message]:
-        """Yield the gradients to send after an action on stage `s`, which has run: a backward or a `G`."""
+        """Yield the gradients to send after an action on stage `s`, which has run."""
         if kind == "U":
             return
-        self.backwards_left[s] -= kind != "G"
+        what = kind if kind in ("G", "REDUCE_GRAD") else "done"
+        self.backwards_left[s] -= what == "done"
         if self.backwards_left[s]:
             return
-        if kind != "G" and self._is_replicated(s):
+        if what == "done" and self._is_replicated(s):
             yield from self._to_replicas(s)
-        elif (kind == "G") == self._is_replicated(s):
+        if what == self.completers.get(s):
             yield from self._to_sharing_stages(s)
 
     def _to_replicas(self, s: int) -> Iterator[Message]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import Action, new_tuple
+from schedules.language.actions import COLLECTIVES, Action, new_tuple
 from schedules.language.graph import Graph
 from schedules.language.membership import require_valid_actions
 from schedules.language.picture import picture
@@ -122,10 +122,19 @@ class _Lowering:
 
     def _actions(self) -> Iterator[Action]:
         ahead: deque[Turn] = deque()
+        collectives = (
+            0  # among the turns ahead; they take no time, so none counts as one that a receive is posted before
+        )
         for turn in Turns(self.schedule, self.program.graph, self.rank):
             posts = self._post(turn)
             ahead.append(turn)
-            yield from posts + self._run(ahead.popleft()) if len(ahead) > LOOK_AHEAD else posts
+            if turn.actions and turn.actions[0].kind in COLLECTIVES:
+                collectives += 1
+                continue
+            while collectives and ahead[0].actions[0].kind in COLLECTIVES:
+                posts += self._run(ahead.popleft())
+                collectives -= 1
+            yield from posts + self._run(ahead.popleft()) if len(ahead) - collectives > LOOK_AHEAD else posts
         for turn in ahead:
             yield from self._run(turn)
         yield from (new_tuple(Action, (WAITS[what], s, i, t, part)) for what, s, i, t, part in self.unconfirmed)

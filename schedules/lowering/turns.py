@@ -58,7 +58,7 @@ class Turns:
         return _Exchange(
             tuple((word.crosses, p) for p in sources if homes[p] in self.peers),
             tuple((word.crosses, t) for t in targets if homes[t] in self.peers),
-            (word.after == "done" or kind in ("G", "U")) and self.gradients.has_any(kind, s),
+            (word.after == "done" or kind in ("G", "REDUCE_GRAD", "U")) and self.gradients.has_any(kind, s),
         )
 
     def __iter__(self) -> Iterator[Turn]:

@@ -23,6 +23,7 @@ class Sums:
 
     - `terms`: by place, in the order they were added; `added`: the parts they are from.
     - `totals`: by place, the sum over all replicas once computed.
+    - `reduced`: the places whose gradient is reduced over the data-parallel group.
     - `applied`: by place, the last microbatch whose gradients have been applied; `updates`: the number of updates;
       `seen`: the gradient that the last of them found.
     """
@@ -33,6 +34,9 @@ class Sums:
         self.terms: dict[Replica, list[Formula]] = {place: [] for place in places}
         self.added: dict[Replica, set[MicrobatchSlice]] = {place: set() for place in places}
         self.totals: dict[Replica, Formula] = {}
+        self.reduced = set[Replica]()
+        actions = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
+        self.reduces = any(action.kind == "REDUCE_GRAD" for action in actions)
         self.applied, self.updates = dict.fromkeys(places, -1), dict.fromkeys(places, 0)
         self.seen: dict[Replica, Formula] = {}
         self.versions: dict[tuple[Replica, int], int] = {}  # the number of updates before a microbatch began
@@ -54,6 +58,10 @@ class Sums:
         """Return whether the gradient of stage `s` on a rank is complete, and summed if there are replicas."""
         return (s, rank) in self.totals if self.other_replicas(s, rank) else self.is_complete(s, rank)
 
+    def is_final(self, s: int, rank: int) -> bool:
+        """Return whether the gradient of stage `s` on a rank is settled, and reduced if the schedule reduces any."""
+        return self.is_settled(s, rank) and ((s, rank) in self.reduced or not self.reduces)
+
     def last_microbatch(self, s: int, rank: int) -> int:
         """Return the last microbatch that stage `s` runs on a rank."""
         return max(self._expected(s, rank))[0]
@@ -66,7 +74,20 @@ class Sums:
         """Record the total over all replicas, given the sum of each."""
         self.totals[s, rank] = formula("total", *(partials[replica] for replica in self.placement.replicas(s)))
 
+    def reduce(self, s: int, rank: int, i: int) -> bool:
+        """Reduce the gradient up to microbatch `i`. Return false if that is not all of it, or it is too late."""
+        whole = self.is_settled(s, rank) and self.is_complete(s, rank) and i == self.last_microbatch(s, rank)
+        allowed = self.schedule.backward and whole and (s, rank) not in self.reduced and not self.updates[s, rank]
+        if allowed:
+            self.reduced.add((s, rank))
+        return allowed
+
     def full_gradient(self, s: int, rank: int) -> Formula:
+        """Return the gradient of stage `s` on a rank, summed over its replicas and reduced, if that was done."""
+        gradient = self._summed_gradient(s, rank)
+        return formula("reduced", gradient) if (s, rank) in self.reduced else gradient
+
+    def _summed_gradient(self, s: int, rank: int) -> Formula:
         """Return the gradient of stage `s` on a rank, summed over its replicas if there are several.
 
         Raise `ProgramError` if they were never summed.
@@ -134,10 +155,19 @@ class Sums:
                     f"rank {rank}: copies of stage {s}'s weights drift apart. Update them once, at the end."
                 )
 
+    def require_all_reduced(self) -> None:
+        """Raise `ProgramError` if some gradients are reduced and others are not."""
+        left = sorted({*self.terms} - self.reduced)
+        if self.reduced and left:
+            s, rank = left[0]
+            raise ProgramError(f"rank {rank} never reduces the gradient of stage {s}. Add its REDUCE_GRAD.")
+
     def require_sums_last(self) -> None:
         """Raise `ProgramError` if a sum misses terms that were added later."""
-        for s, found in enumerate(self.full_gradients() if self.schedule.backward else ()):
-            if {*found} != {total([self.terms[s, rank] for rank in self.placement.replicas(s)])}:
+        for s in range(self.stages if self.schedule.backward else 0):
+            replicas = self.placement.replicas(s)
+            found = {self._summed_gradient(s, rank) for rank in replicas}
+            if found != {total([self.terms[s, rank] for rank in replicas])}:
                 raise ProgramError(f"stage {s}: its gradients were summed too early. Put each G after all backwards.")
 
     def _expected(self, s: int, rank: int) -> set[MicrobatchSlice]:

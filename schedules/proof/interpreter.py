@@ -21,11 +21,12 @@ from typing import TypeAlias
 
 from schedules.checking.channels import LoweredProgram
 from schedules.errors import ProgramError
-from schedules.language.actions import Action
+from schedules.language.actions import COLLECTIVES, Action
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
 from schedules.lowering.program import lower
 from schedules.proof.formulas import Formula, Meaning, formula
+from schedules.proof.gatherings import Gatherings
 from schedules.proof.gradients import Sums
 from schedules.proof.inflight import Parcel, parcels_for
 from schedules.proof.networks import Links, Network, fifo, rendezvous
@@ -79,6 +80,7 @@ class Interpreter:
         self.placement = schedule.placement
         self.store = Store(schedule.placement, direct=links is None)
         self.sums = Sums(schedule, graph.stages)
+        self.weights = Gatherings(self.store)
         self.transfers = None if links is None else Transfers(schedule.placement, self.store, self.sums, links)
         self.outputs: list[list[Formula]] = [[] for _ in range(graph.stages)]
         self.copied: dict[Parcel, Formula] = {}
@@ -103,6 +105,7 @@ class Interpreter:
         self.sums.require_all_applied()
         self.sums.require_equal_copies(self.graph)
         self.sums.require_sums_last()
+        self.sums.require_all_reduced()
         updates = self.sums.gradients_updated_with()
         return Meaning(tuple(map(tuple, self.outputs)), gradients, sums, copies, updates)
 
@@ -135,7 +138,8 @@ class Interpreter:
             return False
         if not all(0 <= stage < self.graph.stages for stage in (action.stage, action.peer) if stage is not None):
             return False
-        if (action.slice is None) != (self.schedule.slices == 1 or action.kind[-1] in "GU"):
+        is_whole = action.kind[-1] in "GU" or action.kind in COLLECTIVES
+        if (action.slice is None) != (self.schedule.slices == 1 or is_whole):
             return False
         is_home = action.peer is not None or self.placement.home(action.stage, action.microbatch) == rank
         return is_home and rank in self.placement.replicas(action.stage)
@@ -157,6 +161,7 @@ class Interpreter:
         if kind == "C" and not self.schedule.backward:
             raise self.store.error(rank, "is checkpointed, and the schedule has no backwards", "Use F.")
         inputs = yield from self.store.take(rank, *self._parcels_for(action))
+        self.weights.read(rank, s)
         if not self.sums.begin(s, rank, i):
             repair = "Update weights before the first slice of a microbatch, or after its last."
             raise self.store.error(rank, "uses other weights than an earlier slice", repair)
@@ -170,12 +175,14 @@ class Interpreter:
     def _recompute(self, rank: int, action: Action) -> Waits:
         _, s, i, _, part = action
         (output,) = yield from self.store.take(rank, Parcel("inputs", s, s, i, part))
+        self.weights.read(rank, s)
         self.store.put(rank, output, Parcel("residuals", s, s, i, part))
 
     def _pull_back(self, rank: int, action: Action) -> Generator[Parcel, None, Formula]:
         """Make the cotangents and return the term to add to the weight gradient."""
         _, s, i, _, part = action
         operands = yield from self.store.take(rank, *self._parcels_for(action))
+        self.weights.read(rank, s)
         later = [Parcel("later", s, s, i, part)] if part else []
         cotangents = (Parcel("B", s, p, i, part) for p in self.graph.pulls[s])
         self.store.put(rank, formula("B", *operands), *later, *cotangents)
@@ -220,11 +227,26 @@ class Interpreter:
                 parcel = Parcel("G", s, t, self._last_microbatch(route))
                 if self.links is not None and homes[s] != rank and parcel not in self.copied:
                     (self.copied[parcel],) = yield from self.store.take(rank, parcel)
-                while not self.sums.is_settled(s, homes[s]):
+                while not self.sums.is_final(s, homes[s]):
                     yield parcel
+        self.weights.write(rank, t)
         if not self.sums.update(action.stage, rank, action.microbatch):
             problem = "applies gradients that are not there, or applies them again"
             raise self.store.error(rank, problem, "Update once, after the backwards of these microbatches.")
+
+    def _gather(self, rank: int, action: Action) -> Waits:
+        self.weights.gather(rank, action)
+        yield from ()
+
+    def _free(self, rank: int, action: Action) -> Waits:
+        self.weights.free(rank, action)
+        yield from ()
+
+    def _reduce(self, rank: int, action: Action) -> Waits:
+        yield from ()
+        if not self.sums.reduce(action.stage, rank, action.microbatch):
+            repair = "Reduce once, after the last gradient and before the update, named by the last microbatch."
+            raise self.store.error(rank, "does not reduce a whole gradient, or comes too late", repair)
 
     def _copies(self, s: int, t: int) -> tuple[Formula, ...]:
         """Return, for each route, the gradient of `s`'s parameters on the rank of `t`, received or local."""
@@ -257,6 +279,9 @@ _HANDLERS: Mapping[str, _Handler] = MappingProxyType(
         "W": Interpreter._weight_half,
         "G": Interpreter._sum_replicas,
         "U": Interpreter._update,
+        "UNSHARD": Interpreter._gather,
+        "RESHARD": Interpreter._free,
+        "REDUCE_GRAD": Interpreter._reduce,
     }
 )
 _TRANSFERS = frozenset(f"{word}_{what}" for word in ("SEND", "RECV", "WAIT") for what in "FBG")

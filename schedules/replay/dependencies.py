@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from schedules.errors import GraphError
-from schedules.language.actions import KINDS
+from schedules.language.actions import KINDS, Action
 from schedules.language.costs import Costs, Sizes, require_stages
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Schedule
@@ -114,9 +114,25 @@ def _gradient_dependency(schedule: Schedule, edge: Edge, route: int, consumer: i
     dependency = Dependency("G", edge, producer, consumer)
     routes = [number for number, homes in enumerate(placement.routes) if homes[s] == producer]
     units = sum(len(range(number, schedule.microbatches, len(placement.routes))) for number in routes) * schedule.slices
-    summed = s != t and len(placement.replicas(s)) > 1
-    dependency.arrived = GradientArrival(dependency, 1 if summed else units)
+    once = s != t and completes_gradient(schedule, s, producer) != "done"
+    dependency.arrived = GradientArrival(dependency, 1 if once else units)
     return dependency
+
+
+def completes_gradient(schedule: Schedule, stage: int, rank: int) -> str:
+    """Return what makes the gradient of `stage` on `rank` final: its `REDUCE_GRAD`, its `G`, or else every `done` unit.
+
+    Generate the rank's actions to find out.
+
+    >>> from schedules import gpipe, reduce_gradients
+    >>> s = gpipe(ranks=2, microbatches=2)
+    >>> completes_gradient(s, 0, 0), completes_gradient(reduce_gradients(s), 0, 0)
+    ('done', 'REDUCE_GRAD')
+    """
+    actions = (action for action in schedule.actions(rank) if type(action) is Action)
+    if any(action.kind == "REDUCE_GRAD" and action.stage == stage for action in actions):
+        return "REDUCE_GRAD"
+    return "G" if len(schedule.placement.replicas(stage)) > 1 else "done"
 
 
 def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires:
@@ -168,7 +184,7 @@ def _givers(schedule: Schedule, dependency: Dependency, route: int) -> Iterator[
     if dependency.what != "G":
         yield dependency.what, s, route
         return
-    summed = s != dependency.target and len(placement.replicas(s)) > 1
+    maker = "done" if s == dependency.target else completes_gradient(schedule, s, dependency.producer)
     for number, homes in enumerate(placement.routes):
         if homes[s] == dependency.producer:
-            yield "G" if summed else "done", s, number
+            yield maker, s, number

@@ -10,6 +10,7 @@ every schedule must have, shrinks them, and draws the smallest failing schedule 
     test_mine = conformance(mine)
 """
 
+from schedules.testing.collectives import collective_orders
 from schedules.testing.mutants import mutants
 from schedules.testing.orders import orders
 from schedules.testing.strategies import costs, graphs, schedules, sizes
@@ -17,6 +18,7 @@ from schedules.testing.suite import conformance, require_bounds, require_matchin
 from schedules.testing.timing import require_same_times, time_program
 
 __all__ = [
+    "collective_orders",
     "conformance",
     "costs",
     "graphs",

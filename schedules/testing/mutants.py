@@ -75,7 +75,7 @@ def _edits(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> lis
 
 def _edit(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> None:
     row = draw(st.sampled_from([row for row in rows if row] or [[Action("F", 0, 0)]]))
-    at, to, what = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1)), draw(st.sampled_from(EDITS))
+    at, to, what = draw(_positions(row)), draw(st.integers(0, len(row) - 1)), draw(st.sampled_from(EDITS))
     if what == "drop":
         del row[at]
     elif what == "duplicate":
@@ -92,6 +92,13 @@ def _edit(draw: st.DrawFn, rows: list[list[Action]], schedule: Schedule) -> None
     else:
         changed: dict[str, Any] = {what: draw(_possible_values(what, row[at], schedule))}
         row[at] = row[at]._replace(**changed)
+
+
+def _positions(row: list[Action]) -> st.SearchStrategy[int]:
+    """Return a strategy for positions in which actions that run once for many microbatches are not rare."""
+    rare = [at for at, action in enumerate(row) if action.peer is None and not KINDS[action.kind].after]
+    every = st.integers(0, len(row) - 1)
+    return every | st.sampled_from(rare) if rare else every
 
 
 def _possible_values(field: str, action: Action, schedule: Schedule) -> st.SearchStrategy[str | int | None]:

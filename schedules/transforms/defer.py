@@ -21,8 +21,8 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
 
     The room to defer a `W` is the difference between `memory` and the rank's own peak. With room for `n` more
     activations, every `W` moves to the place of the `n`th `W` after it, and the last `n` to the end, before any `U`, or
-    before the `G` that uses them. Cotangents that arrive in the meantime go first, and ranks that would idle at the end
-    have work. Gradients accumulate in the same order.
+    before the `G` or `REDUCE_GRAD` that uses them. Cotangents that arrive in the meantime go first, and ranks that
+    would idle at the end have work. Gradients accumulate in the same order.
 
     The peak is the one the schedule declares. If it declares none, the rank's actions are generated twice, the first
     time to count it. Generating the actions raises `SizeError` if the peak exceeds `memory`.
@@ -45,8 +45,8 @@ def defer_weights(rank: int, schedule: Schedule, memory: float) -> Iterator[Acti
             if len(owed) > room:
                 yield owed.popleft()
             continue
-        if kind in ("G", "U"):
-            used = {stage} if kind == "G" else {late.stage for late in owed}  # U may use other stages' gradients
+        if kind in ("G", "REDUCE_GRAD", "U"):
+            used = {stage} if kind != "U" else {late.stage for late in owed}  # U may use other stages' gradients
             yield from (late for late in owed if late.stage in used)
             owed = deque(late for late in owed if late.stage not in used)
         yield action

@@ -18,7 +18,7 @@ from math import isfinite
 from typing import Any
 
 from schedules.errors import SizeError
-from schedules.language.actions import KINDS, Action, G
+from schedules.language.actions import COLLECTIVES, KINDS, Action, G
 from schedules.language.graph import Graph
 from schedules.language.placement import Placement
 from schedules.language.schedule import Factory, Limits, Schedule, Shape
@@ -87,7 +87,7 @@ def mirror(rank: int, schedule: Schedule) -> Iterator[Action]:
     for `2 floor((P - 1) / 2) max(F, B)`. `chimera` is that in units of `P` microbatches, with less memory; `dualpipe`
     is that with weight gradients deferred.
 
-    Raise `SizeError` for a schedule that is already mirrored, or asynchronous.
+    Raise `SizeError` for a schedule that is already mirrored, is asynchronous, or has collectives.
 
     >>> from schedules import one_f_one_b
     >>> print(mirror(one_f_one_b(ranks=2, microbatches=2)))
@@ -131,6 +131,9 @@ def _list_turns(schedule: Schedule, home: int, way: int) -> Iterator[tuple[Actio
     for action in schedule.actions(home):
         if action.kind == "U":
             raise _drift_error(schedule)
+        if action.kind in COLLECTIVES:
+            repair = "Mirror it first, and insert them afterwards."
+            raise SizeError.of("mirror", "schedule", schedule, "one without UNSHARD, RESHARD and REDUCE_GRAD", repair)
         copy = action._replace(microbatch=2 * action.microbatch + way)
         turn = (*opener, copy._replace(microbatch=unit_of(copy, schedule.slices)))
         opener = turn if action.kind == "OVERLAP_F" else ()

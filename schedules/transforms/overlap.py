@@ -55,7 +55,7 @@ def _fuse(schedule: Schedule) -> Sequence[Sequence[Action]]:
 
 
 _Term: TypeAlias = tuple[str, int]
-"""A contribution to the gradient of a stage: a backward `done`, or the sum over replicas `G`; and the stage."""
+"""A contribution to the gradient of a stage: a backward `done`, its sum `G` or its `REDUCE_GRAD`; and the stage."""
 
 
 class _Ranks:
@@ -107,7 +107,7 @@ def _term_of(action: Action) -> _Term:
 def _terms_for(action: Action, graph: Graph) -> list[_Term]:
     """Return the gradient terms that must be there before the action."""
     if action.kind == "U":
-        return [(what, s) for s in graph.shared_by[action.stage] for what in ("done", "G")]
+        return [(what, s) for s in graph.shared_by[action.stage] for what in ("done", "G", "REDUCE_GRAD")]
     return [("done", action.stage)] if action.kind == "G" else []
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from schedules.errors import SizeError
 from schedules.language.actions import KINDS, Action, U
 from schedules.language.schedule import Schedule
-from schedules.replay.dependencies import graph_of
+from schedules.replay.dependencies import completes_gradient, graph_of
 from schedules.transforms.transform import KEPT, transform
 
 
@@ -27,7 +27,8 @@ def update_weights(rank: int, schedule: Schedule) -> Iterator[Action]:
 
     A stage that uses a parameter of another stage waits for that one's gradient too, so its update goes to the end of
     the rank's actions, where nothing else has to wait with it. Which stages share parameters is known from the
-    schedule's stage graph (`connect`). A schedule without backwards stays unchanged.
+    schedule's stage graph (`connect`). The same goes for a stage that is reduced (`reduce_gradients`): its update waits
+    for the reduction. A schedule without backwards stays unchanged.
 
     Ranks that drain early update while the others still compute. The rank that finishes last cannot: a step is shorter
     than one with the updates at its end if that rank has less to update than another, as when the first stage is
@@ -42,6 +43,7 @@ def update_weights(rank: int, schedule: Schedule) -> Iterator[Action]:
     rank 1 |.   1F0 1F1 3F0 3B0     3F1 3B1     3U1 1B0     1B1     1U1 .   .   |
     """
     shared = {target for _, target in graph_of(schedule, None).gradients}
+    reduced = {s for s in schedule.placement.stages_on(rank) if completes_gradient(schedule, s, rank) == "REDUCE_GRAD"}
     units = schedule.microbatches * schedule.slices
     left = dict.fromkeys(schedule.placement.stages_on(rank), units)  # weight gradients; never 0 for a replica
     late: list[Action] = []
@@ -53,10 +55,14 @@ def update_weights(rank: int, schedule: Schedule) -> Iterator[Action]:
         yield action
         if KINDS[kind].after == "done" and schedule.backward:
             left[stage] -= 1
-        if kind != "G" and (KINDS[kind].after != "done" or left[stage]):
+        if stage in reduced:
+            complete = kind == "REDUCE_GRAD"
+        else:
+            complete = kind == "G" or (KINDS[kind].after == "done" and not left[stage])
+        if not complete:
             continue
-        update = U(stage, i if kind == "G" else schedule.microbatches - 1)
-        if stage in shared:
+        update = U(stage, schedule.microbatches - 1 if KINDS[kind].after else i)
+        if stage in shared or stage in reduced:
             late.append(update)
         else:
             yield update

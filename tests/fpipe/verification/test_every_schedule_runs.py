@@ -23,6 +23,7 @@ from schedules import (
     pipedream,
     pipedream_2bw,
     recompute,
+    reduce_gradients,
     seq_1f1b,
     split_backward,
 )
@@ -121,3 +122,10 @@ def test_schedules_that_fpipe_does_not_run_yet_are_refused(made):
         fpipe.InputError, match=r"expected (actions of kinds F .*|whole microbatches|no updates).*be checked"
     ):
         build(made(ranks=2, microbatches=4))
+
+
+def test_collectives_are_refused_until_they_run():
+    with pytest.raises(
+        fpipe.InputError, match=r"got .REDUCE_GRAD.* on rank 0, expected no collectives.*Pass the sched"
+    ):
+        build(reduce_gradients(families.gpipe(ranks=2, microbatches=4)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check` is never wrong: it accepts exactly what, run on formulas, computes the whole model.
 
-Any correct schedule of any stage graph, with replicas, slices, recomputation, updates and fused pairs, is edited at
-random, and so is its program. What `check` says of the result must be what the interpreter finds, for a program on a
-network that matches tags and on one that does not. The interpreter shares nothing with the rules.
+Any correct schedule of any stage graph, with replicas, slices, recomputation, updates, fused pairs and collectives, is
+edited at random, and so is its program. What `check` says of the result must be what the interpreter finds, for a
+program on a network that matches tags and on one that does not. The interpreter shares nothing with the rules.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedules import PipelineError, ScheduleError, chain, check, gpipe, lower, parse
 from schedules.proof.interpreter import ideal, interpret, prove, require_whole
 from schedules.proof.networks import fifo, rendezvous
-from schedules.testing import mutants, orders
+from schedules.testing import collective_orders, mutants, orders
 from schedules.testing.mutants import EditedProgram, mutant_programs
 
 often = settings(max_examples=settings().max_examples * 2, deadline=None, suppress_health_check=list(HealthCheck))
@@ -44,27 +44,34 @@ def runs(program):
     return True
 
 
+CASES = pytest.mark.parametrize("cases", [orders(), collective_orders()], ids=["alone", "with collectives"])
+
+
+@CASES
 @often
-@given(orders())
-def test_every_correct_order_is_accepted_and_so_is_its_program(case):
+@given(st.data())
+def test_every_correct_order_is_accepted_and_so_is_its_program(cases, data):
+    case = data.draw(cases)
     check(*case)
     check(lower(*case))
     prove(*case)
 
 
+@CASES
 @often
-@given(orders(), st.data())
-def test_a_schedule_is_accepted_exactly_if_it_computes_the_whole_model(case, data):
-    schedule, graph = case
+@given(st.data())
+def test_a_schedule_is_accepted_exactly_if_it_computes_the_whole_model(cases, data):
+    schedule, graph = data.draw(cases)
     for _ in range(10):
         mutant = data.draw(mutants(schedule))
         assert is_accepted(mutant, graph) == computes(mutant, graph)
 
 
+@CASES
 @often
-@given(orders(), st.data())
-def test_a_program_is_accepted_exactly_if_it_runs_over_either_network(case, data):
-    program = lower(*case)
+@given(st.data())
+def test_a_program_is_accepted_exactly_if_it_runs_over_either_network(cases, data):
+    program = lower(*data.draw(cases))
     for _ in range(10):
         mutant = data.draw(mutant_programs(program))
         assert is_accepted(mutant) == runs(mutant)

@@ -83,7 +83,8 @@ def test_a_table_has_the_placement_and_sizes_of_its_actions(case):
     s = table(rows=tuple(",".join(map(str, row)) for row in found))
     assert rows(s) == found
     assert (s.ranks, s.microbatches, s.placement, s.slices) == (placement.ranks, M, placement, k)
-    assert s.backward == any(action.kind not in {"F", "C", "OVERLAP_F"} for row in found for action in row)
+    forwards = {"F", "C", "OVERLAP_F", "UNSHARD", "RESHARD"}
+    assert s.backward == any(action.kind not in forwards for row in found for action in row)
     assert rows(read_text(write(s))) == found
 
 
