@@ -28,13 +28,13 @@ def join_ranks(ranks: int, group: dist.ProcessGroup | DeviceMesh | None, device:
         require_process_group(os.environ)
         return LocalRanks(ranks)
     if isinstance(group, DeviceMesh):
-        group = find_group(group)
+        group = take_dimension(group)
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialized"
     return DistributedRanks(ranks, group, device)
 
 
-def find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+def take_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of a mesh with one dimension; raise `InputError` for another mesh."""
     if mesh.ndim != 1:
         names = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
