@@ -11,6 +11,7 @@ from tests.common.examples import FOLDER, load_example
 from tests.common.processes import run_under_torchrun
 from tests.common.sizes import by_night
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks
 TINY = {
     "custom_schedule": "",
     "drop_in": "--steps 3",
@@ -41,7 +42,6 @@ def run_alone(name, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks it
 @pytest.mark.parametrize("name", TINY)
 def test_an_example_runs_in_one_process(name, monkeypatch, capsys):
     printed = run_alone(name, monkeypatch, capsys)

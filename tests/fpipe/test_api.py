@@ -26,7 +26,7 @@ from tests.common.zoo import ZOO
 PLACES = ("1", "2", "3", "4", "5", "6")
 
 
-@settings(max_examples=few(20))
+@settings(max_examples=few(10))
 @given(
     cuts=st.sets(st.sampled_from(PLACES), max_size=4).map(sorted),
     kind=st.sampled_from(list(SCHEDULES)),
