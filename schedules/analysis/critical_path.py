@@ -21,6 +21,9 @@ from schedules.replay.dependencies import graph_of
 from schedules.replay.engine import Span
 from schedules.replay.outputs import Flow, flow_of, inputs_of
 
+LANE = frozenset({"UNSHARD", "REDUCE_GRAD"})
+"""The kinds of collectives that take time."""
+
 
 class Stretch(NamedTuple):
     """One action on the path, and the transfer time of the input it waited for."""
@@ -93,12 +96,22 @@ class _SpanIndex:
         self.made: dict[Flow, Span] = {}
         self.gradients: dict[tuple[int, int], Span] = {}  # the last backward of a stage on a rank
         self.sums: dict[tuple[int, int], Span] = {}  # its sum over replicas, if it has several
+        self.collectives: dict[tuple[str, int, int], Span] = {}  # the last of its kind, on a stage and rank
+        self.awaited: dict[Action, Span] = {}  # the collective whose result an action uses
         last: dict[int, Span] = {}
+        lane: dict[int, Span] = {}  # the last collective of a rank
         for span in self.all:
-            if span.rank in last:
-                self.previous[span.action] = last[span.rank]
-                self.following[last[span.rank].action] = span.action
-            last[span.rank] = span
+            kind, stage, rank = span.action.kind, span.action.stage, span.rank
+            if kind in LANE:
+                self._add_collective(span, last.get(rank), lane)
+                continue
+            if rank in last:
+                self.previous[span.action] = last[rank]
+                self.following[last[rank].action] = span.action
+            last[rank] = span
+            used = "REDUCE_GRAD" if kind == "U" else "UNSHARD" if KINDS[kind].reads else ""
+            if (used, stage, rank) in self.collectives:
+                self.awaited[span.action] = self.collectives[used, stage, rank]
             opener = self.previous.get(span.action)
             for action in (span.action, *([opener.action] if opener and opener.action.kind == "OVERLAP_F" else ())):
                 word = KINDS[action.kind]
@@ -109,11 +122,24 @@ class _SpanIndex:
                 if action.kind == "G":
                     self.sums[action.stage, span.rank] = span
 
+    def _add_collective(self, span: Span, last: Span | None, lane: dict[int, Span]) -> None:
+        """Add a collective: it began when the one before it ended, or when the action before it in the order did."""
+        before = lane.get(span.rank)
+        cause = before if before is not None and before.end >= span.start else last
+        if cause is not None:
+            self.previous[span.action] = cause
+        self.collectives[span.action.kind, span.action.stage, span.rank] = lane[span.rank] = span
+        if span.action.kind == "REDUCE_GRAD":
+            self.sums[span.action.stage, span.rank] = span
+
     def find_cause(self, span: Span, costs: Costs) -> tuple[Span | None, float]:
         """Return the span whose end, or whose transfer's arrival, let this one start, and the transfer time."""
         previous = self.previous.get(span.action)
         if previous is not None and previous.end >= span.start:
             return previous, 0.0
+        awaited = self.awaited.get(span.action)
+        if awaited is not None and awaited.end >= span.start:
+            return awaited, 0.0
         for maker, what, stage in self._inputs(span.action):
             transfer = costs.transfer(what, stage, maker.rank, span.rank)
             if maker.end + transfer >= span.start:

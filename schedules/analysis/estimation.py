@@ -54,7 +54,7 @@ def estimate(schedule: Schedule, *timelines: Iterable[Span]) -> Costs:
     whole = [_complete_times(stage, times, schedule.backward) for stage, times in enumerate(stages)]
     costs: dict[str, Any] = {
         kind: tuple(times.get(kind, times["F"] if KINDS[kind].after else 0.0) for times in whole)
-        for kind in sorted(set[str]().union(*whole))
+        for kind in sorted(set[str]().union(*whole) - {"RESHARD"})
     }
     return Costs(comm=median(transfers) if transfers else 0.0, **costs)
 

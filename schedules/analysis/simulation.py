@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from schedules.checking.progress import Progress
 from schedules.checking.rules import count_versions, require_forward_before_backward
+from schedules.language.actions import COLLECTIVES, KINDS
 from schedules.language.costs import UNITS, Costs, Sizes, of_stage, require_stages
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
@@ -35,7 +36,7 @@ class Timeline:
 
     - `makespan`: from the first start to the last end on any rank.
     - `span`: the longest time from one rank's first start to its last end (arXiv 2401.10241, section 5.3).
-    - `busy`: per rank, the time spent in actions.
+    - `busy`: per rank, the time spent in actions, without collectives, which run beside the others.
     - `waited`: per rank, the time spent waiting for others between its first action and its last.
     - `peak_memory`: per rank, the most memory held at once. Without sizes, in units of one rank's activations for one
       microbatch, held from the start of `F` or `R` to the end of `B` or `W`. With sizes, weights count too, once for
@@ -125,8 +126,9 @@ def summarize(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes | None 
             waited[rank] += pending[rank]
         pending[rank] = 0.0
         begin[rank], finish[rank] = min(begin[rank], start), max(finish[rank], end)
-        busy[rank] += end - start
-        held[rank] += (sizes or UNITS).growth(action.kind, action.stage) / schedule.slices * schedule.backward
+        busy[rank] += 0 if action.kind in COLLECTIVES else end - start
+        share = schedule.slices if KINDS[action.kind].after else 1
+        held[rank] += (sizes or UNITS).growth(action.kind, action.stage, schedule.backward) / share
         peak[rank] = max(peak[rank], held[rank])
     return _sum_up(schedule, sizes, begin, finish, busy, peak, waited if measured else None)
 
@@ -145,10 +147,11 @@ def memory_over_time(timeline: Iterable[Span], schedule: Schedule, sizes: Sizes 
     unit = schedule.slices * (schedule.stages / schedule.ranks if sizes is None else 1)
     changes: list[list[tuple[float, float]]] = [[] for _ in range(schedule.ranks)]
     for rank, action, start, end in timeline:
-        growth = (sizes or UNITS).growth(action.kind, action.stage) * schedule.backward / unit
+        share = 1 if sizes and action.kind in COLLECTIVES else unit
+        growth = (sizes or UNITS).growth(action.kind, action.stage, schedule.backward) / share
         if growth:
             changes[rank].append((start if growth > 0 else end, growth))
-    return tuple(map(levels, changes))
+    return tuple(levels(sorted(row, key=lambda change: change[0])) for row in changes)
 
 
 def levels(changes: Iterable[tuple[float, float]]) -> Levels:

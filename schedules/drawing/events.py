@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from schedules.drawing.palette import look_of
 from schedules.drawing.strips import Strip, make_strip
+from schedules.language.actions import COLLECTIVES
 from schedules.language.costs import Sizes
 from schedules.language.graph import Graph, chain
 from schedules.replay.engine import Span
@@ -25,7 +26,8 @@ def trace(
     sizes: Sizes | None = None,
     microseconds: float = 1000,
 ) -> str:
-    """Return the trace of `timelines`, keyed by name: a process for each, with a thread for each rank.
+    """Return the trace of `timelines`, keyed by name: a process for each, with a thread for each rank, and one for its
+    collectives, if it has any.
 
     Actions are complete events with arguments kind, stage, microbatch and slice; those of category `wait` are transfers
     that a rank waited for. An arrow leads from each action to those on other ranks that use its output, along `graph`,
@@ -69,6 +71,10 @@ class _Process:
         for rank in range(self.drawn.ranks):
             yield self._event("M", "thread_name", rank, args={"name": f"rank {rank}"})
             yield self._event("M", "thread_sort_index", rank, args={"sort_index": rank})
+            if any(span.action.kind in COLLECTIVES for span in self.drawn.spans[rank]):
+                lane = self.drawn.ranks + rank
+                yield self._event("M", "thread_name", lane, args={"name": f"rank {rank}, collectives"})
+                yield self._event("M", "thread_sort_index", lane, args={"sort_index": rank})
 
     def complete(self, span: Span) -> Event:
         rank, action, start, end = span
@@ -77,7 +83,8 @@ class _Process:
             args["slice"] = action.slice
         duration = (end - start) * self.microseconds
         tag = "wait" if span.waits else action.kind
-        return self._event("X", str(action), rank, start, dur=duration, cat=tag, args=args)
+        lane = self.drawn.ranks + rank if action.kind in COLLECTIVES else rank
+        return self._event("X", str(action), lane, start, dur=duration, cat=tag, args=args)
 
     def arrows(self, graph: Graph) -> Iterator[Event]:
         """Yield arrows from just before the end of each producing action to the start of each that uses its output."""

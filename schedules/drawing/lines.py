@@ -14,7 +14,7 @@ from schedules.analysis.simulation import spans
 from schedules.checking.progress import Progress
 from schedules.checking.rules import rules_of
 from schedules.drawing.palette import MARKED, Paint, look_of, plain
-from schedules.drawing.strips import Strip, lanes, make_strip
+from schedules.drawing.strips import Strip, lanes_of, make_strip
 from schedules.errors import ScheduleError
 from schedules.language.actions import Action
 from schedules.language.costs import Costs
@@ -40,7 +40,7 @@ def text(
     With one stage per rank, a cell reads `F3`, forward of microbatch 3; otherwise `1F3`, on stage 1. `F3.0` is a slice,
     and `F3&` a forward that overlaps with the action after it. An action that takes no time is a lowercase letter at
     the end of the cell in which it happens, as in `B3 u`. Lines longer than `columns` characters are broken into blocks
-    of time, one below the other. Actions of a rank that overlap in time take extra lines.
+    of time, one below the other. Actions of a rank that overlap in time take extra lines, and so do its collectives.
 
     If the ranks deadlock, or at `error` if that is given, the picture ends with `!` after the offending action and the
     reason below. Ranks that deadlock along a chain may not do so along the schedule's actual stage graph: pass it, or
@@ -209,8 +209,9 @@ def _draw_rank(drawn: Strip, row: tuple[Span, ...], grid: _Grid) -> list[list[_C
     width, idle, waits = grid.width, grid.idle, grid.waits
     ticks = {span: grid.ticks(drawn, span) for span in row if not span.waits}
     shown = {span: tick for span, tick in ticks.items() if tick[0] < tick[1]}
+    places = lanes_of([span.action.kind for span in shown], list(shown.values()))
     lines: list[list[_Cell]] = [[]]
-    for lane, (span, (first, last)) in zip(lanes(shown.values()), shown.items(), strict=True):
+    for lane, (span, (first, last)) in zip(places, shown.items(), strict=True):
         lines += [[] for _ in range(lane + 1 - len(lines))]
         lines[lane] += [idle] * (first - len(lines[lane]))
         body = (drawn.label(span.action) + look_of(span.action.kind).joint).ljust(width * (last - first))

@@ -7,7 +7,7 @@ Spans of transfers are waits: they have no label, and do not affect the width of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -15,7 +15,7 @@ from math import isfinite
 from schedules.analysis.simulation import levels
 from schedules.drawing.palette import WAIT, look_of, shade
 from schedules.errors import TimelineError
-from schedules.language.actions import Action
+from schedules.language.actions import COLLECTIVES, Action
 from schedules.language.costs import UNITS, Sizes
 from schedules.replay.engine import Span
 
@@ -95,7 +95,11 @@ class Strip:
         slices = 1 + max((span.action.slice or 0 for span in self.all_spans), default=0)
         share = slices if sizes else slices * len(set[int]().union(*self.stages)) / self.ranks
         grown = ((span, (sizes or UNITS).growth(span.action.kind, span.action.stage)) for span in self.spans[rank])
-        changes = [(span.start if growth > 0 else span.end, growth / share) for span, growth in grown if growth]
+        changes = [
+            (span.start if growth > 0 else span.end, growth / (1 if span.action.kind in COLLECTIVES else share))
+            for span, growth in grown
+            if growth
+        ]
         return list(levels(sorted(changes, key=lambda change: change[0])))  # stable: at equal times, in span order
 
     def color(self, span: Span) -> str:
@@ -126,6 +130,19 @@ def make_strip(spans: Iterable[Span], stages: Iterable[tuple[int, ...]] = ()) ->
         rows[span.rank].append(span)
     ordered = (tuple(sorted(row, key=lambda span: (span.start, span.end))) for row in rows)
     return Strip(tuple(ordered), tuple(tuple(sorted(held.get(rank, ()))) for rank in range(len(rows))))
+
+
+def lanes_of(kinds: Sequence[str], intervals: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the lane of each interval, given the kinds of its actions: collectives are in lanes below the others.
+
+    >>> lanes_of(["F", "UNSHARD", "F"], [(0, 2), (1, 5), (2, 4)])
+    [0, 1, 0]
+    """
+    apart = [kind in COLLECTIVES for kind in kinds]
+    first = list(lanes(one for one, below in zip(intervals, apart, strict=True) if not below))
+    second = lanes(one for one, below in zip(intervals, apart, strict=True) if below)
+    above, top = iter(first), 1 + max(first, default=-1)
+    return [top + next(second) if below else next(above) for below in apart]
 
 
 def lanes(intervals: Iterable[tuple[float, float]]) -> Iterator[int]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from schedules.drawing.palette import LOOKS, MARKED, WAIT, look_of
-from schedules.drawing.strips import Strip, lanes, make_strip
+from schedules.drawing.strips import Strip, lanes_of, make_strip
 from schedules.language.costs import Sizes
 from schedules.replay.engine import Span
 
@@ -106,7 +106,7 @@ class _Panel(NamedTuple):
         yield from _draw_axis(duration, self.scale, TITLE + self.drawn.ranks * self.pitch)
 
     def _draw_row(self, row: tuple[Span, ...], y: Size) -> Iterator[str]:
-        places = list(lanes((span.start, span.end) for span in row))
+        places = lanes_of([span.action.kind for span in row], [(span.start, span.end) for span in row])
         high = ROW / (max(places, default=0) + 1)
         # Draw marked spans and those of zero duration last, so that their neighbors do not cover them.
         for span, lane in sorted(zip(row, places, strict=True), key=lambda place: self._is_on_top(place[0])):

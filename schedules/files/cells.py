@@ -7,8 +7,8 @@ Idea. A cell holds the text of an action; other notation is translated into ours
 
 - `2SEND_F1` names no peer. In that package stages form a chain, so it means `2SEND_F1>3`.
 - `(5F3;2B1)OVERLAP_F_B` is a fused pair: `5OVERLAP_F3` directly followed by `2B1`.
-- `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD`, `3WAIT_REDUCE_GRAD` say when data-parallel replicas gather a stage's weights,
-  free them, and sum and scale their gradients. A schedule leaves that to the replicas, so these are dropped.
+- `3UNSHARD`, `3RESHARD`, `3REDUCE_GRAD`, `3WAIT_REDUCE_GRAD` without a number are in every table of a program, whether
+  or not its stages are sharded, so they are dropped. Ours have numbers: `3UNSHARD0`.
 - Before torch 2.15 there is no `WAIT`: sends are waited for at the end of a step. Since then every send has one,
   written `2WAIT_SEND_F1`, which means `2WAIT_F1>3`.
 
@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from schedules.checking.channels import LoweredProgram
 from schedules.errors import TableError, VocabularyError
-from schedules.language.actions import KINDS, Action, parse
+from schedules.language.actions import COLLECTIVES, KINDS, Action, parse
 from schedules.language.schedule import Schedule
 
 NEIGHBOR: Mapping[str, int] = MappingProxyType(
@@ -99,10 +99,11 @@ def _join_pairs(line: str) -> str:
 def pipelining(plan: ScheduleOrProgram, rank: int) -> str:
     """Return the line of `rank` for `torch.distributed.pipelining` before torch 2.15.
 
-    A schedule gives a line of its format "compute_only", a program one of "compute_comms". In a program, `WAIT` is
-    dropped, and every stage gathers its weights before its first action, and sums and scales its gradients after its
-    last backward. `lower` assumes a queue per direction, but over NCCL that package has a single queue for each pair
-    of ranks: in that case, write the schedule and let the package lower it.
+    A schedule gives a line of its format "compute_only", without collectives, a program one of "compute_comms". In a
+    program, `WAIT` is dropped. Collectives are written where the program has them. If it has none, every stage gathers
+    its weights before its first action, and sums and scales its gradients after its last backward. `lower` assumes a
+    queue per direction, but over NCCL that package has a single queue for each pair of ranks: in that case, write the
+    schedule and let the package lower it.
 
     Raise `TableError` for what that package cannot read: replicas, slices, recomputation, updates, schedules without
     backwards, and transfers between stages that are not neighbors.
@@ -137,7 +138,7 @@ def _write_line(plan: ScheduleOrProgram, rank: int, reduction: tuple[str, ...], 
         raise TableError(f"got a schedule with {got}, expected stages on one rank each, and backwards. {_NO_WORD}")
     actions = plan.actions(rank)
     words = (
-        (_write_cell(rank, action) for action in actions)
+        (_write_cell(rank, action) for action in actions if action.kind not in COLLECTIVES)
         if plan is schedule
         else _add_sharding(rank, schedule, waits(actions), reduction)
     )
@@ -166,15 +167,19 @@ def _add_sharding(
     rank: int, schedule: Schedule, actions: Iterator[Action], reduction: tuple[str, ...]
 ) -> Iterator[str]:
     left: dict[int, int] = {}
+    own = {(action.stage, action.kind) for action in schedule.actions(rank) if action.kind in COLLECTIVES}
     for action in actions:
         kind, stage = action.kind, action.stage
         if stage not in left:
             left[stage] = schedule.microbatches
-            yield f"{stage}UNSHARD"
-        yield _write_cell(rank, action)
+            yield from [f"{stage}UNSHARD"] * ((stage, "UNSHARD") not in own)
+        if kind != "REDUCE_GRAD":
+            yield f"{stage}{kind}" if kind in COLLECTIVES else _write_cell(rank, action)
         left[stage] -= kind in {"B", "W"}
-        if kind in {"B", "W"} and not left[stage]:
-            yield from (f"{stage}{word}" for word in reduction)
+        is_last = kind in {"B", "W"} and not left[stage] and (stage, "REDUCE_GRAD") not in own
+        if kind == "REDUCE_GRAD" or is_last:
+            words = reduction[:-1] if (stage, "UNSHARD") in own else reduction
+            yield from (f"{stage}{word}" for word in words)
 
 
 def _write_cell(rank: int, action: Action) -> str:

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final, TypeAlias
 
 from schedules.errors import SizeError
-from schedules.language.actions import COLLECTIVES
+from schedules.language.actions import GATHERINGS
 
 Cost: TypeAlias = float | tuple[float, ...]
 ROUNDING: Final = 1e-9
@@ -94,6 +94,8 @@ class Costs:
 
     - `C`, `R`: a checkpointed forward and a recomputation; `None` means the time of `F`.
     - `OVERLAP_F`: the time a forward adds to the backward it overlaps with; `None` means the time of `F`, so no gain.
+    - `UNSHARD`, `REDUCE_GRAD`: the time to gather a stage's weights, and to reduce its gradient. A rank's collectives
+    run one after the other, beside its other actions.
     - `comm`: the time of a transfer between ranks, from the end of the action that makes a value, or of its fused pair,
       to its arrival: a number, or a `Link`. Transfers overlap with compute.
     - `jitter`: multiplies every action's time by a number drawn uniformly from `1 - jitter` to `1 + jitter`, by `seed`.
@@ -112,12 +114,14 @@ class Costs:
     OVERLAP_F: Cost | None = None
     G: Cost = 0
     U: Cost = 0
+    UNSHARD: Cost = 0
+    REDUCE_GRAD: Cost = 0
     jitter: float = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         given = (name for name in ("C", "R", "OVERLAP_F") if getattr(self, name) is not None)
-        _require_costs(self, "F", "B", "I", "W", "G", "U", *given)
+        _require_costs(self, "F", "B", "I", "W", "G", "U", "UNSHARD", "REDUCE_GRAD", *given)
         if not isinstance(self.comm, Link):
             _require_number(self, "comm")
         if not (_is_cost(self.jitter) and self.jitter < 1):
@@ -125,7 +129,7 @@ class Costs:
 
     def time(self, kind: str, stage: int) -> float:
         """Return the time of one compute action on one microbatch, without jitter."""
-        if kind in COLLECTIVES:
+        if kind == "RESHARD":
             return 0
         cost: Cost | None = getattr(self, kind)
         return of_stage(self.F if cost is None else cost, stage)
@@ -146,6 +150,7 @@ class Sizes:
     - `residual`: what the input half of the backward leaves for the weight half; `None` means all of `activation`.
     - `weight`: one version of a stage's weights, always held; each further version of an asynchronous schedule takes as
       much again.
+    - `gathered`: what gathering a stage's weights adds to its shard, until they are freed.
 
     >>> Sizes(activation=4, residual=1).growth("I", 0)
     -3
@@ -155,12 +160,23 @@ class Sizes:
     inputs: Cost = 0
     residual: Cost | None = None
     weight: Cost = 0
+    gathered: Cost = 0
 
     def __post_init__(self) -> None:
-        _require_costs(self, "activation", "inputs", "weight", *() if self.residual is None else ("residual",))
+        _require_costs(
+            self, "activation", "inputs", "weight", "gathered", *() if self.residual is None else ("residual",)
+        )
 
-    def growth(self, kind: str, stage: int) -> float:
-        """Return the change in its rank's memory due to an action: increases at its start, decreases at its end."""
+    def growth(self, kind: str, stage: int, backward: bool = True) -> float:
+        """Return the change in its rank's memory due to an action: increases at its start, decreases at its end.
+
+        In a schedule without `backward`, passes save nothing.
+        """
+        if kind in GATHERINGS:
+            gathered = of_stage(self.gathered, stage)
+            return gathered if kind == "UNSHARD" else -gathered
+        if not backward:
+            return 0
         activation, inputs = of_stage(self.activation, stage), of_stage(self.inputs, stage)
         residual = activation if self.residual is None else of_stage(self.residual, stage)
         changes = {

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from schedules.errors import GraphError
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.costs import Costs, Sizes, require_stages
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Schedule
@@ -66,14 +66,15 @@ class GradientArrival(dict[int, float]):
 class Wire(NamedTuple):
     """One kind of action on one stage of one rank: what it takes, what it gives with the transfer times, its costs.
 
-    `grows` is the change in the rank's memory; `fused` is true if the next action is its partner in a fused pair.
+    `grows` is the change in the rank's memory; `special` is true if it does not run by itself: a
+    collective, or the first action of a fused pair.
     """
 
     takes: tuple[Dependency, ...]
     gives: tuple[tuple[Dependency, float], ...]
     time: float
     grows: float
-    fused: bool
+    special: bool
 
 
 Wires: TypeAlias = list[dict[str, dict[int, Wire]]]
@@ -160,8 +161,9 @@ def wires(schedule: Schedule, graph: Graph, costs: Costs, sizes: Sizes) -> Wires
                 gives = [*given.get((word.crosses or kind, s, route), ())]
                 gives += given.get(("done", s, route), ()) if word.after == "done" else ()
                 share = schedule.slices if word.after else 1
-                time, grows = costs.time(kind, s) / share, sizes.growth(kind, s) / share * schedule.backward
-                rows[s * R + route] = Wire(tuple(takes), tuple(gives), time, grows, kind == "OVERLAP_F")
+                special = kind == "OVERLAP_F" or kind in COLLECTIVES
+                time, grows = costs.time(kind, s) / share, sizes.growth(kind, s, schedule.backward) / share
+                rows[s * R + route] = Wire(tuple(takes), tuple(gives), time, grows, special)
     return table
 
 

@@ -8,6 +8,8 @@ Idea. `replay` answers it in one loop over all actions, holding only what is in 
 on a dependency; the rank that produces it pushes the blocked rank back onto the stack of runnable ranks. The stack is
 last in, first out, so a rank resumes soon after its input arrives.
 
+A collective goes on beside the rank's other actions (`schedules.replay.lanes`).
+
 A fused pair runs as one action: it starts once the inputs of both actions are there, and both outputs leave at its end.
 
 Invariant: no rank waits for something that has arrived.
@@ -20,11 +22,12 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from schedules.errors import ScheduleError
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.costs import Costs
 from schedules.language.membership import require_valid_actions
 from schedules.language.schedule import Schedule
 from schedules.replay.dependencies import Dependency, Wire, Wires
+from schedules.replay.lanes import CollectiveLane
 from schedules.replay.outputs import unit_of
 
 Gives: TypeAlias = tuple[tuple[Dependency, float], ...]
@@ -64,10 +67,12 @@ class ReplayState:
     - `draws`: the rank's random numbers, if there is jitter.
     - `begin`, `clock`: when the first action began and the last one ended; `busy`: the time spent in actions.
     - `held`, `peak`: current and peak memory.
+    - `lanes`: the rank's collectives.
     """
 
-    def __init__(self, streams: Sequence[Iterator[Action]], costs: Costs) -> None:
+    def __init__(self, streams: Sequence[Iterator[Action]], costs: Costs, wires: Wires, routes: int) -> None:
         P = len(streams)
+        self.jitter, self.lanes = costs.jitter, [CollectiveLane(rank, rows, routes) for rank, rows in enumerate(wires)]
         self.draws = _make_draws(costs.seed, P) if costs.jitter else ()
         self.streams = streams
         self.heads = [next(stream, None) for stream in streams]
@@ -94,7 +99,7 @@ def replay(
     linear in the number of actions; memory is proportional to what is in flight.
     """
     try:
-        state = ReplayState(streams, costs)
+        state = ReplayState(streams, costs, wires, len(schedule.placement.routes))
         yield from _play(schedule, state, wires, costs, spans)
     except ScheduleError:
         raise
@@ -103,6 +108,7 @@ def replay(
         raise
     if any(state.heads):
         raise _explain_deadlock(schedule, state)
+    state.clock = [max(clock, lane.free) for clock, lane in zip(state.clock, state.lanes, strict=True)]
     return state
 
 
@@ -123,14 +129,24 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
         while action is not None:
             # Look up what the action takes, gives and costs.
             kind, stage, unit, _, part = action
-            takes, gives, time, grows, fused = rows[kind][stage if R == 1 else stage * R + unit % R]
+            takes, gives, time, grows, special = rows[kind][stage if R == 1 else stage * R + unit % R]
             if part is not None:
                 unit = unit * slices + part
+
+            # A collective takes place beside the rank's other actions.
+            if special and kind in COLLECTIVES:
+                held += grows
+                peak = max(held, peak)
+                span = _run_collective(state, rank, action, now, time, gives, unit, ready)
+                if spans:
+                    batch.append(span)
+                action = next(stream, None)
+                continue
 
             # Find when it can start: its rank is free, and its inputs are there; for a pair, those of both actions. If
             # one is missing, the rank blocks.
             start = now
-            if fused and (start := max(now, _find_pair_start(schedule, state, rank, rows))) == inf:
+            if special and (start := max(now, _find_pair_start(schedule, state, rank, rows))) == inf:
                 break
             blocked = False
             for dependency in takes:
@@ -157,12 +173,12 @@ def _play(  # noqa: PLR0912, PLR0915 - the one hot loop: any call in it costs ti
                 peak = held
             if spans:
                 batch.append(Span(rank, action, start, now))
-                if len(batch) == SPANS_AT_ONCE:
+                if len(batch) >= SPANS_AT_ONCE:
                     yield batch
                     batch = []
 
             # The outputs of the first action of a pair leave when the second one ends.
-            if fused:
+            if special:
                 pending = gives, unit
                 action, state.partners[rank] = state.partners[rank], None
                 continue
@@ -192,6 +208,18 @@ def _deliver(gives: Gives, unit: int, now: float, ready: list[int]) -> None:
         if dependency.wanted == unit:
             dependency.wanted = None
             ready.append(dependency.consumer)
+
+
+def _run_collective(
+    state: ReplayState, rank: int, action: Action, now: float, time: float, gives: Gives, unit: int, ready: list[int]
+) -> Span:
+    """Post a collective, send its outputs when it ends, and return its span."""
+    if state.draws:
+        time *= state.draws[rank](1 - state.jitter, 1 + state.jitter)
+    start, end = state.lanes[rank].post(action, now, time)
+    state.begin[rank] = min(start, state.begin[rank])
+    _deliver(gives, unit, end, ready)
+    return Span(rank, action, start, end)
 
 
 def _find_pair_start(schedule: Schedule, state: ReplayState, rank: int, rows: dict[str, dict[int, Wire]]) -> float:

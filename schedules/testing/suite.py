@@ -20,7 +20,7 @@ from schedules.checking.rules import check
 from schedules.drawing import text
 from schedules.errors import ScheduleError
 from schedules.files.csv import table
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.costs import Costs
 from schedules.language.graph import Edge, Graph, chain
 from schedules.language.schedule import Factory, Schedule
@@ -124,7 +124,7 @@ def require_bounds(schedule: Schedule, graph: Graph, times: Costs) -> None:
     makespan = simulate(schedule, times, graph).makespan
     share = {kind: schedule.slices if word.after else 1 for kind, word in KINDS.items()}
     work = [
-        sum(times.time(a.kind, a.stage) / share[a.kind] for a in schedule.actions(rank))
+        sum(times.time(a.kind, a.stage) / share[a.kind] for a in schedule.actions(rank) if a.kind not in COLLECTIVES)
         for rank in range(schedule.ranks)
     ]
     way = _latency(schedule, graph, times)

@@ -6,8 +6,8 @@ when a value leaves, the simulation describes something that nobody runs.
 
 Idea. Give every rank a clock and execute its program as written. A message leaves at its `SEND` and arrives one
 transfer time later. A compute action starts once its rank is free, its receives are posted and its messages have
-arrived; the two actions of a fused pair start together. `WAIT` lasts until the message has arrived. This shares no
-logic with the replay or the wiring, which are tested against it.
+arrived; the two actions of a fused pair start together. `WAIT` lasts until the message has arrived. Collectives have a
+clock of their own. This shares no logic with the replay or the wiring, which are tested against it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from random import Random
 
 from schedules.analysis.simulation import spans
 from schedules.checking.channels import LoweredProgram, target_of
-from schedules.language.actions import KINDS, Action
+from schedules.language.actions import COLLECTIVES, KINDS, Action
 from schedules.language.costs import Costs
 from schedules.language.graph import Graph
 from schedules.language.schedule import Schedule
@@ -67,6 +67,10 @@ class _Clock:
         self.schedule, self.placement = program.schedule, program.schedule.placement
         self.draw = Random(f"{costs.seed}/{rank}").uniform
         self.now, self.posted, self.spans = 0.0, set[Parcel](), list[Span]()
+        self.free, self.results = (
+            0.0,
+            dict[tuple[str, int], float](),
+        )  # of collectives: when the last one ends, and each
 
     def run(self) -> Iterator[Parcel]:
         """Execute the program, yielding any message it waits for until that has been sent."""
@@ -74,6 +78,8 @@ class _Clock:
         for action in stream:
             if action.peer is not None:
                 yield from self._transfer(action)
+            elif action.kind in COLLECTIVES:
+                self._collect(action)
             elif action.kind == "OVERLAP_F":
                 yield from self._compute(action, next(stream))
             else:
@@ -90,7 +96,8 @@ class _Clock:
         else:
             assert t is not None, "a transfer has a peer stage"
             target = target_of((what, s, i, t, part), self.placement)
-            self.arrived[message] = self.now + self.costs.transfer(what, s, self.rank, target)
+            made = max(self.now, self.results.get(("REDUCE_GRAD", s), 0)) if what == "G" else self.now
+            self.arrived[message] = made + self.costs.transfer(what, s, self.rank, target)
 
     def _await(self, message: Parcel) -> Iterator[Parcel]:
         while message not in self.arrived:
@@ -101,11 +108,24 @@ class _Clock:
         for message in (message for action in step for message in self._messages_for(action)):
             assert message in self.posted, f"{step[0]} takes {message}, whose receive is not posted"
             yield from self._await(message)
+        for kind, s, *_ in step:
+            used = "REDUCE_GRAD" if kind == "U" else "UNSHARD" if KINDS[kind].reads else ""
+            self.now = max(self.now, self.results.get((used, s), 0))
         for action in step:
             share = self.schedule.slices if KINDS[action.kind].after else 1
-            jitter = self.draw(1 - self.costs.jitter, 1 + self.costs.jitter) if self.costs.jitter else 1
-            start, self.now = self.now, self.now + self.costs.time(action.kind, action.stage) / share * jitter
+            start, self.now = self.now, self.now + self._time(action) / share
             self.spans.append(Span(self.rank, action, start, self.now))
+
+    def _collect(self, action: Action) -> None:
+        start = self.now if action.kind == "RESHARD" else max(self.now, self.free)
+        end = start + self._time(action)
+        if action.kind != "RESHARD":
+            self.free = self.results[action.kind, action.stage] = end
+        self.spans.append(Span(self.rank, action, start, end))
+
+    def _time(self, action: Action) -> float:
+        jitter = self.draw(1 - self.costs.jitter, 1 + self.costs.jitter) if self.costs.jitter else 1
+        return self.costs.time(action.kind, action.stage) * jitter
 
     def _messages_for(self, action: Action) -> Iterator[Parcel]:
         """Yield the messages from other ranks that an action takes."""

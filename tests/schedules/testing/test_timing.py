@@ -28,7 +28,7 @@ from schedules import (
     zb_v,
 )
 from schedules.files.csv import table
-from schedules.testing import graphs, orders, require_same_times, schedules, time_program
+from schedules.testing import collective_orders, graphs, orders, require_same_times, schedules, time_program
 from tests.common.symbolic import Symbolic, batch, key, runnable
 
 FAMILIES = [getattr(families, name) for name in families.__all__]
@@ -51,7 +51,7 @@ def every_cost(draw, stages):
     return draw(
         st.builds(
             Costs,
-            **dict.fromkeys("FBIWGU", each),
+            **dict.fromkeys([*"FBIWGU", "UNSHARD", "REDUCE_GRAD"], each),
             **dict.fromkeys(("C", "R", "OVERLAP_F"), st.none() | each),
             comm=times | links,
             jitter=st.sampled_from([0, 0, 0.3]),
@@ -60,7 +60,7 @@ def every_cost(draw, stages):
 
 
 @settings(deadline=None)
-@given(orders(), st.data())
+@given(st.one_of(orders(), collective_orders()), st.data())
 def test_any_order_takes_as_long_as_its_program(case, data):
     schedule, graph = case
     require_same_times(schedule, graph, data.draw(every_cost(schedule.stages)))
