@@ -8,7 +8,6 @@ One job does all of it: the four form one pipeline, then two, then four. It prin
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,11 +23,11 @@ import torch.distributed as dist
 import fpipe
 from schedules import one_f_one_b, zb_h1, zb_v
 from tests.common.resuming import Trainer, require_same_run, undisturbed
+from tests.common.sizes import NIGHTLY
 from tests.common.training import MICROBATCHES, MODELS, train_alone
 from tests.common.training_runs import require_same_history, train_in_parts
 
 RANKS, SUBJECTS = 4, ("tied", "dropping")
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 STEPS = 20 if NIGHTLY else 4
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-
+from tests.common.sizes import NIGHTLY
 from tests.distributed.cases import CASES
 
 # Four ranks add nothing to these, or they take long.
@@ -62,6 +61,6 @@ NEEDS_NIGHT_ON_FOUR |= {
 def names(size: int) -> list[str]:
     """Return the names of the cases that one job of this size runs, in order."""
     left = ALONE | (NEEDS_TWO if size != 2 else set()) | (NEEDS_FOUR if size != 4 else set())
-    if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
+    if not NIGHTLY:
         left |= NEEDS_NIGHT_ON_FOUR if size == 4 else NEEDS_NIGHT
     return sorted((name for name in CASES if name not in left), key=lambda name: name == LAST)
