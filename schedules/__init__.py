@@ -58,6 +58,7 @@ from schedules.transforms.mirror import mirror
 from schedules.transforms.overlap import overlap
 from schedules.transforms.recompute import recompute
 from schedules.transforms.reduce import reduce_gradients
+from schedules.transforms.shard import shard
 from schedules.transforms.split import merge_backward, split_backward
 from schedules.transforms.transform import transform
 from schedules.transforms.update import update_weights
@@ -111,6 +112,7 @@ __all__ = [
     "one_f_one_b",
     "parse",
     "schedule",
+    "shard",
     "simulate",
     "spans",
     "split_backward",
