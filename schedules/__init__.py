@@ -58,6 +58,7 @@ from schedules.transforms.mirror import mirror
 from schedules.transforms.overlap import overlap
 from schedules.transforms.recompute import recompute
 from schedules.transforms.reduce import reduce_gradients
+from schedules.transforms.repeat import repeat
 from schedules.transforms.shard import shard
 from schedules.transforms.split import merge_backward, split_backward
 from schedules.transforms.transform import transform
@@ -139,6 +140,7 @@ __all__ = [
     "defer_weights",
     "recompute",
     "reduce_gradients",
+    "repeat",
     "v_1f1b",
     "v_half",
     "v_min",
