@@ -25,7 +25,8 @@ def sizes() -> st.SearchStrategy[tuple[int, int]]:
 def costs() -> st.SearchStrategy[Costs]:
     """Return a strategy for costs in quarters, whose sums are exact in floating point."""
     times = st.integers(1, 20).map(lambda quarters: quarters / 4)
-    return st.builds(Costs, F=times, B=times, I=times, W=times, comm=st.just(0) | times)
+    passes, others = dict.fromkeys("FBIW", times), dict.fromkeys(("comm", "UNSHARD", "REDUCE_GRAD"), st.just(0) | times)
+    return st.builds(Costs, **passes, **others)
 
 
 @st.composite

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
+from fpipe.autodiff.autograd import Autograd
 from fpipe.autodiff.split_backward import Splitter, search
 from fpipe.autodiff.trail import AutogradGraph
 from fpipe.tensors.tree import same_bits
@@ -36,6 +37,28 @@ def test_split_backwards_are_exact_and_defer_what_they_can(name):
     assert all(same_bits(grads[k], want.grads[k]) for k in grads)
     for stage in pipe.stages:
         assert stage.undeferred == {f"{stage.index}.{weight}": why for weight, why in undeferred.items()}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_weight_half_reads_no_weights(name, monkeypatch):
+    """So sharded weights need not be gathered for it: it gives the same bits while they are not numbers."""
+    half = Autograd.backward_weight
+
+    def without_weights(self, deferred, onto=()):
+        weights = [weight for weight in (deferred[0] if deferred else ()) if weight.is_floating_point()]
+        values = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.data.fill_(torch.nan)
+        grads = half(self, deferred, onto)
+        for weight, value in zip(weights, values, strict=True):
+            weight.data.copy_(value)
+        return grads
+
+    pipe, model, inputs, targets = build(WRITTEN[name][0])
+    monkeypatch.setattr(Autograd, "backward_weight", without_weights)
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, targets)
+    want = loop(model, mse, inputs, targets, 3)
+    assert all(same_bits(grads[k], want.grads[k]) for k in grads)
 
 
 def test_a_weight_that_later_stages_use_too_is_not_deferred():
