@@ -35,6 +35,7 @@ ProgramError R Schedule ScheduleError SizeError Sizes Span TableError Timeline U
 breadth_first chain check chimera connect critical_path dag defer_weights drawing dualpipe dualpipe_v eager_1f1b
 estimate forward_only forwards gpipe hanayo interleaved_1f1b interleaved_zero_bubble kfkb linear looped lower
 memory_over_time merge_backward mirror one_f_one_b overlap parse pipedream pipedream_2bw recompute schedule seq_1f1b
+reduce_gradients repeat shard
 TimelineError
 simulate spans split_backward summarize transform update_weights v_1f1b v_half v_min v_schedule vee wave zb_auto zb_h1
 zb_h2 zb_v
@@ -46,7 +47,8 @@ ansi legend plain svg text texts trace
 Listing own pipelining pipelining_2_15 read_csv write_csv
 """,
     "schedules.testing": """
-conformance costs graphs mutants orders require_bounds require_matching_ends require_round_trip require_same_times
+collective_orders conformance costs graphs mutants orders require_bounds require_matching_ends require_round_trip
+require_same_times
 schedules sizes time_program
 """,
 }
