@@ -33,6 +33,7 @@ REFUSALS = {  # what the message says, and of which models it may say so
     "changes a buffer in a checkpointed function": lambda model: model.has("checkpoint") and model.has("norm"),
     "without a gradient for any parameter": lambda model: model.has("no_grad"),
     "reads a buffer which one changes": lambda model: model.has("checkpoint") and model.has("average"),
+    "gets an object in which tensors may hide": lambda model: model.has("checkpoint") and model.has("object"),
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fpipe.torch_private import VERSION
 from tests.common.cases import PARTS, WIDTH, Case, cross_entropy, mse, rows_of, words
 from tests.common.layers import Merge, Middle, Split, linears
 from tests.common.models import (
@@ -74,6 +75,12 @@ ZOO: dict[str, Case] = {
 }
 
 
+EXPORTS_LESS = VERSION < (2, 13)
+"""True if torch.export traces neither recurrent layers nor buffers that a strict trace changes."""
+
+
 def captured_by(*fronts: str) -> list[tuple[str, str]]:
     """The cases of the zoo that these front ends can capture, with each of them."""
-    return [(name, front) for name, case in ZOO.items() for front in case.fronts if front in fronts]
+    lost = {("recurrent", "export"), ("recurrent", "dynamo")} if EXPORTS_LESS else set()
+    known = [(name, front) for name, case in ZOO.items() for front in case.fronts if front in fronts]
+    return [case for case in known if case not in lost]

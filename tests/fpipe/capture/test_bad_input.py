@@ -139,7 +139,10 @@ MODELS = {  # what is exact if it is not said to be refused, and by whom
 }
 WHOLE = "expected a call that can run as a whole"
 ATTRIBUTE = "(got an assignment to the attribute 'does'|attribute 'does': got a forward that changes it)"
-OWN = "(a generator argument|got 'model.lifted_custom_0' .Generator. among|aten.rand.generator|could not read it: )"
+OWN = (
+    "(a generator argument|got 'model.lifted_custom_0' .Generator. among|aten.rand.generator|could not read it: "
+    "|could not trace it: argument of type: <class 'torch._C.Generator'>)"  # before torch 2.13
+)
 IN_PLACE = "stage 0: got a value from another stage that is modified in place and used in stage 1 too"
 REFUSED = {
     ("a generator between parts", "modules"): rf"module 1: .*{WHOLE}.* tensors may hide \(generator\)",
