@@ -91,6 +91,7 @@ class _SpanIndex:
     def __init__(self, schedule: Schedule, graph: Graph, timeline: Iterable[Span]) -> None:
         self.schedule, self.graph = schedule, graph
         self.all = list(timeline)
+        self.order = {span.action: k for k, span in enumerate(self.all)}  # every cause comes before its effects
         self.previous: dict[Action, Span] = {}
         self.following: dict[Action, Action] = {}
         self.made: dict[Flow, Span] = {}
@@ -137,12 +138,13 @@ class _SpanIndex:
         previous = self.previous.get(span.action)
         if previous is not None and previous.end >= span.start:
             return previous, 0.0
-        awaited = self.awaited.get(span.action)
-        if awaited is not None and awaited.end >= span.start:
-            return awaited, 0.0
+        for action in (span.action, *self._find_partner(span.action)):
+            awaited = self.awaited.get(action)
+            if awaited is not None and awaited.end >= span.start:
+                return awaited, 0.0
         for maker, what, stage in self._inputs(span.action):
             transfer = costs.transfer(what, stage, maker.rank, span.rank)
-            if maker.end + transfer >= span.start:
+            if maker.end + transfer >= span.start and self.order[maker.action] < self.order[span.action]:
                 return maker, transfer
         return None, 0.0
 
@@ -159,5 +161,10 @@ class _SpanIndex:
             for owner in self.graph.shared_by[s]:
                 for rank in self.schedule.placement.replicas(owner):
                     yield self.sums.get((owner, rank)) or self.gradients[owner, rank], "G", owner
-        if action.kind == "OVERLAP_F":  # a pair starts as one, so it may have waited for inputs of its second action
-            yield from self._inputs(self.following[action])
+        for second in self._find_partner(action):
+            yield from self._inputs(second)
+
+    def _find_partner(self, action: Action) -> Iterator[Action]:
+        """Yield the second action of a fused pair: a pair starts as one, so it may have waited for what that needs."""
+        if action.kind == "OVERLAP_F":
+            yield self.following[action]
