@@ -9,7 +9,8 @@ Every microbatch pays for the overhead between two stage calls, on every stage. 
 (`fpipe.runtime.instructions`): folded into instructions, each a compute action with the transfers around it.
 
 All state is in the running `Execution`. Messages are identified by number; a message between stages of the same rank is
-kept locally and never posted.
+kept locally and never posted. What the processes that hold the same stages do together (`StageGroup`) is posted and
+waited for in the same way.
 
 Invariant: each entry is used once and removed when it is, so a microbatch's memory is freed right after its use.
 
@@ -101,6 +102,29 @@ class StageLike(Protocol):
         """Return the part of the summed gradients that stage `peer` needs."""
 
 
+class StageGroup(Protocol):
+    """The processes that hold the same stages, in copies of the pipeline that train on other rows.
+
+    They keep the weights whole or in shards, and reduce their gradients. Each posts the same collectives in the same
+    order. `fpipe.meshes` implements it.
+    """
+
+    def unshard(self, stage: int, number: int) -> Handle:
+        """Post gathering number `number` of the stage's weights."""
+
+    def enter(self, stage: int, weights: Payload) -> None:
+        """Put the gathered weights into the parameters of the stage."""
+
+    def reshard(self, stage: int) -> None:
+        """Remove the gathered weights from the parameters of the stage."""
+
+    def reduce(self, stage: int, microbatch: int, phase: int, values: Payload) -> Handle:
+        """Post a phase of the reduction of the stage's gradients; the first takes these, others what the last gave."""
+
+    def reduced(self, stage: int, values: Payload) -> Any:
+        """Return the reduced gradients of the stage, given what the last phase gave."""
+
+
 class Inputs(NamedTuple):
     """The arguments of one rank for one step.
 
@@ -112,6 +136,7 @@ class Inputs(NamedTuple):
       keep that for the outcome.
     - `starts`: per stage, cotangents that come from outside of the pipeline; they go before those of later stages.
     - `onto`: per rank and stage, the sum of gradients to add to, in memory that the step may write.
+    - `group`: what executes collectives; `None` for a program without any.
     - `update`: `update(stage, microbatch, grads, shared)` returns the new version of the weights that a `U` completes,
       and modifies none of its arguments; `grads` and `shared` are the rank's, as in `Outcome`.
     """
@@ -123,6 +148,7 @@ class Inputs(NamedTuple):
     deliver: Callable[[int, Payload], None] | None = None
     starts: Mapping[int, Payload] = MappingProxyType({})
     onto: Mapping[tuple[int, int], Any] = MappingProxyType({})
+    group: StageGroup | None = None
     update: Callable[[int, int, Mapping[int, Any], Mapping[tuple[int, int], Payload]], Any] | None = None
 
 
@@ -157,8 +183,8 @@ class Instruction(NamedTuple):
 
     - `position`, `action`: the compute action and its position in the program; without one, those of the last transfer.
     - `receives`: receives to post first.
-    - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages to wait for, in the order
-      of the handler's arguments.
+    - `waits`: numbers of the sends to wait for and free. `awaited`: numbers of the messages, and keys of the
+      collectives, to wait for, in the order of the handler's arguments.
     - `outputs`: the number of each outgoing message, and its slice of the handler's return value.
     - `sends`: sends to post last.
     """
@@ -169,7 +195,7 @@ class Instruction(NamedTuple):
     handler: ActionHandler
     receives: tuple[Transfer, ...]
     waits: tuple[int, ...]
-    awaited: tuple[int, ...]
+    awaited: tuple[int | MessageKey, ...]
     outputs: tuple[tuple[int, slice], ...]
     sends: tuple[Transfer, ...]
 
@@ -189,7 +215,8 @@ class Execution:
     """One rank's run of one program: its state and its current instruction, `at`.
 
     - `kept`: payloads that this rank computed, until they are sent or used here.
-    - `posted`: handles of receives until their payload is used, and of sends until the rank has waited for them.
+    - `posted`: handles of receives and of collectives until their payload is used, and of sends until the rank has
+      waited for them.
     - `residuals`, `deferred`: what a stage's forward, or input half, keeps for its backward, or weight half.
     - `checkpoints`: what a recomputation starts from: the buffers before the first run, and the inputs that arrived.
     """
@@ -208,8 +235,8 @@ class Execution:
         self.residuals: dict[tuple[int, int], Any] = {}
         self.deferred: dict[tuple[int, int], Any] = {}
         self.checkpoints: dict[tuple[int, int], tuple[Any, Payload]] = {}
-        self.kept: dict[int, Payload] = {}
-        self.posted: dict[int, Handle] = {}
+        self.kept: dict[int | MessageKey, Payload] = {}
+        self.posted: dict[int | MessageKey, Handle] = {}
 
     def run(self) -> Generator[Handle, None, Outcome]:
         """Interpret the program: yield each handle that must be waited for, then return the outcome."""

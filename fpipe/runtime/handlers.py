@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fpipe.runtime.executor import ActionHandler, Execution, StageLike
+from fpipe.runtime.executor import ActionHandler, Execution, StageGroup, StageLike
 from fpipe.runtime.transport.interface import Payload
 from schedules import Action
 
@@ -87,6 +87,53 @@ def _update(run: Execution, action: Action, stage: StageLike, arrived: Payload) 
     return ()
 
 
+def _unshard(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Post the gathering of the stage's weights; the next reader waits for it."""
+    handle = _group(run).unshard(action.stage, action.microbatch)
+    run.posted[handle.message] = handle
+    return ()
+
+
+def enter_weights(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Put the gathered weights that arrived into the parameters of the stage."""
+    _group(run).enter(action.stage, arrived)
+    return ()
+
+
+def _reshard(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    _group(run).reshard(action.stage)
+    return ()
+
+
+def _reduce(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Post the first phase of the reduction of the stage's complete gradients, which leave the execution."""
+    complete, run.grads[action.stage] = stage.complete(run.grads[action.stage]), ()
+    return _post_phase(run, action, 0, complete)
+
+
+def reduce_further(phase: int) -> ActionHandler:
+    """Return the handler that posts a later phase of a reduction, with what the phase before it gave."""
+    return lambda run, action, stage, arrived: _post_phase(run, action, phase, arrived)
+
+
+def _post_phase(run: Execution, action: Action, phase: int, values: Payload) -> Payload:
+    handle = _group(run).reduce(action.stage, action.microbatch, phase, values)
+    run.posted[handle.message] = handle
+    return ()
+
+
+def take_reduced(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
+    """Store the reduced gradients of the stage; called before whatever uses them, or at the end."""
+    run.grads[action.stage] = _group(run).reduced(action.stage, arrived)
+    return ()
+
+
+def _group(run: Execution) -> StageGroup:
+    group = run.inputs.group
+    assert group is not None, "a program with collectives is run with a group"
+    return group
+
+
 def _send_shared(run: Execution, action: Action, stage: StageLike, arrived: Payload) -> Payload:
     """Return the gradients that a `SEND_G` sends: to the other replica, or to a stage with the same parameters."""
     _, s, _, peer, _ = action
@@ -122,6 +169,9 @@ HANDLERS: Mapping[str, ActionHandler] = MappingProxyType(
         "OVERLAP_F": _forward,
         "G": _add_replicas,
         "U": _update,
+        "UNSHARD": _unshard,
+        "RESHARD": _reshard,
+        "REDUCE_GRAD": _reduce,
         "SEND_G": _send_shared,
         "RECV_G": _take_shared,
     }

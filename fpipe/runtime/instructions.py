@@ -9,6 +9,10 @@ The first action of a fused pair gets an extra instruction before it, which wait
 the backward, needs, and keeps them. An update gets one for each gradient of shared parameters that it needs from
 another stage, which waits for the gradient and stores it.
 
+Collectives are posted where the program says, and waited for as late as possible: gathered weights before the first
+action that reads them, reduced gradients before whatever uses them, or at the end. A reduction may take several
+messages, one after the other; the next one is posted when the rank posts its next reduction, or needs the result.
+
 Messages are numbered per rank. Channels follow from the placement, which the executor does not know.
 
 Runs once per plan, at its first step.
@@ -17,13 +21,20 @@ Runs once per plan, at its first step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, zip_longest
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from fpipe.runtime.executor import Instruction, LinkedProgram, StageLike, Transfer
-from fpipe.runtime.handlers import HANDLERS, do_nothing, keep_arrivals
+from fpipe.runtime.executor import ActionHandler, Instruction, LinkedProgram, StageLike, Transfer
+from fpipe.runtime.handlers import (
+    HANDLERS,
+    do_nothing,
+    enter_weights,
+    keep_arrivals,
+    reduce_further,
+    take_reduced,
+)
 from fpipe.runtime.transport.interface import MessageKey, Route, message_of
 from schedules import KINDS, Action, Placement
 
@@ -38,17 +49,19 @@ def link(
     stages: Mapping[int, StageLike],
     placement: Placement,
     uneven: Mapping[int, Mapping[int, StageLike]] = NO_STAGES,
+    phases: int = 1,
 ) -> LinkedProgram:
     """Return one rank's program, linked to its stages; it depends on neither parameters nor data.
 
-    `uneven` has the stages for microbatches of other shapes, by microbatch. Gradients of shared parameters are taken
+    `uneven` has the stages for microbatches of other shapes, by microbatch; `phases` is the number of messages that a
+    reduction takes. Gradients of shared parameters are taken
     before the update that uses them; without updates, at the end, since no action on the rank waits for them.
     """
-    linker = _Linker(stages, placement, uneven)
+    linker = _Linker(stages, placement, uneven, _Collectives(phases))
     groups = [*_groups(actions)]
     program = [one for pair in zip_longest(groups, groups[1:]) for one in linker.instructions(*pair)]
-    final = (one for stage in linker.arriving for one in linker.arriving[stage])
-    return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *final))
+    arriving = (one for stage in linker.arriving for one in linker.arriving[stage])
+    return LinkedProgram(tuple(stages), tuple(linker.channels), (*program, *linker.collectives.finish(), *arriving))
 
 
 def _groups(actions: Iterable[Action]) -> Iterator[ActionGroup]:
@@ -97,9 +110,13 @@ class _Linker:
     """
 
     def __init__(
-        self, stages: Mapping[int, StageLike], placement: Placement, uneven: Mapping[int, Mapping[int, StageLike]]
+        self,
+        stages: Mapping[int, StageLike],
+        placement: Placement,
+        uneven: Mapping[int, Mapping[int, StageLike]],
+        collectives: _Collectives,
     ) -> None:
-        self.usual, self.placement = (stages, _specs(stages)), placement
+        self.usual, self.placement, self.collectives = (stages, _specs(stages)), placement, collectives
         self.uneven = {i: (others, _specs(others)) for i, others in uneven.items()}
         self.numbers = defaultdict[MessageKey, int](count().__next__)
         self.channels = defaultdict[Route, int](count().__next__)
@@ -109,10 +126,15 @@ class _Linker:
     def instructions(self, group: ActionGroup, following: ActionGroup | None) -> list[Instruction]:
         """Return a group's instruction; before a `U`, or the first of a fused pair, also those that wait for data."""
         instruction = self.instruction(group)
+        before = self.collectives.before(instruction)
         if instruction.action.kind == "U":
-            return self._update_instructions(instruction)
+            return _precede([*before, *self.arriving.pop(instruction.action.stage, [])], instruction)
         if instruction.action.kind != "OVERLAP_F" or following is None:
-            return [instruction]
+            return _precede(before, instruction)
+        return _precede([*before, *self._keep_cotangents(instruction, following)], instruction)
+
+    def _keep_cotangents(self, instruction: Instruction, following: ActionGroup) -> list[Instruction]:
+        """Return what waits for the cotangents of a fused pair's second action, before its first, and keeps them."""
         backward = next(action for _, action in following if _phase(action) == COMPUTE)
         s, i, stage = backward.stage, backward.microbatch, self._stage(backward)
         awaited, kept, start = list[int](), list[tuple[int, slice]](), 0
@@ -121,22 +143,9 @@ class _Linker:
             kept.append((awaited[-1], slice(start, start + len(crossing.specs))))
             start += len(crossing.specs)
         if not awaited:
-            return [instruction]
-        at, receives, waits = instruction.position, instruction.receives, instruction.waits
+            return []
         action = Action("RECV_B", s, i, stage.pulled_by[0].source)
-        held = Instruction(at, action, stage, keep_arrivals, receives, waits, tuple(awaited), tuple(kept), ())
-        return [held, instruction._replace(receives=(), waits=())]
-
-    def _update_instructions(self, update: Instruction) -> list[Instruction]:
-        """Return the update after the instructions that take what it needs; the first one does its posts and waits."""
-        first, *others = [*self.arriving.pop(update.action.stage, []), update]
-        if not others:
-            return [update]
-        return [
-            first._replace(receives=update.receives, waits=update.waits),
-            *others[:-1],
-            update._replace(receives=(), waits=()),
-        ]
+        return [Instruction(instruction.position, action, stage, keep_arrivals, (), (), tuple(awaited), tuple(kept), ())]
 
     def instruction(self, group: ActionGroup) -> Instruction:
         """Return the instruction of one group of actions."""
@@ -187,6 +196,66 @@ class _Linker:
             made.append((self.numbers[what, s, i, crossing.target], slice(start, start + len(crossing.specs))))
             start += len(crossing.specs)
         return [self.numbers[what, crossing.source, i, s] for crossing in incoming], tuple(made)
+
+
+def _precede(others: Sequence[Instruction], last: Instruction) -> list[Instruction]:
+    """Return the instructions in order; the first one does the posts and waits of the last."""
+    if not others:
+        return [last]
+    first, *between = others
+    early = first._replace(receives=last.receives, waits=last.waits)
+    return [early, *between, last._replace(receives=(), waits=())]
+
+
+class _Collectives:
+    """The collectives that the program has posted and not waited for yet.
+
+    - `gathering`: per stage, the `UNSHARD` whose weights no action has read yet.
+    - `reducing`: per stage, its `REDUCE_GRAD` and the next phase to post, in the order of the program.
+    """
+
+    def __init__(self, phases: int) -> None:
+        self.phases = phases
+        self.gathering: dict[int, Instruction] = {}
+        self.reducing: dict[int, tuple[Instruction, int]] = {}
+
+    def before(self, instruction: Instruction) -> list[Instruction]:
+        """Return the instructions that must come before this one, and note what it posts itself."""
+        kind, s, _, peer, _ = instruction.action
+        found: list[Instruction] = []
+        if s in self.gathering and (kind == "RESHARD" or (kind in KINDS and KINDS[kind].reads)):
+            found = [_await(self.gathering.pop(s), enter_weights, 0)]
+        elif kind == "UNSHARD":
+            self.gathering[s] = instruction
+        elif kind == "REDUCE_GRAD":
+            found = list(self._advance(list(self.reducing)))
+            self.reducing[s] = instruction, 1
+        elif s in self.reducing and (kind == "U" or (kind == "SEND_G" and peer != s)):
+            found = list(self.finish([s]))
+        return found
+
+    def finish(self, stages: Sequence[int] | None = None) -> Iterator[Instruction]:
+        """Yield the instructions that finish the reductions of these stages, by default all."""
+        stages = list(self.reducing) if stages is None else stages
+        for _ in range(self.phases):
+            yield from self._advance(stages)
+        for s in stages:
+            posted, phase = self.reducing.pop(s)
+            yield _await(posted, take_reduced, phase - 1)
+
+    def _advance(self, stages: Sequence[int]) -> Iterator[Instruction]:
+        """Yield the instructions that post the next phase of the reductions of these stages."""
+        for s in stages:
+            posted, phase = self.reducing[s]
+            if phase < self.phases:
+                yield _await(posted, reduce_further(phase), phase - 1)
+                self.reducing[s] = posted, phase + 1
+
+
+def _await(posted: Instruction, handler: ActionHandler, phase: int) -> Instruction:
+    """Return an instruction that waits for a phase of a collective, and passes what it gave to the handler."""
+    kind, s, i, _, _ = posted.action
+    return posted._replace(handler=handler, receives=(), waits=(), awaited=((kind, s, i, phase),), outputs=(), sends=())
 
 
 def _specs(stages: Mapping[int, StageLike]) -> dict[tuple[str, int, int], tuple[Any, ...]]:

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors cut into pieces, one for each process of a group, and packed into bytes.
+
+Problem. A sum depends on the order of its terms. The order in which a library reduces an element depends on where the
+element is in the buffer, on the number of processes, and on the library. So gradients that are reduced stage by stage
+differ in the last bit from those of the same model in one piece.
+
+Idea. The library only moves bytes: every process sends each of the others the piece that is theirs to sum. Who receives
+the pieces adds them in the order of the processes. That takes as many bytes as any reduction does, and gives the same
+bits on any backend, for any cut and schedule, and in one process.
+
+A tensor is cut by rows, as `fully_shard` and `Shard(0)` do it: with ceil(rows / count) rows each, and fewer or none in
+the last pieces. Or it is cut by elements, in memory order, if the pieces will be put together again.
+
+Invariant: layouts depend on metadata alone, so every process derives the same ones.
+
+Runs in every step; layouts are made once per stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fpipe.tensors.spec import OptionalSpec, Spec, as_bytes
+
+ALIGNMENT: Final = 16  # bytes; no dtype needs more
+Tensors: TypeAlias = tuple[Any, ...]
+"""Tensors of one stage; `None` for a gradient that data decided not to compute."""
+
+
+def row_range(rows: int, count: int, k: int) -> tuple[int, int]:
+    """Return the first row of piece `k` and the one after its last, as `torch.chunk` cuts.
+
+    >>> [row_range(5, 4, k) for k in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    size = -(-rows // count)
+    return min(rows, k * size), min(rows, (k + 1) * size)
+
+
+def take_rows(tensor: Tensor, count: int, k: int) -> Tensor:
+    """Return piece `k` of a tensor cut by rows: a view."""
+    first, end = row_range(tensor.shape[0], count, k)
+    return tensor[first:end]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The layout of tensors with these specs in one buffer of bytes; the last bytes say which are there."""
+
+    specs: tuple[Spec, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins, and, last, where the flags of the optional ones begin."""
+        sizes = [-(-_count_bytes(spec) // ALIGNMENT) * ALIGNMENT for spec in self.specs]
+        return tuple(accumulate(sizes, initial=0))
+
+    @cached_property
+    def optional(self) -> tuple[int, ...]:
+        """The positions of the tensors that may be absent."""
+        return tuple(j for j, spec in enumerate(self.specs) if isinstance(spec, OptionalSpec))
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self.offsets[-1] + len(self.optional)
+
+    def write(self, buffer: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Write the tensors to a buffer of bytes."""
+        for start, tensor in zip(self.offsets, tensors, strict=False):
+            if tensor is not None and tensor.numel():
+                data = as_bytes(tensor)
+                buffer[start : start + len(data)] = data
+        if self.optional:
+            there = [tensors[j] is not None for j in self.optional]
+            buffer[self.offsets[-1] :] = torch.tensor(there, dtype=torch.uint8, device=buffer.device)
+
+    def read(self, buffer: Tensor) -> Tensors:
+        """Return the tensors in a buffer, in row-major order: views of it. Wait for the device if some are optional."""
+        flags = iter(buffer[self.offsets[-1] : self.size].tolist() if self.optional else ())
+        return tuple(
+            None
+            if isinstance(spec, OptionalSpec) and not next(flags)
+            else buffer[start : start + _count_bytes(spec)].view(spec.dtype).view(spec.shape)
+            for start, spec in zip(self.offsets, self.specs, strict=False)
+        )
+
+
+def _count_bytes(spec: Spec) -> int:
+    return prod(spec.shape) * spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Tensors with these specs, cut into `count` pieces; `by_rows`, or by elements in memory order."""
+
+    specs: tuple[Spec, ...]
+    count: int
+    by_rows: bool
+
+    @cached_property
+    def packings(self) -> tuple[Packing, ...]:
+        """The layout of each piece."""
+        return tuple(Packing(tuple(self._cut_spec(spec, k) for spec in self.specs)) for k in range(self.count))
+
+    def _cut_spec(self, spec: Spec, k: int) -> Spec:
+        rows = spec.shape[0] if self.by_rows else prod(spec.shape)
+        first, end = row_range(rows, self.count, k)
+        shape = (end - first, *(spec.shape[1:] if self.by_rows else ()))
+        return replace(spec, shape=shape, stride=tuple(prod(shape[d + 1 :]) for d in range(len(shape))))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each piece."""
+        return [packing.size for packing in self.packings]
+
+    @property
+    def widest(self) -> int:
+        """The bytes of the largest piece, which is the first."""
+        return self.packings[0].size
+
+    def pack(self, tensors: Tensors, device: torch.device) -> Tensor:
+        """Return all pieces of these whole tensors, one after the other."""
+        buffer = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
+        flat = [None if one is None else one if self.by_rows else _flatten(s, one) for s, one in self._pairs(tensors)]
+        for k, (packing, part) in enumerate(zip(self.packings, buffer.split(self.sizes), strict=True)):
+            packing.write(part, [None if one is None else take_rows(one, self.count, k) for one in flat])
+        return buffer
+
+    def pack_one(self, k: int, tensors: Tensors, device: torch.device) -> Tensor:
+        """Return piece `k`, given its tensors, in a buffer with room for the widest."""
+        buffer = torch.empty(self.widest, dtype=torch.uint8, device=device)
+        self.packings[k].write(buffer[: self.packings[k].size], tensors)
+        return buffer
+
+    def add(self, k: int, copies: Sequence[Tensor]) -> Tensors:
+        """Return the sums of the copies of piece `k`, in their order; `None` where none has a tensor."""
+        return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, copies), strict=True))
+
+    def join(self, buffers: Sequence[Tensor]) -> Tensors:
+        """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""
+        parts = [packing.read(buffer[: packing.size]) for packing, buffer in zip(self.packings, buffers, strict=True)]
+        return tuple(self._join(spec, column) for spec, column in zip(self.specs, zip(*parts, strict=True), strict=True))
+
+    def _join(self, spec: Spec, parts: Sequence[Tensor | None]) -> Tensor | None:
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        spec, whole = _present(spec), torch.cat(there)
+        return spec.like(whole) if self.by_rows else spec.unpack(whole.view(torch.uint8))
+
+    def _pairs(self, tensors: Tensors) -> zip[tuple[Spec, Any]]:
+        return zip(map(_present, self.specs), tensors, strict=True)
+
+
+def _present(spec: Spec) -> Spec:
+    """Return the spec of a tensor when it is there."""
+    return spec.whole if isinstance(spec, OptionalSpec) else spec
+
+
+def _flatten(spec: Spec, tensor: Tensor) -> Tensor:
+    """Return the elements in memory order, as one dimension."""
+    return spec.pack(spec.like(tensor)).view(spec.dtype)
+
+
+def _add_in_order(terms: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the terms that are there, in new memory."""
+    there = [term for term in terms if term is not None]
+    if len(there) < 2:
+        return there[0].clone() if there else None
+    total: Tensor = there[0] + there[1]
+    for term in there[2:]:
+        total += term
+    return total
