@@ -175,7 +175,7 @@ def empty(how: Schedule) -> dict[str, Function]:
         return Execution(rank, linked[rank], transport, inputs)
 
     order = [a(s, i) for i in range(MICROBATCHES) for a, way in ((F, 1), (B, -1)) for s in range(STAGES)[::way]]
-    return {"run": lambda: LocalRanks(how.ranks).run(run), "bare": lambda: bare(stages, inputs, order)}
+    return {"run": lambda: LocalRanks(how.ranks).run([run]), "bare": lambda: bare(stages, inputs, order)}
 
 
 def step(backward: Backward = "autograd") -> Function:

@@ -105,7 +105,7 @@ def step_of(how: Schedule, late: float) -> Callable[[], object]:
     def execution(rank: int, transport: Transport) -> Execution:
         return Execution(rank, linked, transport, inputs)
 
-    return lambda: pipe.ranks.run(execution)
+    return lambda: pipe.ranks.run([execution])
 
 
 def measured(how: Schedule, late: float) -> float:

@@ -52,7 +52,8 @@ class Unable(Pipeline):
             return Execution(rank, plan.programs[rank], transport, inputs)
 
         with random.preserve_generators(plan.generators), plan.context():
-            return self.ranks.run(execution)
+            (outcomes,) = self.ranks.run([execution])
+            return outcomes
 
 
 def variants(

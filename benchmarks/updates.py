@@ -77,7 +77,7 @@ def ways(how: Schedule, late: float, times: Times) -> tuple[Callable[[], object]
         def execution(rank: int, transport: Transport) -> Execution:
             return Execution(rank, linked, transport, inputs)
 
-        return lambda: (pipe.ranks.run(execution), ranks.everywhere(0.0))
+        return lambda: (pipe.ranks.run([execution]), ranks.everywhere(0.0))
 
     backward = run(plan.program)
 

@@ -24,6 +24,7 @@ from fpipe.inference.decoders import StaticDecoder
 from fpipe.inference.generation import generate
 from fpipe.inference.predictions import predict, stream
 from fpipe.inference.sampling import choose_likeliest, sample
+from fpipe.meshes.arguments import Sharded
 from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
@@ -58,6 +59,7 @@ __all__ = [
     "SizeError",
     "Step",
     "TransportError",
+    "Sharded",
     "Verification",
     "VocabularyError",
     "__version__",

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.backends import Backward, backend_of
-from fpipe.batching.batch import Batching
+from fpipe.batching.batch import Batching, find_home
 from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
@@ -29,6 +29,7 @@ from fpipe.errors import InputError
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import Variant
+from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded, find_place, require_collectives
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
 from fpipe.pipelines.builder import Builder
 from fpipe.pipelines.caches import Caches
@@ -65,6 +66,12 @@ def pipeline(
     weight: Weight | None = None,
     plans: int = 32,
     group: dist.ProcessGroup | DeviceMesh | None = None,
+    mesh: MeshArgument = None,
+    pp: str = "pp",
+    dp: str | None = None,
+    shard: str | Sharded | None = None,
+    rows: str = "whole",
+    reduce: str = "mean",
 ) -> Pipeline:
     """Cut a model into stages and bind them to a schedule. Everything is checked; nothing runs.
 
@@ -106,6 +113,18 @@ def pipeline(
     - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
       new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
       plan that has not been used for longest.
+    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or the size of each by name, as in
+      `{"pp": 4, "dp": 2}`. `pp` is the name of the dimension along which the pipeline runs. If torch.distributed is not
+      initialized, this process plays the whole mesh. Along dimensions without a name here, processes run the same
+      pipeline on the same batch; it is up to the model's modules what they do together.
+    - `dp`: the name of the dimension along which weights are replicated. Each copy of the pipeline trains on rows of
+      its own, with the schedule's number of microbatches, and gradients are reduced within the step.
+    - `shard`: the name of the dimension over which parameters, gradients and optimizer state are sharded, in the layout
+      of `torch.distributed.fsdp.fully_shard`; or `fpipe.Sharded(name, gathered=...)`, which says how many stages'
+      weights a rank holds at once. Each shard trains on rows of its own, too. Parameters are then DTensors.
+    - `rows`: `"whole"` if every process is passed the whole batch, of which its copy of the pipeline takes its rows;
+      `"own"` if it is passed these rows only, as many in every copy. `example` is passed in the same way.
+    - `reduce`: `"mean"` to average losses without a `weight` over the copies, too, or `"sum"` to add them.
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
       dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
       at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
@@ -135,13 +154,19 @@ def pipeline(
     require_buildable(module, example, loss, schedule)
     require_count("plans", plans)
     where = parse_cuts(cuts, stages, unsplittable, schedule)
+    options, home = MeshOptions(mesh, pp, dp, shard, rows, reduce), find_home(example, targets)
+    place = find_place(options, group, schedule.ranks, home)
+    copies = place.copies
+    count, over = schedule.microbatches * copies.pieces, schedule.microbatches * (copies.count if copies.mean else 1)
     batchings = {
-        True: Batching.of(example, targets, batch_dims, schedule.microbatches, weight),
-        False: Batching.of(example, None, _of_inputs(batch_dims), schedule.microbatches),
+        True: Batching.of(example, targets, batch_dims, count, weight, over),
+        False: Batching.of(example, None, _of_inputs(batch_dims), count),
     }
     batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
-    ranks = join_ranks(schedule.ranks, group, batchings[True].home)
-    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, Caches(plans))
+    ranks = join_ranks(schedule.ranks, place.group, home, place.members)
+    require_collectives(schedule, copies)
+    schedule, caches = copies.train(schedule), Caches(plans)
+    builder = Builder(loss, schedule, batchings, where, capture, how, tied, output_dims, ranks, caches, copies)
     return builder.build(module, batch)
 
 

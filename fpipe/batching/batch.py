@@ -48,13 +48,22 @@ class Batching:
     weight: Weight | None
 
     @classmethod
-    def of(cls, inputs: Any, targets: Any, dims: Any, microbatches: int, weight: Weight | None = None) -> Batching:
+    def of(
+        cls,
+        inputs: Any,
+        targets: Any,
+        dims: Any,
+        microbatches: int,
+        weight: Weight | None = None,
+        divisor: int | None = None,
+    ) -> Batching:
         """Return the rules for splitting batches like an example along `dims`, a prefix of the tree (inputs, targets).
 
-        Raise `InputError` if the example can't be split.
+        `divisor` is the number of microbatches that losses are averaged over, by default these. Raise `InputError` if
+        the example can't be split.
         """
         tensors, structure = flatten((inputs, targets))
-        home = next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
+        home = _find_home(tensors)
         leaves = [
             Leaf.of(_name_leaf(path), tensor, cut, home)
             for path, tensor, cut in zip(
@@ -63,7 +72,8 @@ class Batching:
         ]
         cut = [leaf.cut(tensor, microbatches) for leaf, tensor in zip(leaves, tensors, strict=True)]
         halves = flatten(inputs)[1], flatten(targets)[1]
-        example = Signature(tuple(map(Leaf.specs, leaves, cut)), _program(halves), halves, microbatches)
+        over = microbatches if divisor is None else divisor
+        example = Signature(tuple(map(Leaf.specs, leaves, cut)), _program(halves), halves, over)
         batching = cls(tuple(leaves), example, microbatches, weight)
         batching._require_pieces(example)
         return batching
@@ -130,7 +140,7 @@ class Batching:
             for leaf, parts, example in zip(self.leaves, cut, self.example.leaves, strict=True)
         ]
         both = (halves[0], halves[1])
-        divisor = self.microbatches if total is None or self.weight is not None else total
+        divisor = self.example.divisor if total is None or self.weight is not None else total
         signature = Signature(tuple(specs), _program(both), both, divisor)
         if signature.leaves != self.example.leaves:
             self._require_pieces(signature)
@@ -243,6 +253,15 @@ class SplitBatch:
         for i in range(batching.microbatches):
             leaves = [None if column is None else column[i] for column in columns]
             yield _tree(first, leaves[:split]), _tree(second, leaves[split:])
+
+
+def find_home(inputs: Any, targets: Any) -> torch.device:
+    """Return the device of the first tensor that has values; the CPU if none has."""
+    return _find_home(flatten((inputs, targets))[0])
+
+
+def _find_home(tensors: Iterable[Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors if tensor.device != META), torch.device("cpu"))
 
 
 def _tree(half: Structure, leaves: list[Tensor | None]) -> Any:

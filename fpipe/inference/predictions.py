@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.pipelines.autocast import suspend_autocast
@@ -105,7 +106,19 @@ def _prepare(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
 ) -> tuple[Plan, Inputs]:
     """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the call."""
+    require_single_copy(pipe)
     require_state("params", params, pipe.training.params)
     require_state("buffers", buffers, pipe.training.buffers)
     batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
-    return agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
+    plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
+    return plan, given[plan.copy]
+
+
+def require_single_copy(pipe: Pipeline) -> None:
+    """Raise `InputError` for a pipeline of several copies, of which each would predict other rows."""
+    if pipe.copies.count > 1:
+        raise InputError(
+            f"pipe: got one with {pipe.copies.count} copies on a mesh, expected a single one: each copy holds the "
+            "outputs of its own rows. Build the pipeline for inference without dp and shard; or call fpipe.evaluate, "
+            "which returns the outputs of each copy's rows."
+        )

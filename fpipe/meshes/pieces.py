@@ -132,7 +132,7 @@ class Pieces:
         """Return all pieces of these whole tensors, one after the other."""
         buffer = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
         flat = [None if one is None else one if self.by_rows else _flatten(s, one) for s, one in self._pairs(tensors)]
-        for k, (packing, part) in enumerate(zip(self.packings, buffer.split(self.sizes), strict=True)):
+        for k, (packing, part) in enumerate(zip(self.packings, torch.split(buffer, self.sizes), strict=True)):
             packing.write(part, [None if one is None else take_rows(one, self.count, k) for one in flat])
         return buffer
 
@@ -148,8 +148,9 @@ class Pieces:
 
     def join(self, buffers: Sequence[Tensor]) -> Tensors:
         """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""
-        parts = [packing.read(buffer[: packing.size]) for packing, buffer in zip(self.packings, buffers, strict=True)]
-        return tuple(self._join(spec, column) for spec, column in zip(self.specs, zip(*parts, strict=True), strict=True))
+        pairs = zip(self.packings, buffers, strict=True)
+        columns = zip(*[packing.read(buffer[: packing.size]) for packing, buffer in pairs], strict=True)
+        return tuple(self._join(spec, column) for spec, column in zip(self.specs, columns, strict=True))
 
     def _join(self, spec: Spec, parts: Sequence[Tensor | None]) -> Tensor | None:
         there = [part for part in parts if part is not None]

@@ -19,7 +19,6 @@ from fpipe.model.stateless import require_plain_tensors, require_registered
 from fpipe.runtime.handlers import HANDLERS
 from fpipe.stages.assembly import Assembly
 from schedules import KINDS, Schedule
-from schedules.language.actions import COLLECTIVES
 
 WRAPPERS = (DataParallel, DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
@@ -98,11 +97,6 @@ def _require_runnable(schedule: Schedule) -> None:
                     f"schedule: got {action} on rank {rank}, expected no updates. To update stages within the step, "
                     "pass the schedule without them and call fpipe.train_step, which adds them. An asynchronous "
                     "schedule can be checked and simulated, but not run yet."
-                )
-            if action.kind in COLLECTIVES:
-                raise InputError(
-                    f"schedule: got {action} on rank {rank}, expected no collectives: they can be checked and "
-                    "simulated, but not run yet. Pass the schedule without UNSHARD, RESHARD and REDUCE_GRAD."
                 )
             if action.kind not in HANDLERS:
                 kinds = " ".join(kind for kind in HANDLERS if not KINDS[kind].mark and kind != "U")

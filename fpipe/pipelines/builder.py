@@ -21,6 +21,7 @@ from fpipe.cutting.partition import Cuts
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING
+from fpipe.meshes.copies import ALONE, Copies
 from fpipe.model.copying import require_own_buffers
 from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
 from fpipe.model.stateless import skeleton
@@ -62,11 +63,12 @@ class Builder:
     output_dims: Any
     ranks: Ranks
     caches: Caches
+    copies: Copies = ALONE
 
     def build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         """Return the pipeline of a module for batches like the example; every rank must call this."""
         with torch.inference_mode(False), suspend_autocast(TRAINING), self.ranks.enter_call("pipeline"):
-            agree_to_build(self.ranks, self.schedule, self.batchings[True], self.caches.most)
+            agree_to_build(self.ranks, self.schedule, self.batchings[True], self.caches.most, self.copies)
             return self._bind(module, example)
 
     def _rebuild(self, model: Model, example: SplitBatch) -> Pipeline:
@@ -81,7 +83,7 @@ class Builder:
         captures = captures.with_example(answers.resolve())
         kept = example if captures.batchings[True].example.answers else example.without_values()
         sums = parameters_to_sum(self.tied, module)
-        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, self.backend)
+        planner = Planner(self.schedule, captures, self.output_dims, self.ranks.ranks, sums, self.backend, self.copies)
         caches = Caches(self.caches.most, trainable=self.caches.trainable)
         pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, caches)
         require_exact_hooks(captures.hooks, sums)

@@ -10,6 +10,8 @@ happens: the first replica of the first stage that computes a gradient of the pa
 A stage adds to all of its sums or to none. A sum that is missing becomes -0: adding to it changes nothing, not even the
 sign of a zero. So do all sums if gradients are added in a dtype of their own.
 
+If copies of the pipeline reduce gradients, the earlier sums, which are reduced already, are added after that.
+
 Invariant: the sums belong to the step. It writes to their memory and returns it.
 
 Runs in every step that is passed earlier sums or has a dtype for sums.
@@ -28,6 +30,7 @@ from fpipe.autodiff.accumulation import Gradients
 from fpipe.batching.memory import find_overlap
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
+from fpipe.meshes.holdings import as_plain
 from fpipe.pipelines.plan import Plan
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import OptionalSpec, Spec
@@ -53,7 +56,8 @@ def require_sums(onto: EarlierSums, params: EarlierSums, plan: Plan, variant: Va
     for name, leaf in onto.items():
         spec = plan.params[name]
         _require_writable(name, leaf, replace(spec, dtype=variant.sum_dtype(spec.dtype)))
-    pair = find_overlap({**{f"onto[{n!r}]": t for n, t in onto.items()}, **{f"params[{n!r}]": params[n] for n in onto}})
+    sums = {f"onto[{name!r}]": as_plain(total) for name, total in onto.items()}
+    pair = find_overlap({**sums, **{f"params[{name!r}]": as_plain(params[name]) for name in onto}})
     if pair is not None:
         raise InputError(
             f"{pair[0]}: got memory that it shares with {pair[1]}, expected memory of its own: the step adds to it in "
@@ -117,6 +121,14 @@ def join_sums(onto: EarlierSums, grads: EarlierSums, plan: Plan) -> dict[str, Te
         if isinstance(spec, OptionalSpec) and name not in onto
     }
     return {**onto, **{name: grad for name, grad in grads.items() if name not in optional or not is_untouched(grad)}}
+
+
+def add_reduced(onto: EarlierSums, grads: EarlierSums) -> dict[str, Tensor]:
+    """Return the earlier sums with gradients added that all copies of the pipeline have reduced, in place."""
+    for name, grad in grads.items():
+        if name in onto:
+            as_plain(onto[name]).add_(as_plain(grad))
+    return {**grads, **onto}
 
 
 def is_untouched(total: Tensor) -> bool:

@@ -20,6 +20,7 @@ from fpipe.batching.batch import Batching, SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
 from fpipe.ir.variant import Variant
+from fpipe.meshes.copies import Copies
 from fpipe.pipelines.caches import Agreement
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
@@ -34,9 +35,9 @@ from schedules import Schedule
 NO_ARGUMENTS: Final = CommonArguments()
 
 
-def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: int) -> None:
+def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: int, copies: Copies) -> None:
     """Raise `TransportError` on all ranks unless all of them build a pipeline with these arguments."""
-    ranks.agree(lambda: argument_fields(schedule, batching, plans), "its arguments")
+    ranks.agree(lambda: argument_fields(schedule, batching, plans, copies), "its arguments")
 
 
 def agree_on_plan(
@@ -66,13 +67,17 @@ def agree_on_plan(
 
 def agree_to_step(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, call: CommonArguments
-) -> tuple[Plan, Inputs]:
-    """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the step."""
+) -> tuple[Plan, dict[int, Inputs]]:
+    """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the step."""
     kind = variant, batch.signature
     agreement = agree_on_plan(pipe, *kind, call)
     plan = agreement.plan
     plan.watch.require_unchanged()
-    inputs = scatter(plan, params, buffers, batch, call.seed)
+    links = pipe.copies.link() if pipe.copies.count > 1 else {}
+    inputs = {
+        copy: scatter(part, pipe.holdings.locals(params, copy), buffers, batch, call.seed, links.get(copy))
+        for copy, part in plan.parts.items()
+    }
     pipe.ranks.agree(lambda: [*agreement.fields, *call_fields(call)])
     pipe.caches.use(kind)
     if not pipe.caches.compared:

@@ -6,8 +6,9 @@ Runs in every step, before ranks agree to begin it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,8 +17,11 @@ from fpipe.batching.batch import SplitBatch
 from fpipe.batching.memory import require_apart
 from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
+from fpipe.meshes.copies import Links
+from fpipe.meshes.exchange import Exchange
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Inputs
+from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
 from fpipe.weights.state import require_state_names
@@ -26,22 +30,71 @@ State: TypeAlias = dict[str, Tensor]
 """Parameters, buffers or gradients, by the model's own names."""
 
 
-def scatter(plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: int | None) -> Inputs:
-    """Return the executor's inputs for this process's stages; raise `InputError` if anything is missing or wrong."""
+def scatter(
+    plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: int | None, links: Links | None = None
+) -> Inputs:
+    """Return the executor's inputs for this process's stages, of one copy of the pipeline.
+
+    `params` are the plain tensors of that copy; `links` are its groups, if there are others. Raise `InputError` if
+    anything is missing or wrong.
+    """
     require_apart(batch.memories, plan.modified_leaves)
-    local, microbatches = plan.local_stages, len(plan.assemblies)
+    local, count = plan.local_stages, plan.microbatches
     require_state_names([name for stage in local for name in (*stage.parameters, *stage.buffers)], params, buffers)
     here = {cut: [cut.stages[stage.index] for stage in local] for cut in plan.cuts}
-    leaves = batch.take({leaf for stages in here.values() for stage in stages for leaf in stage.batch})
-    by_cut = {cut: {s.index: s.leaves(params) for s in stages} for cut, stages in here.items()}
-    parts = {cut: {s.index: _split_rows(s.batch, leaves, microbatches) for s in stages} for cut, stages in here.items()}
+    leaves = _take_share(plan, batch, {leaf for stages in here.values() for stage in stages for leaf in stage.batch})
+    parts = {cut: {s.index: _split_rows(s.batch, leaves, count) for s in stages} for cut, stages in here.items()}
     rows = [parts[cut] for cut in plan.assemblies]
+    weights = Weights(plan, params)
     return Inputs(
-        params=[by_cut[cut] for cut in plan.assemblies],
-        buffers=[{stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}] * microbatches,
+        params=[weights.by_cut[cut] for cut in plan.assemblies],
+        buffers=[{stage.index: tuple([buffers[name] for name in stage.buffers]) for stage in local}] * count,
         batch=lambda stage, i: rows[i][stage][i],
         keys=make_keys(plan, seed),
+        group=None if links is None else weights.exchange(links),
     )
+
+
+class Weights:
+    """The parameters of this process's stages in one step, in the form that their functions take.
+
+    If weights are sharded, a stage has them only while they are gathered.
+
+    - `by_cut`: for each way in which microbatches are cut, by stage.
+    - `users`: how many ranks of this process have gathered each stage.
+    """
+
+    def __init__(self, plan: Plan, params: State) -> None:
+        self.plan, self.params = plan, params
+        self.by_cut: dict[Assembly, dict[int, Any]] = {cut: {} for cut in plan.cuts}
+        self.users: Counter[int] = Counter()
+        if plan.copies.shards == 1:
+            for stage in plan.local_stages:
+                self._put(stage.index, params)
+
+    def exchange(self, links: Links) -> Exchange:
+        """Return the collectives of a step with these weights."""
+        shards = {s.index: tuple([self.params[name] for name in s.parameters]) for s in self.plan.local_stages}
+        return Exchange(links, self.plan.layouts, shards, self._enter, self._leave)
+
+    def _put(self, s: int, params: State) -> None:
+        for cut, by_stage in self.by_cut.items():
+            by_stage[s] = cut.stages[s].leaves(params)
+
+    def _enter(self, s: int, tensors: Tensors) -> None:
+        self.users[s] += 1
+        if self.users[s] == 1:
+            self._put(s, dict(zip(self.plan.assembly.stages[s].parameters, tensors, strict=True)))
+
+    def _leave(self, s: int) -> None:
+        self.users[s] -= 1
+        for by_stage in self.by_cut.values() if not self.users[s] else ():
+            del by_stage[s]
+
+
+def _take_share(plan: Plan, batch: SplitBatch, needed: Iterable[int]) -> dict[int, Sequence[Tensor]]:
+    """Return the microbatches of the needed leaves that a copy trains on."""
+    return {leaf: parts[plan.rows_of(plan.copy)] for leaf, parts in batch.take(needed).items()}
 
 
 def start_backward(stages: Iterable[Stage], scale: float | None) -> dict[int, Tensors]:
@@ -71,4 +124,5 @@ def make_keys(plan: Plan, seed: int | None) -> list[int]:
     count = len(plan.assemblies)
     if seed is None or not plan.generators:
         return [random.Unseeded()] * count
-    return [random.key(seed, i) for i in range(count)]
+    first = plan.copy * plan.microbatches
+    return [random.key(seed, first + i) for i in range(count)]

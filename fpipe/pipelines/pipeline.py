@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from fpipe.batching.batch import SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.ir.variant import TRAINING, Variant
+from fpipe.meshes.copies import Copies
+from fpipe.meshes.holdings import Holdings
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.plan import Plan
@@ -198,7 +200,7 @@ class Pipeline:
         Parameters become leaves that require a gradient where the model's did when the pipeline was built.
         """
         plan, trainable = self.training, self.training.assembly.captured.trainable
-        params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
+        params = {name: self.holdings.adopt(values[name]).requires_grad_(name in trainable) for name in plan.params}
         self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
         return params, {name: values[name] for name in plan.buffers}
 
@@ -276,20 +278,39 @@ class Pipeline:
         return self.training.owners
 
     @property
+    def copies(self) -> Copies:
+        """The copies of the pipeline, this process's among them; a single one without a mesh."""
+        return self.planner.copies
+
+    @cached_property
+    def holdings(self) -> Holdings:
+        """What this process holds of the parameters."""
+        return Holdings(self.copies)
+
+    @property
     def device(self) -> torch.device:
         """The device that this process computes on."""
         return self.captures.batchings[True].home
 
     def run(self, plan: Plan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
         """Run the plan's program on this process's ranks; return their outcomes. `record` gets each measured span."""
+        return self.run_copies(plan, {plan.copy: inputs}, record)[plan.copy]
 
-        def execution(rank: int, transport: Transport) -> Execution:
-            return Execution(rank, plan.programs[rank], transport, inputs)
+    def run_copies(
+        self, plan: Plan, inputs: Mapping[int, Inputs], record: Record | None = None
+    ) -> dict[int, dict[int, Outcome]]:
+        """Run the plan's program for each copy of the pipeline that this process plays; return outcomes by copy."""
+
+        def execution(copy: int, rank: int, transport: Transport) -> Execution:
+            return Execution(rank, plan.parts[copy].programs[rank], transport, inputs[copy])
 
         with random.preserve_generators(plan.generators), plan.context():
             if record is None:
-                return self.ranks.run(execution)
-            return run_recorded(self.ranks, plan.timed_programs, inputs, self.device, record)
+                found = self.ranks.run([partial(execution, copy) for copy in inputs])
+            else:
+                timed = [(plan.parts[copy].timed_programs, given) for copy, given in inputs.items()]
+                found = run_recorded(self.ranks, timed, self.device, record)
+        return dict(zip(inputs, found, strict=True))
 
     def __str__(self) -> str:
         how = self.schedule

@@ -19,7 +19,9 @@ import torch
 
 from fpipe.batching.merge import Merge
 from fpipe.ir.captured import BatchLeaf
-from fpipe.runtime.executor import LinkedProgram
+from fpipe.meshes.copies import ALONE, Copies
+from fpipe.meshes.exchange import StageLayout, shard_spec
+from fpipe.runtime.executor import LinkedProgram, StageCrossing
 from fpipe.runtime.instructions import link
 from fpipe.runtime.recording import add_timers
 from fpipe.stages.assembly import Assembly
@@ -38,6 +40,7 @@ class Plan:
     - `ranks`: the ranks of this process.
     - `merge`: how the model's outputs are merged; `None` if they are not requested.
     - `watch`: the assumptions of the captures, which must still hold when the plan runs.
+    - `copies`: the copies of the pipeline around it; `copy`: the number of the one that this plan is for.
     """
 
     assemblies: tuple[Assembly, ...]
@@ -45,6 +48,42 @@ class Plan:
     ranks: tuple[int, ...]
     merge: Merge | None
     watch: Watch = field(default_factory=Watch)
+    copies: Copies = ALONE
+    copy: int = 0
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches of each copy."""
+        return self.program.schedule.microbatches
+
+    @cached_property
+    def parts(self) -> Mapping[int, Plan]:
+        """The plan of each copy that this process plays, for its share of the microbatches."""
+        if self.copies is ALONE:
+            return {0: self}
+        return {k: replace(self, assemblies=self.assemblies[self.rows_of(k)], copy=k) for k in self.copies.here}
+
+    def rows_of(self, copy: int) -> slice:
+        """Return which microbatches of the batch that this process is passed belong to a copy."""
+        first = 0 if self.copies.own_rows else copy * self.microbatches
+        return slice(first, first + self.microbatches)
+
+    @cached_property
+    def layouts(self) -> Mapping[int, StageLayout]:
+        """How the weights and gradients of each stage of this process are cut for the other copies."""
+        copies, specs = self.copies, self.assembly.parameters
+        device = next((spec.device for spec in specs.values()), torch.device("cpu"))
+        return {
+            stage.index: StageLayout(
+                tuple(specs[name] for name in stage.parameters),
+                stage.totals,
+                copies.shards,
+                copies.shard_of(self.copy),
+                copies.replicas,
+                device,
+            )
+            for stage in self.local_stages
+        }
 
     @property
     def assembly(self) -> Assembly:
@@ -166,7 +205,24 @@ class Plan:
     def _link(self, rank: int) -> LinkedProgram:
         homes = self.placement.stages_on(rank)
         uneven = {
-            i: {s: cut.stages[s] for s in homes} for i, cut in enumerate(self.assemblies) if cut is not self.assembly
+            i: {s: self._shard_shares(cut.stages[s]) for s in homes}
+            for i, cut in enumerate(self.assemblies)
+            if cut is not self.assembly
         }
-        usual = {s: self.assembly.stages[s] for s in homes}
-        return link(self.program.actions(rank), usual, self.placement, uneven)
+        usual = {s: self._shard_shares(self.assembly.stages[s]) for s in homes}
+        return link(self.program.actions(rank), usual, self.placement, uneven, self.copies.phases)
+
+    def _shard_shares(self, stage: Stage) -> Stage:
+        """Return the stage; if gradients are sharded, it shares its shards of them."""
+        copies = self.copies
+
+        def cut(crossings: tuple[StageCrossing, ...]) -> tuple[StageCrossing, ...]:
+            shard = copies.shard_of(self.copy)
+            return tuple(
+                one._replace(specs=tuple(shard_spec(spec, copies.shards, shard) for spec in one.specs))
+                for one in crossings
+            )
+
+        if copies.shards == 1 or not (stage.shares or stage.shared_by):
+            return stage
+        return replace(stage, shares=cut(stage.shares), shared_by=cut(stage.shared_by))

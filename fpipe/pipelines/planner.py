@@ -23,6 +23,7 @@ from fpipe.batching.signature import Microbatch, Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.ir.variant import Variant
+from fpipe.meshes.copies import ALONE, Copies
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
@@ -34,7 +35,7 @@ from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale,
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
-from schedules import Schedule, check, forwards, lower
+from schedules import Schedule, check, lower
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,7 @@ class Planner:
     - `ranks`: the ranks of this process.
     - `summed`: the parameters whose gradients are summed over stages.
     - `backend`: differentiates the stages; `None` for autograd.
+    - `copies`: the copies of the pipeline, this process's among them.
     """
 
     schedule: Schedule
@@ -54,6 +56,7 @@ class Planner:
     ranks: tuple[int, ...]
     summed: frozenset[str] = frozenset()
     backend: Backend | None = None
+    copies: Copies = ALONE
     plans: dict[BatchKind, Plan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
 
@@ -124,12 +127,12 @@ class Planner:
         if variant.training:
             check(schedule, graph)
         else:
-            schedule = forwards(schedule)
+            schedule = self.copies.evaluate(schedule)
         for stage in assemblies[0].stages:
-            _require_one_state(stage, schedule.placement.replicas(stage.index))
+            _require_one_state(stage, schedule.placement.replicas(stage.index), self.copies)
         merge = _output_merge(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
         watch = self.captures.watch(variant, microbatches)
-        return Plan(assemblies, lower(schedule, graph), self.ranks, merge, watch)
+        return Plan(assemblies, lower(schedule, graph), self.ranks, merge, watch, self.copies)
 
     def _cached_assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         """Return the stages for a microbatch, cached: different batches may contain the same microbatches."""
@@ -149,14 +152,15 @@ class Planner:
         return differentiate(assembly, self.backend, {s for rank in self.ranks for s in placement.stages_on(rank)})
 
 
-def _require_one_state(stage: Stage, ranks: Sequence[int]) -> None:
-    """Raise `CutError` if a stage on several ranks modifies a buffer: each replica sees only some microbatches."""
+def _require_one_state(stage: Stage, ranks: Sequence[int], copies: Copies) -> None:
+    """Raise `CutError` if a stage in several places modifies a buffer: each sees only some of the microbatches."""
     modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
-    if modified and len(ranks) > 1:
+    if modified and len(ranks) * copies.count > 1:
+        where = f"ranks {list(ranks)}" if len(ranks) > 1 else f"{copies.count} copies of the pipeline"
         raise CutError(
-            f"stage {stage.index}: got modified buffers {modified} on ranks {list(ranks)}, expected none: each replica "
-            "sees only some of the microbatches. Choose a schedule with one rank per stage, or a model that does not "
-            "modify buffers."
+            f"stage {stage.index}: got modified buffers {modified} on {where}, expected none: each "
+            "sees only some of the microbatches. Choose a schedule with one rank per stage and no data-parallel "
+            "dimension, or a model that does not modify buffers."
         )
 
 

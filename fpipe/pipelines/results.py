@@ -7,14 +7,16 @@ Runs in every step, once the program is done.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from fpipe.ir.captured import Tensors
+from fpipe.meshes.copies import Copies
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Outcome
@@ -28,9 +30,9 @@ class Step(NamedTuple):
     """The result of one step.
 
     - `loss`: the sum over microbatches of loss / M, or of loss times its share of the weight, on every rank; `None` if
-      no loss was requested.
+      no loss was requested. On a mesh, the sum over all copies of the pipeline.
     - `outputs`: the model's outputs, merged in microbatch order, if requested and on the ranks of the last stage;
-      otherwise `None`.
+      otherwise `None`. On a mesh, those of the rows that this process trained on.
     - `buffers`: this process's buffers after the step.
     """
 
@@ -39,13 +41,38 @@ class Step(NamedTuple):
     buffers: State
 
 
-def gather(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
+def gather(plan: Plan, ranks: Ranks, copies: Mapping[int, Mapping[int, Outcome]], buffers: State) -> Step:
     """Return the `Step` that the ranks computed; broadcast its loss to all of them."""
+    parts = {copy: _gather_one(plan.parts[copy], ranks, outcomes, buffers) for copy, outcomes in copies.items()}
+    step, *others = parts.values()
+    if plan.copies.count == 1:
+        return step
+    loss = None if step.loss is None else _sum_losses(plan.copies, ranks, [step.loss, *[one.loss for one in others]])
+    if others and plan.merge is not None:
+        results = [_list_results(copies[copy]) for copy in sorted(copies)]
+        rows = dict(enumerate(row for found in results for _, row in sorted(found.items())))
+        step = step._replace(outputs=merge_results(plan, rows)[1])
+    return step._replace(loss=loss)
+
+
+def _sum_losses(copies: Copies, ranks: Ranks, own: Sequence[Tensor | None]) -> Tensor:
+    """Return the sum of the losses of all copies, in their order, given those of the copies here."""
+    mine = torch.stack([loss for loss in own if loss is not None])
+    rows = ranks.gather_vectors(mine)
+    losses = rows.flatten() if copies.is_local else rows[list(copies.members), 0]
+    return reduce(add, losses.unbind())
+
+
+def _list_results(outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
+    return {i: payload for outcome in outcomes.values() for i, payload in outcome.results.items()}
+
+
+def _gather_one(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
     stages, new = plan.assembly.stages, dict(buffers)
     for outcome in outcomes.values():
         for s, state in outcome.buffers[0].items():  # all microbatches share them
             new.update(zip(stages[s].buffers, state, strict=True))
-    results = {i: payload for outcome in outcomes.values() for i, payload in outcome.results.items()}
+    results = _list_results(outcomes)
     last = plan.placement.replicas(len(stages) - 1)
     if len(last) > 1:
         results = broadcast_results(plan, ranks, results)

@@ -11,10 +11,12 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
-from fpipe.pipelines.earlier_sums import assign_sums, join_sums, require_sums
+from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
@@ -64,7 +66,7 @@ def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) 
             start = Start(params, buffers, {} if onto is None else onto)
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
-            return finish_step(pipe, plan, start, pipe.run(plan, given, record))
+            return finish_step(pipe, plan, start, pipe.run_copies(plan, given, record))
 
     return step
 
@@ -79,25 +81,46 @@ class Start(NamedTuple):
 
 def begin_step(
     pipe: Pipeline, cast: Variant, start: Start, batch: tuple[Any, Any], call: CommonArguments
-) -> tuple[Plan, Inputs]:
-    """Check the arguments of a step and agree with all ranks; return its plan, and what this process runs it with."""
+) -> tuple[Plan, dict[int, Inputs]]:
+    """Check the arguments of a step and agree with all ranks; return its plan, and the inputs of each copy here."""
     require_gradients()
-    require_state("params", start.params, pipe.training.params)
-    require_state("buffers", start.buffers, pipe.training.buffers)
+    require_holdings(pipe, start.params, start.buffers)
     require_flags(start.params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
     variant = scale_variant(cast, call.scale)
+    pipe.holdings.require("onto", start.onto)
     require_sums(start.onto, start.params, pipe.training, variant)
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, call.total)
     plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
-    starts = start_backward(plan.local_stages, call.scale)
-    return plan, given._replace(starts=starts, onto=assign_sums(start.onto, plan, variant))
+    starts, onto = start_backward(plan.local_stages, call.scale), start.onto if plan.copies.count == 1 else {}
+    sums = assign_sums(onto, plan, variant)
+    return plan, {copy: inputs._replace(starts=starts, onto=sums) for copy, inputs in given.items()}
 
 
-def finish_step(pipe: Pipeline, plan: Plan, start: Start, outcomes: Mapping[int, Outcome]) -> tuple[Step, State]:
+def require_holdings(pipe: Pipeline, params: State, buffers: State) -> None:
+    """Raise `InputError`, naming the leaf, unless these are the parameters and buffers that this process holds."""
+    require_state("params", params, pipe.training.params)
+    require_state("buffers", buffers, pipe.training.buffers)
+    pipe.holdings.require("params", params)
+
+
+def finish_step(
+    pipe: Pipeline, plan: Plan, start: Start, outcomes: Mapping[int, Mapping[int, Outcome]]
+) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters."""
-    grads = join_sums(start.onto, collect_gradients(plan, outcomes), plan)
+    grads = join_gradients(pipe, plan, start.onto, outcomes)
     step = gather(plan, pipe.ranks, outcomes, start.buffers)
     return step, {name: grads[name] for name in start.params if name in grads}
+
+
+def join_gradients(
+    pipe: Pipeline, plan: Plan, onto: State, outcomes: Mapping[int, Mapping[int, Outcome]]
+) -> dict[str, Tensor]:
+    """Return the gradients as this process holds them, added to the earlier sums if copies reduced them."""
+    if plan.copies.count == 1:
+        (outcome,) = outcomes.values()
+        return join_sums(onto, collect_gradients(plan, outcome), plan)
+    found = {copy: join_sums({}, collect_gradients(plan.parts[copy], one), plan) for copy, one in outcomes.items()}
+    return add_reduced(onto, pipe.holdings.join(found, plan.params))
 
 
 def scale_variant(variant: Variant, scale: object) -> Variant:
@@ -117,13 +140,12 @@ def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[...,
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with suspend_autocast(EVALUATION) as what, pipe.ranks.enter_call("an evaluation"):
-            require_state("params", params, pipe.training.params)
-            require_state("buffers", buffers, pipe.training.buffers)
+            require_holdings(pipe, params, buffers)
             has_loss = pipe.computes_loss or pipe.ranks.agree_if_any(targets is not None)
             variant = replace(what, loss=has_loss)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text)
             plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
-            outcomes = pipe.run(plan, given, record)
+            outcomes = pipe.run_copies(plan, given, record)
             return gather(plan, pipe.ranks, outcomes, buffers)
 
     return step

@@ -254,14 +254,14 @@ class Execution:
                     yield handle
             # Collect the handler's arguments: from other ranks, or kept here.
             arrived: Payload = ()
-            for number in awaited:
-                if number in posted:
-                    handle = posted.pop(number)
+            for key in awaited:
+                if key in posted:
+                    handle = posted.pop(key)
                     if not handle.is_done:
                         yield handle
                     arrived += handle.take()
                 else:
-                    arrived += kept.pop(number)
+                    arrived += kept.pop(key)
             # Compute. Drop the arguments at once, so that only the messages stay alive.
             values = handler(self, action, stage, arrived)
             for number, part in outputs:

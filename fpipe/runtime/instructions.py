@@ -145,7 +145,9 @@ class _Linker:
         if not awaited:
             return []
         action = Action("RECV_B", s, i, stage.pulled_by[0].source)
-        return [Instruction(instruction.position, action, stage, keep_arrivals, (), (), tuple(awaited), tuple(kept), ())]
+        return [
+            Instruction(instruction.position, action, stage, keep_arrivals, (), (), tuple(awaited), tuple(kept), ())
+        ]
 
     def instruction(self, group: ActionGroup) -> Instruction:
         """Return the instruction of one group of actions."""

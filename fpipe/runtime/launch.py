@@ -7,7 +7,7 @@ Runs when a pipeline is built.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,13 @@ from fpipe.runtime.transport.distributed import DistributedRanks
 from fpipe.runtime.transport.local import LocalRanks
 
 
-def join_ranks(ranks: int, group: dist.ProcessGroup | DeviceMesh | None, device: torch.device) -> Ranks:
+def join_ranks(
+    ranks: int, group: dist.ProcessGroup | DeviceMesh | None, device: torch.device, members: Sequence[int] = ()
+) -> Ranks:
     """Return the ranks of a schedule that this process runs; `group` holds the ranks' processes, by default all.
 
-    Raise `TransportError` if the processes and the ranks do not match, `InputError` for a mesh of several dimensions.
+    `members` are all processes that agree on every call: those of a mesh, by default the group's. Raise
+    `TransportError` if the processes and the ranks do not match, `InputError` for a mesh of several dimensions.
     """
     if not (dist.is_available() and dist.is_initialized()):
         require_process_group(os.environ)
@@ -31,7 +34,7 @@ def join_ranks(ranks: int, group: dist.ProcessGroup | DeviceMesh | None, device:
         group = take_dimension(group)
     group = dist.group.WORLD if group is None else group
     assert group is not None, "torch.distributed is initialized"
-    return DistributedRanks(ranks, group, device)
+    return DistributedRanks(ranks, group, device, members)
 
 
 def take_dimension(mesh: DeviceMesh) -> dist.ProcessGroup:

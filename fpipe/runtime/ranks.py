@@ -47,8 +47,11 @@ class Ranks(Protocol):
     def forget_layouts(self) -> None:
         """Drop what is cached about the messages of plans; those that still run make it again."""
 
-    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Drive `execution(rank, transport)` of each of this process's ranks to completion; return the outcomes."""
+    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
+        """Drive `copy(rank, transport)` of each of this process's ranks to completion; return the outcomes per copy.
+
+        The copies of the pipeline run together: they wait for each other's collectives.
+        """
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank; the others pass `None`."""

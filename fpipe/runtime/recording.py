@@ -19,8 +19,8 @@ Runs in every step that is recorded; timers are added once per plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from functools import cache
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -142,13 +142,28 @@ class RecordedExecution(Execution):
 
 
 def run_recorded(
-    ranks: Ranks, programs: Mapping[int, LinkedProgram], inputs: Inputs, device: torch.device, record: Record
-) -> dict[int, Outcome]:
-    """Run each rank's program, from `add_timers`; return the outcomes. `record` gets the spans of actions and waits."""
-    watch = stopwatch(device, record)
-    outcomes = ranks.run(lambda rank, transport: RecordedExecution(watch, rank, programs[rank], transport, inputs))
+    ranks: Ranks,
+    copies: Sequence[tuple[Mapping[int, LinkedProgram], Inputs]],
+    device: torch.device,
+    record: Record,
+) -> list[dict[int, Outcome]]:
+    """Run each copy's programs, from `add_timers`; return the outcomes. `record` gets the spans of actions and waits.
+
+    Only the spans of the first copy in this process are recorded: those of others would be under the same ranks.
+    """
+    watch, silent = stopwatch(device, record), stopwatch(device, _ignore)
+
+    def execution(k: int, rank: int, transport: Transport) -> Execution:
+        programs, inputs = copies[k]
+        return RecordedExecution(silent if k else watch, rank, programs[rank], transport, inputs)
+
+    outcomes = ranks.run([partial(execution, k) for k in range(len(copies))])
     watch.read()
     return outcomes
+
+
+def _ignore(span: Span) -> None:
+    """Drop a span."""
 
 
 def add_timers(program: LinkedProgram) -> LinkedProgram:

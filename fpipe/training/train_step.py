@@ -133,8 +133,12 @@ def train_step(
             lines = f"max_norm={limit}", *describe_value(options)
             call = CommonArguments(seed, total=total, onto=onto is not None, update=lines)
             plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
-            given = given._replace(update=update.within(plan.updating, start.onto))
-            outcomes = pipe.run(plan.updating, given, record)
+            if pipe.copies.count == 1 or not pipe.copies.is_local:  # else every copy would update the same parameters
+                plan = plan.updating
+                given = {
+                    copy: one._replace(update=update.within(pipe, plan, start.onto)) for copy, one in given.items()
+                }
+            outcomes = pipe.run_copies(plan, given, record)
             out, grads = finish_step(pipe, plan, start, outcomes)
             new = update.after(outcomes, grads)
             del outcomes
@@ -177,19 +181,29 @@ class Updater(NamedTuple):
         mine = {name: params[name] for name in grads}
         return Version(*self.optimizer.update(grads, {name: state[name] for name in grads}, mine, **self.options))
 
-    def within(self, plan: Plan, onto: State) -> Callable[..., Version]:
+    def within(self, pipe: Pipeline, plan: Plan, onto: State) -> Callable[..., Version]:
         """Return the update that every `U` of the program runs: of its stage, from the gradients of its rank."""
+        ((copy, part),) = plan.parts.items()
 
         def update(s: int, i: int, grads: Mapping[int, Any], shared: Mapping[tuple[int, int], Tensors]) -> Version:
-            names = plan.names_by_update.get((s, i), ())
-            found = join_sums(onto, sum_terms(plan, [(grads, shared)], names), plan)
+            names = part.names_by_update.get((s, i), ())
+            terms = sum_terms(part, [(grads, shared)], names)
+            if plan.copies.count == 1:
+                found = join_sums(onto, terms, plan)
+            else:
+                reduced = pipe.holdings.join({copy: join_sums({}, terms, plan)}, plan.params)
+                found = {
+                    **onto,
+                    **{name: onto[name] + grad if name in onto else grad for name, grad in reduced.items()},
+                }
             return self({name: found[name] for name in names if name in found})
 
         return update
 
-    def after(self, outcomes: Mapping[int, Outcome], grads: State) -> Version:
+    def after(self, copies: Mapping[int, Mapping[int, Outcome]], grads: State) -> Version:
         """Return the version after the program: updated by each `U`, and then where no `U` has updated."""
-        versions = [version for outcome in outcomes.values() for version in outcome.updates.values()]
+        outcomes = [outcome for copy in copies.values() for outcome in copy.values()]
+        versions = [version for outcome in outcomes for version in outcome.updates.values()]
         within = {name for version in versions for name in version.params}
         rest = self({name: grad for name, grad in grads.items() if name not in within})
         return self.old.replaced(*versions, rest)

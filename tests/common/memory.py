@@ -132,7 +132,7 @@ def levels(pipe, model, inputs, targets, seed=SEED):
         runs.append(Execution(rank, linked._replace(instructions=instructions), transport, given))
         hand_over_buffers(runs[-1], pipe.stages, memory)
     with random.preserve_generators(plan.devices), memory, reference_counts_alone():
-        drive(transport, runs)
+        drive(runs)
     return found
 
 

@@ -33,11 +33,13 @@ from fpipe.torch_private import timeout_of
 class DistributedRanks:
     """One rank of a schedule: this process, in a `group` with as many processes as ranks.
 
+    `members` are the processes that agree on every call: those of the group, or of a mesh around it.
+
     - `calls`: the number of calls of the pipeline's functions so far; `call`: the name and number of the current one.
     - `failure`: why later calls are refused, or `None`; `deciding`: whether the others wait for this rank to agree.
     """
 
-    def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, ranks: int, group: dist.ProcessGroup, device: torch.device, members: Sequence[int] = ()) -> None:
         size = dist.get_world_size(group)
         if size != ranks:
             raise TransportError(
@@ -50,7 +52,11 @@ class DistributedRanks:
         self.calls, self.call, self.deciding = 0, "", False
         replicas = _replicas(dist.get_process_group_ranks(group), device)
         timeout = timeout_of(group, device)
-        self.control = Control.of(dist.get_process_group_ranks(group), replicas, timeout)
+        if members:
+            self.control = Control.of(list(members), _replicas(list(members), device), timeout)
+        else:
+            self.control = Control.of(dist.get_process_group_ranks(group), replicas, timeout)
+        self.members = _group_of(self.control, group, device)
         self.transport = DistributedTransport(group, device, replicas)
 
     @contextmanager
@@ -59,7 +65,7 @@ class DistributedRanks:
 
         Raise `TransportError` if an earlier call failed midway, or if another thread is inside.
         """
-        with claim_turn(f"rank {self.ranks[0]}, {call}"):
+        with claim_turn(f"rank {self.control.rank}, {call}"):
             self._require_whole(call)
             self.calls += 1
             self.call, self.deciding = f"{call} (call {self.calls})", True
@@ -91,7 +97,7 @@ class DistributedRanks:
         """
         call = f"{self.call}, {about}" if about else self.call
         try:
-            return agree(self.ranks[0], self._gather, call, fields(), note)
+            return agree(self.control.rank, self._gather, call, fields(), note)
         except TransportError:
             self.deciding = False  # the others raise it too
             raise
@@ -102,9 +108,9 @@ class DistributedRanks:
         except RuntimeError as error:
             self.failure = "no answer from the other ranks"
             raise TransportError(
-                f"rank {self.ranks[0]}, {self.call}: got no answer from the other ranks ({error}), expected them to "
-                "make the same call. Call the same functions on every rank. Look at the last output of the others: one "
-                "of them may have crashed."
+                f"rank {self.control.rank}, {self.call}: got no answer from the other ranks ({error}), expected them "
+                "to make the same call. Call the same functions on every rank. Look at the last output of the others: "
+                "one of them may have crashed."
             ) from error
 
     def connect(self, channels: Iterable[Route]) -> None:
@@ -124,13 +130,13 @@ class DistributedRanks:
             self.failure = "its process group was destroyed"
         if self.failure is not None:
             raise TransportError(
-                f"rank {self.ranks[0]}, {what}: got a pipeline that failed midway ({self.failure}), expected one whose "
-                "ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
+                f"rank {self.control.rank}, {what}: got a pipeline that failed midway ({self.failure}), expected one "
+                "whose ranks are in step: messages would no longer match. Restart all processes from a checkpoint."
             )
 
-    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
+    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
         """Run this process's rank to completion, blocking on each handle that it yields; return its outcome."""
-        (rank,) = self.ranks
+        (rank,), (execution,) = self.ranks, copies
         self.deciding = False
         run = execution(rank, self.transport).run()
         try:
@@ -138,7 +144,7 @@ class DistributedRanks:
                 posted: Any = next(run)
                 posted.wait()
         except StopIteration as stop:
-            return {rank: stop.value}
+            return [{rank: stop.value}]
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
@@ -174,13 +180,30 @@ class DistributedRanks:
         """Return the vectors of all ranks as rows; every rank must call this, once all have agreed on the length."""
         self.deciding = False
         mine = vector.contiguous().view(torch.uint8)  # not every backend knows every dtype
-        rows = mine.new_empty(dist.get_world_size(self.group), len(mine))
+        rows = mine.new_empty(dist.get_world_size(self.members), len(mine))
         try:
-            dist.all_gather([*rows], mine, group=self.group)
+            dist.all_gather([*rows], mine, group=self.members)
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}"
             raise
         return rows.view(vector.dtype)
+
+
+def _group_of(control: Control, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return the group, on the device's backend, of all processes that agree; `group` if those are its own."""
+    if control.size == dist.get_world_size(group):
+        return group
+    if control.size == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed is initialized"
+        return world
+    found: dist.ProcessGroup | None = None
+    mine = torch.tensor([*dist.get_process_group_ranks(control.group)], device=device)
+    for members in _replicas(mine.tolist(), device):
+        made = dist.new_group(members, timeout=timeout_of(group, device), backend=dist.get_backend(group))
+        found = made if dist.get_rank() in members else found
+    assert found is not None, "this process is a member"
+    return found
 
 
 def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
@@ -195,4 +218,10 @@ def _replicas(world: list[int], device: torch.device) -> list[list[int]]:
     mine = torch.tensor(world, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
-    return sorted({tuple(other.tolist()): other.tolist() for other in found}.values())
+    lists = sorted({tuple(other.tolist()): other.tolist() for other in found}.values())
+    if sorted(rank for ranks in lists for rank in ranks) != list(range(dist.get_world_size())):
+        raise TransportError(
+            f"group: got groups of the processes {lists}, expected each process in exactly one of them. Pass every "
+            "process the group, or the mesh, that it belongs to."
+        )
+    return lists

@@ -16,15 +16,18 @@ from schedules import Action
 
 Payload: TypeAlias = tuple[Any, ...]
 MessageKey: TypeAlias = tuple[str, int, int, int]
-"""The kind of payload (`F` values, `B` cotangents, `G` gradients), source stage, microbatch, target stage."""
+"""The kind of payload (`F` values, `B` cotangents, `G` gradients), source stage, microbatch, target stage.
+
+Of a collective: its kind, its stage, its microbatch, and the phase.
+"""
 Route: TypeAlias = tuple[int, int]
 """A channel's name: the sending rank and the receiving rank."""
 
 
 class Handle(Protocol):
-    """A posted send or receive; the driver of its transport waits for it.
+    """A posted send, receive or collective; the driver of its transport waits for it.
 
-    - `end`: the end that was posted, `SEND` or `RECV`; `message`: the key of the transfer.
+    - `end`: the end that was posted, `SEND` or `RECV`, or `GROUP` for a collective; `message`: the key.
     """
 
     end: str
@@ -72,13 +75,17 @@ def message_of(action: Action) -> MessageKey:
 def wait_action(handle: Handle) -> Action:
     """Return the action that waits for the handle: a receive, or the wait that frees a send's buffers."""
     what, source, microbatch, target = handle.message
+    if handle.end == "GROUP":
+        return Action(what, source, microbatch)
     if handle.end == "RECV":
         return Action(f"RECV_{what}", target, microbatch, source)
     return Action(f"WAIT_{what}", source, microbatch, target)
 
 
 def transfer_text(end: str, carried: MessageKey) -> str:
-    """Return the text of the action at one end, `SEND` or `RECV`, of a message."""
+    """Return the text of the action at one end, `SEND` or `RECV`, of a message; of a collective, that of its action."""
     what, source, microbatch, target = carried
+    if end == "GROUP":
+        return str(Action(what, source, microbatch))
     stage, peer = (source, target) if end == "SEND" else (target, source)
     return str(Action(f"{end}_{what}", stage, microbatch, peer))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -30,17 +31,23 @@ from fpipe.tensors.spec import Spec
 class LocalHandle:
     """A message within this process; both of its ends hold the same object.
 
-    `end` is the end that was posted first; once the other is posted, the handle `is_done`, and rank `waiter` is stepped
-    again.
+    `end` is the end that was posted first; once the other is posted, the handle `is_done`, and `wake` is called if
+    somebody waits.
     """
 
-    __slots__ = ("end", "is_done", "message", "payload", "waiter")
+    __slots__ = ("end", "is_done", "message", "payload", "wake")
 
     def __init__(self, end: str, message: MessageKey) -> None:
         self.end, self.message = end, message
         self.payload: Payload = ()
         self.is_done = False
-        self.waiter: int | None = None
+        self.wake: Callable[[], None] | None = None
+
+    def finish(self, payload: Payload) -> None:
+        """Store what arrived, and wake who waits for it."""
+        self.payload, self.is_done = payload, True
+        if self.wake is not None:
+            self.wake()
 
     def take(self) -> Payload:
         """Return the payload, and drop it from the handle."""
@@ -49,45 +56,44 @@ class LocalHandle:
 
 
 class LocalChannel:
-    """A channel within one process; `woken` holds the ranks whose handles are done.
+    """A channel within one process.
 
     Invariant: the waiting handles are all sends or all receives, since opposite ends meet at once.
     """
 
-    __slots__ = ("waiting", "woken")
+    __slots__ = ("waiting",)
 
-    def __init__(self, woken: deque[int]) -> None:
+    def __init__(self) -> None:
         self.waiting: deque[LocalHandle] = deque()
-        self.woken = woken
 
     def send(self, message: MessageKey, payload: Payload, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a send."""
         waiting = self.waiting
         if waiting and waiting[0].end == "RECV":
-            posted = self._meet(message)
+            posted = self._oldest(message)
+            posted.finish(payload)
         else:
             posted = LocalHandle("SEND", message)
+            posted.payload = payload
             waiting.append(posted)
-        posted.payload = payload
         return posted
 
     def receive(self, message: MessageKey, specs: tuple[Any, ...]) -> LocalHandle:
         """Post a receive; what arrives is the very object that was sent."""
         waiting = self.waiting
         if waiting and waiting[0].end == "SEND":
-            return self._meet(message)
+            posted = self._oldest(message)
+            posted.finish(posted.payload)
+            return posted
         posted = LocalHandle("RECV", message)
         waiting.append(posted)
         return posted
 
-    def _meet(self, message: MessageKey) -> LocalHandle:
-        """Return the oldest waiting handle, marked as done; raise `TransportError` unless it is for `message`."""
+    def _oldest(self, message: MessageKey) -> LocalHandle:
+        """Return the oldest waiting handle; raise `TransportError` unless it is for `message`."""
         posted = self.waiting.popleft()
         if posted.message != message:
             raise _disorder_error(posted, message)
-        posted.is_done = True
-        if posted.waiter is not None:
-            self.woken.append(posted.waiter)
         return posted
 
 
@@ -105,11 +111,10 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self.channels: dict[Route, LocalChannel] = {}
-        self.woken: deque[int] = deque()
 
     def channel(self, source: int, target: int) -> LocalChannel:
         """Return the channel; both ends share it."""
-        return self.channels.setdefault((source, target), LocalChannel(self.woken))
+        return self.channels.setdefault((source, target), LocalChannel())
 
 
 class LocalRanks:
@@ -132,11 +137,16 @@ class LocalRanks:
     def forget_layouts(self) -> None:
         """Do nothing: messages are passed by reference."""
 
-    def run(self, execution: Callable[[int, Transport], Execution]) -> dict[int, Outcome]:
-        """Step all ranks until all have finished; raise `DeadlockError` if none can proceed."""
-        transport = LocalTransport()
-        executions = [execution(rank, transport) for rank in self.ranks]
-        return drive(transport, executions)
+    def run(self, copies: Sequence[Callable[[int, Transport], Execution]]) -> list[dict[int, Outcome]]:
+        """Step all ranks of all copies until all have finished; raise `DeadlockError` if none can proceed."""
+        transports = [LocalTransport() for _ in copies]
+        executions = [
+            execution(rank, transport)
+            for execution, transport in zip(copies, transports, strict=True)
+            for rank in self.ranks
+        ]
+        outcomes, each = drive(executions), len(self.ranks)
+        return [{r: outcomes[first + r] for r in self.ranks} for first in range(0, len(executions), each)]
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return the tensor: every rank is here."""
@@ -164,31 +174,30 @@ class LocalRanks:
         return vector[None]
 
 
-def drive(transport: LocalTransport, executions: Sequence[Execution]) -> dict[int, Outcome]:
+def drive(executions: Sequence[Execution]) -> list[Outcome]:
     """Step these executions in turn, each as far as it can go; raise `DeadlockError` if none can proceed."""
     runs = [execution.run() for execution in executions]
     waiting: dict[int, LocalHandle] = {}
     outcomes: dict[int, Outcome] = {}
-    ready = transport.woken
-    ready.extend(range(len(runs)))
+    ready = deque(range(len(runs)))
     while ready:
-        rank = ready.popleft()
-        waiting.pop(rank, None)
+        k = ready.popleft()
+        waiting.pop(k, None)
         try:
-            handle: Any = next(runs[rank])
+            handle: Any = next(runs[k])
         except StopIteration as stop:
-            outcomes[rank] = stop.value
+            outcomes[k] = stop.value
         else:
-            handle.waiter, waiting[rank] = rank, handle
+            handle.wake, waiting[k] = partial(ready.append, k), handle
     if waiting:
         raise DeadlockError(_report(executions, waiting))
-    return outcomes
+    return [outcomes[k] for k in range(len(runs))]
 
 
 def _report(executions: Sequence[Execution], waiting: dict[int, LocalHandle]) -> str:
     lines = [f"got {len(waiting)} ranks waiting for messages that no rank will post, expected all to finish:"]
-    for rank, handle in sorted(waiting.items()):
-        at = executions[rank].at
+    for k, handle in sorted(waiting.items()):
+        at, rank = executions[k].at, executions[k].rank
         assert at is not None, "who waits has begun"
         waits = transfer_text(handle.end, handle.message)
         lines.append(f"rank {rank}, position {at.position}, {at.action}: waits for {waits}")

@@ -212,5 +212,5 @@ def test_the_executor_posts_no_other_receives(name, how):
         ]
         runs.append(Execution(rank, linked._replace(instructions=tuple(instructions)), transport, given))
     with random.preserve_generators(plan.devices):
-        drive(transport, runs)
+        drive(runs)
     assert found == [receive_buffers(pipe.program.actions(rank)) for rank in range(pipe.schedule.ranks)]

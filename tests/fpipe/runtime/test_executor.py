@@ -98,7 +98,7 @@ def execute(schedule, graph, compute=plainly, rows=None):
         stages = {s: Symbolic(graph, s) for s in held}
         actions = list(program.actions(rank)) if rows is None else rows[rank]
         executions.append(execution_through(rank, actions, stages, schedule.placement, transport, inputs, compute))
-    return executions, drive(transport, executions)
+    return executions, dict(enumerate(drive(executions)))
 
 
 def order(schedule, rank, s, kinds):
@@ -239,7 +239,7 @@ def test_the_position_is_that_of_the_running_action(kinds):
     stages = [{s: Symbolic(graph, s)} for s in range(2)]
     execution = execution_through(0, program, stages[0], schedule.placement, transport, inputs[0], compute)
     other = Execution(1, link(lower(schedule, graph).actions(1), stages[1], schedule.placement), transport, inputs[1])
-    drive(transport, [execution, other])
+    drive([execution, other])
     assert [action for _, action in seen] == [program[position] for position, _ in seen] == list(schedule.actions(0))
     assert execution.at.position == len(program) - 1
 

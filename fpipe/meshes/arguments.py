@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of `fpipe.pipeline` that describe the mesh around it.
+
+Runs when a pipeline is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fpipe.errors import InputError
+from fpipe.meshes.copies import ALONE, Copies
+from schedules import Schedule
+
+MeshArgument: TypeAlias = DeviceMesh | Mapping[str, int] | None
+"""A device mesh, or the size of each of its dimensions by name."""
+ROWS, REDUCTIONS = ("whole", "own"), ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A dimension of the mesh over which parameters, gradients and optimizer state are sharded.
+
+    - `dim`: the name of the dimension.
+    - `gathered`: the number of stages of a rank whose weights are gathered at once. By default all of them, so each is
+      gathered once per step: ZeRO-2 (arXiv 1910.02054). With fewer, weights are freed between passes to make room:
+      ZeRO-3. `schedules.repeat` then groups microbatches so that weights are gathered less often.
+
+    >>> Sharded("fsdp", gathered=1)
+    Sharded(dim='fsdp', gathered=1)
+    """
+
+    dim: str
+    gathered: int | None = None
+
+
+class Dimensions(NamedTuple):
+    """The names of the mesh's dimensions, by use."""
+
+    pp: str
+    dp: str | None
+    shard: str | None
+
+
+class MeshOptions(NamedTuple):
+    """The arguments of `fpipe.pipeline` about the mesh, as the user passed them."""
+
+    mesh: MeshArgument = None
+    pp: str = "pp"
+    dp: str | None = None
+    shard: str | Sharded | None = None
+    rows: str = "whole"
+    reduce: str = "mean"
+
+
+class MeshPlace(NamedTuple):
+    """The place of this process in a mesh.
+
+    - `copies`: the copies of the pipeline. `group`: the processes of this process's own, `None` for all.
+    - `members`: all processes of the mesh, which agree on every call; empty without a mesh.
+    """
+
+    copies: Copies = ALONE
+    group: dist.ProcessGroup | DeviceMesh | None = None
+    members: tuple[int, ...] = ()
+
+
+def find_place(
+    options: MeshOptions, group: dist.ProcessGroup | DeviceMesh | None, ranks: int, device: torch.device
+) -> MeshPlace:
+    """Return the place of this process in the mesh, or in the `group`, for a schedule of so many ranks.
+
+    Raise `InputError`, naming the argument, if they do not fit together.
+    """
+    _require_choice("rows", options.rows, ROWS)
+    _require_choice("reduce", options.reduce, REDUCTIONS)
+    if options.mesh is None:
+        _require_no_dimensions(options)
+        return MeshPlace(group=group)
+    if group is not None:
+        raise InputError(f"group: got {group} besides a mesh, expected one of them. Leave out group.")
+    sharded = Sharded(options.shard) if isinstance(options.shard, str) else options.shard
+    sizes, dims = (
+        _list_sizes(options.mesh),
+        Dimensions(options.pp, options.dp, None if sharded is None else sharded.dim),
+    )
+    _require_dimensions(sizes, dims)
+    _require_pipeline_size(sizes, dims.pp, ranks)
+    replicas, shards = (1 if name is None else sizes[name] for name in (dims.dp, dims.shard))
+    copies = Copies(
+        replicas,
+        shards,
+        here=tuple(range(replicas * shards)),
+        mean=options.reduce == "mean",
+        gathered=None if sharded is None else sharded.gathered,
+    )
+    if dist.is_available() and dist.is_initialized():
+        return _place_in(_make_mesh(options.mesh, device), dims, copies, options.rows == "own")
+    _require_playable(sizes, dims)
+    return MeshPlace(copies)
+
+
+def _place_in(mesh: DeviceMesh, dims: Dimensions, copies: Copies, own_rows: bool) -> MeshPlace:
+    shard, replica = (0 if name is None else mesh.get_local_rank(name) for name in (dims.shard, dims.dp))
+    groups = [_find_group(mesh, name) for name in (dims.shard, dims.dp)]
+    found = replace(
+        copies,
+        here=(replica * copies.shards + shard,),
+        own_rows=own_rows,
+        members=_find_members(mesh, dims),
+        groups=(groups[0], groups[1]),
+        mesh=mesh,
+        names=tuple(name for name in mesh.mesh_dim_names or () if name in (dims.dp, dims.shard)),
+    )
+    return MeshPlace(found, mesh.get_group(dims.pp), tuple(mesh.mesh.flatten().tolist()))
+
+
+def _find_group(mesh: DeviceMesh, name: str | None) -> dist.ProcessGroup | None:
+    """Return the group along a dimension; `None` without one, or if this process is alone in it."""
+    return None if name is None or mesh[name].size() == 1 else mesh.get_group(name)
+
+
+def _find_members(mesh: DeviceMesh, dims: Dimensions) -> tuple[int, ...]:
+    """Return, for each copy, the number in the flattened mesh of the process at the start of all other dimensions."""
+    numbers = torch.arange(mesh.mesh.numel()).reshape(mesh.mesh.shape)
+    names = list(mesh.mesh_dim_names or ())
+    order = [names.index(name) for name in (dims.dp, dims.shard) if name is not None]
+    rest = [dim for dim in range(len(names)) if dim not in order]
+    rows = numbers.permute(*order, *rest).reshape(*[numbers.shape[dim] for dim in order], -1)
+    return tuple(rows[..., 0].flatten().tolist())
+
+
+def _make_mesh(mesh: DeviceMesh | Mapping[str, int], device: torch.device) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    return init_device_mesh(device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+
+
+def _list_sizes(mesh: Any) -> dict[str, int]:
+    """Return the size of each dimension by name; raise `InputError` for anything but a mesh with names."""
+    if isinstance(mesh, DeviceMesh):
+        if not mesh.mesh_dim_names:
+            raise InputError(
+                f"mesh: got {mesh} without names, expected one whose dimensions have names. Pass mesh_dim_names to "
+                "init_device_mesh."
+            )
+        return dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    if not isinstance(mesh, Mapping):
+        raise InputError(
+            f"mesh: got {type(mesh).__name__}, expected a DeviceMesh, or a dict of sizes by name. Pass what "
+            "init_device_mesh returned."
+        )
+    for name, size in mesh.items():
+        if not isinstance(name, str) or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise InputError(
+                f"mesh[{name!r}]: got {size!r}, expected an integer of 1 or more for a name. Write mesh={{'pp': 4, "
+                "'dp': 2}}."
+            )
+    return dict(mesh)
+
+
+def _require_no_dimensions(options: MeshOptions) -> None:
+    for what, name in (("dp", options.dp), ("shard", options.shard)):
+        if name is not None:
+            raise InputError(
+                f"{what}: got {name!r} without a mesh, expected both or none. Pass mesh=init_device_mesh(...), or "
+                "mesh={'pp': 4, 'dp': 2}."
+            )
+
+
+def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions) -> None:
+    used = {what: name for what, name in dims._asdict().items() if name is not None}
+    for what, name in used.items():
+        if name not in sizes:
+            raise InputError(
+                f"{what}: got {name!r}, which the mesh does not have, expected one of its dimensions {list(sizes)}. "
+                "Pass the name that mesh_dim_names has."
+            )
+        other = next((one for one, same in used.items() if same == name and one != what), None)
+        if other is not None:
+            raise InputError(
+                f"{what}: got {name!r}, as for {other}, expected another dimension of {list(sizes)}: parameters can't "
+                "be replicated, or sharded, over a dimension that has another use."
+            )
+
+
+def _require_pipeline_size(sizes: Mapping[str, int], pp: str, ranks: int) -> None:
+    if sizes[pp] != ranks:
+        raise InputError(
+            f"mesh: got {sizes[pp]} processes along {pp!r}, expected one for each of the schedule's {ranks} ranks. "
+            f"Build the schedule for ranks={sizes[pp]}, or another mesh."
+        )
+
+
+def _require_playable(sizes: Mapping[str, int], dims: Dimensions) -> None:
+    others = {name: size for name, size in sizes.items() if name not in dims and size > 1}
+    if others:
+        raise InputError(
+            f"mesh: got the dimensions {others} in one process, expected 'pp', 'dp' and 'shard' dimensions only: "
+            "modules that compute together need processes of their own. Start them with torchrun, or leave these out."
+        )
+
+
+def require_collectives(schedule: Schedule, copies: Copies) -> None:
+    """Raise `InputError` for a schedule with collectives for which there is no dimension of the mesh."""
+    for rank in range(schedule.ranks):
+        for action in schedule.actions(rank):
+            needs = {"REDUCE_GRAD": copies.count, "UNSHARD": copies.shards, "RESHARD": copies.shards}
+            if needs.get(action.kind, 2) == 1:
+                raise InputError(
+                    f"schedule: got {action} on rank {rank}, expected no such action: there are no copies of the "
+                    "pipeline. Pass mesh and dp or shard, or the schedule without UNSHARD, RESHARD and REDUCE_GRAD."
+                )
+
+
+def _require_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise InputError(f"{what}: got {value!r}, expected one of {list(choices)}. Choose one.")

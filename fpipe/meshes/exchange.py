@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes that hold the same stages do together in a step: gather weights, and reduce gradients.
+
+A reduction takes one message if weights are sharded: each process gets its shard of all gradients, and adds them in the
+order of shards. If there are replicas, it takes two more: each process gets a piece of the gradients of all replicas,
+adds them in the order of replicas, and shares the sum. Per process, these are the bytes of a reduce-scatter and of an
+all-reduce.
+
+Invariant: sums are added in the order of copies, replica by replica the sums over shards. So their bits depend neither
+on the backend nor on how stages are cut.
+
+Runs in every step; layouts are made once per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fpipe.autodiff.accumulation import Gradients
+from fpipe.meshes.copies import Links
+from fpipe.meshes.pieces import Pieces, Tensors
+from fpipe.runtime.transport.interface import Handle, MessageKey, Payload
+from fpipe.runtime.transport.local import LocalHandle
+from fpipe.tensors.spec import Spec
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """How the weights and the gradients of a stage are cut; `shard` is the number of the process's own shard.
+
+    - `weights`, `totals`: the specs of the stage's parameters, and of its gradients.
+    """
+
+    weights: tuple[Spec, ...]
+    totals: tuple[Spec, ...]
+    shards: int
+    shard: int
+    replicas: int
+    device: torch.device
+
+    @cached_property
+    def parameters(self) -> Pieces:
+        """The shards of the parameters."""
+        return Pieces(self.weights, self.shards, by_rows=True)
+
+    @cached_property
+    def rows(self) -> Pieces:
+        """The shards of the gradients."""
+        return Pieces(self.totals, self.shards, by_rows=True)
+
+    @cached_property
+    def local(self) -> tuple[Spec, ...]:
+        """The specs of the gradients that this process keeps."""
+        return self.totals if self.shards == 1 else self.rows.packings[self.shard].specs
+
+    @cached_property
+    def elements(self) -> Pieces:
+        """The pieces of this process's gradients that the replicas add up."""
+        return Pieces(self.local, self.replicas, by_rows=False)
+
+
+class Exchange:
+    """One copy's collectives in one step; it implements `fpipe.runtime.executor.StageGroup`.
+
+    - `shards`: per stage, this copy's shards of its parameters.
+    - `enter_weights`, `leave`: put gathered weights into the parameters of a stage, and remove them.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        layouts: Mapping[int, StageLayout],
+        shards: Mapping[int, Tensors],
+        enter: Callable[[int, Tensors], None],
+        leave: Callable[[int], None],
+    ) -> None:
+        self.links, self.layouts, self.shards = links, layouts, shards
+        self.put, self.remove = enter, leave
+        self.phases = [self._scatter_rows] * (links.shards.count > 1)
+        self.phases += [self._scatter_elements, self._share_elements] * (links.replicas.count > 1)
+
+    def unshard(self, stage: int, number: int) -> Handle:
+        """Post an all-gather of the stage's weights."""
+        layout, message = self.layouts[stage], ("UNSHARD", stage, number, 0)
+        if not layout.weights:
+            return _nothing(message)
+        data = layout.parameters.pack_one(layout.shard, self.shards[stage], layout.device)
+        return self.links.shards.share(message, data)
+
+    def enter(self, stage: int, weights: Payload) -> None:
+        """Put the gathered weights into the parameters of the stage."""
+        layout = self.layouts[stage]
+        self.put(stage, layout.parameters.join(weights) if layout.weights else ())
+
+    def reshard(self, stage: int) -> None:
+        """Remove the gathered weights."""
+        self.remove(stage)
+
+    def reduce(self, stage: int, microbatch: int, phase: int, values: Payload) -> Handle:
+        """Post a phase of the reduction of the stage's gradients."""
+        layout, message = self.layouts[stage], ("REDUCE_GRAD", stage, microbatch, phase)
+        if not layout.totals:
+            return _nothing(message)
+        return self.phases[phase](layout, message, values)
+
+    def reduced(self, stage: int, values: Payload) -> Gradients:
+        """Return the reduced gradients, given what the last phase gave."""
+        layout = self.layouts[stage]
+        if not layout.totals:
+            return ()
+        if self.links.replicas.count > 1:
+            return layout.elements.join(values)
+        return layout.rows.add(layout.shard, values)
+
+    def _scatter_rows(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+        return self.links.shards.exchange(message, layout.rows.pack(values, layout.device), layout.rows.sizes)
+
+    def _scatter_elements(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+        local = layout.rows.add(layout.shard, values) if self.links.shards.count > 1 else values
+        return self.links.replicas.exchange(message, layout.elements.pack(local, layout.device), layout.elements.sizes)
+
+    def _share_elements(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+        mine = self.links.replicas.rank
+        total = layout.elements.add(mine, values)
+        return self.links.replicas.share(message, layout.elements.pack_one(mine, total, layout.device))
+
+
+def _nothing(message: MessageKey) -> LocalHandle:
+    """Return the handle of a message without bytes, which is never sent."""
+    handle = LocalHandle("GROUP", message)
+    handle.finish(())
+    return handle
+
+
+def shard_spec(spec: Spec, shards: int, k: int) -> Spec:
+    """Return the spec of shard `k` of a tensor."""
+    return spec if shards == 1 else Pieces((spec,), shards, by_rows=True).packings[k].specs[0]
