@@ -368,6 +368,12 @@ def process_groups() -> Iterable[Any]:
     return groups
 
 
+def post_all_gather(rows: Tensor, data: Tensor, group: Any) -> Any:
+    """Post an all-gather of `data` into `rows`, under the name that it has in this version; return its work."""
+    gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+    return gather(rows, data, group=group, async_op=True)
+
+
 def timeout_of(group: Any, device: torch.device) -> timedelta:
     """Return the timeout of a process group's backend for `device`."""
     timeout: timedelta = group._get_backend(device).options._timeout

@@ -22,6 +22,7 @@ from torch import Tensor
 from fpipe.errors import TransportError
 from fpipe.runtime.transport.interface import Handle, MessageKey, Payload
 from fpipe.runtime.transport.local import LocalHandle
+from fpipe.torch_private import post_all_gather
 
 
 class Peers(Protocol):
@@ -87,8 +88,7 @@ class DistributedPeers:
     def share(self, message: MessageKey, data: Tensor) -> CollectiveHandle:
         """Post an all-gather."""
         rows = data.new_empty(self.count, len(data))
-        work = dist.all_gather_into_tensor(rows.view(-1), data, group=self.group, async_op=True)
-        assert work is not None, "this process is in the group"
+        work = post_all_gather(rows.view(-1), data, self.group)
         return CollectiveHandle(message, work, data, rows.unbind())
 
     def exchange(self, message: MessageKey, data: Tensor, sizes: Sequence[int]) -> CollectiveHandle:

@@ -8,6 +8,9 @@ changes it.
 Idea. Each process sends the norms of the gradients that it owns, in its own order, as one row of a table. Which
 gradients these are rarely changes, so it is exchanged as text, once, and the `NormTable` made of it is kept.
 
+If gradients are sharded, a process sends the norms of its shards. The norm of a model's gradients is then, as torch
+computes it for DTensors, first the norm over each shard of the model, then the norm of these.
+
 Invariant: the order does not depend on ranks, cuts or schedules: first by dtype, as torch goes through tensors of
 several dtypes, then as in `model.named_parameters()`.
 
@@ -16,8 +19,9 @@ Runs in a step whose gradients exist, or are of dtypes, as in none before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -27,34 +31,30 @@ from fpipe.torch_private import order_dtypes
 
 
 class NormTable(NamedTuple):
-    """The places of the norms of a model's gradients in a table with a row for each process.
+    """The places of the norms of a model's gradients in a table with a row for each process, and each shard there.
 
     - `columns`: the length of a row; `dtype`: of its numbers, which every norm's dtype converts to without rounding.
-    - `places`: where the norms are in the flattened table, in the order of one device.
+    - `places`: for each shard, where the norms are in the flattened table, in the order of one device.
     """
 
     columns: int
     dtype: torch.dtype
-    places: Tensor
+    places: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[str], names: Iterable[str], device: torch.device) -> NormTable:
-        """Return the table of these gradients: a text of `list_gradients` for each process.
+    def of(cls, rows: Sequence[tuple[int, str]], names: Iterable[str], device: torch.device) -> NormTable:
+        """Return the table of these gradients: the number of a shard, and a text of `list_gradients`, for each row.
 
         `names` are those of all the model's parameters, in its order.
         """
-        parts = [[line.rsplit(" ", 1) for line in row.splitlines()] for row in rows]
-        columns = max([1, *map(len, parts)])
-        found = {name: (r * columns + k, kind) for r, row in enumerate(parts) for k, (name, kind) in enumerate(row)}
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for name in names:
-            if name in found:
-                place, kind = found[name]
-                by_dtype.setdefault(getattr(torch, kind), []).append(place)
-        kinds = order_dtypes(list(by_dtype), device)
+        parts = [[line.rsplit(" ", 1) for line in row.splitlines()] for _, row in rows]
+        columns, order = max([1, *map(len, parts)]), tuple(names)
+        found: list[dict[str, tuple[int, str]]] = [{} for _ in range(1 + max(shard for shard, _ in rows))]
+        for r, (shard, _) in enumerate(rows):
+            found[shard].update({name: (r * columns + k, kind) for k, (name, kind) in enumerate(parts[r])})
+        kinds = _order_kinds(found, order, device)
         dtype = reduce(torch.promote_types, [kind.to_real() for kind in kinds] or [torch.get_default_dtype()])
-        places = torch.tensor([place for kind in kinds for place in by_dtype[kind]], dtype=torch.int64, device=device)
-        return cls(columns, dtype, places)
+        return cls(columns, dtype, tuple(_find_places(one, order, kinds, device) for one in found))
 
     def row(self, norms: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return this process's row."""
@@ -65,10 +65,31 @@ class NormTable(NamedTuple):
 
     def combine(self, rows: Tensor, order: float) -> Tensor:
         """Return the norm of all norms; 0 if there is none, as `torch.nn.utils.get_total_norm` returns."""
-        if not len(self.places):
-            return torch.tensor(0.0, device=rows.device)
-        total: Tensor = torch.linalg.vector_norm(rows.flatten()[self.places], order)
+        norms = rows.flatten()
+        totals = [torch.linalg.vector_norm(norms[places], order) for places in self.places if len(places)]
+        if len(totals) < 2:
+            return totals[0] if totals else torch.tensor(0.0, device=rows.device)
+        if order == torch.inf:
+            return torch.stack(totals).max()
+        total: Tensor = reduce(add, [total**order for total in totals]) ** (1 / order)
         return total
+
+
+def _order_kinds(
+    found: Sequence[Mapping[str, tuple[int, str]]], names: Sequence[str], device: torch.device
+) -> list[torch.dtype]:
+    """Return the dtypes of all gradients, in the order in which torch goes through them."""
+    there = [one[name][1] for name in names for one in found if name in one]
+    return order_dtypes([getattr(torch, kind) for kind in dict.fromkeys(there)], device)
+
+
+def _find_places(
+    found: Mapping[str, tuple[int, str]], names: Sequence[str], kinds: Sequence[torch.dtype], device: torch.device
+) -> Tensor:
+    """Return the places of the norms of one shard, by dtype, then in the order of names."""
+    here = [found[name] for name in names if name in found]
+    places = [place for kind in kinds for place, own in here if getattr(torch, own) == kind]
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def list_gradients(grads: Iterable[tuple[str, Tensor]]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from fpipe.errors import InputError
+from fpipe.meshes.holdings import as_plain
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.training.norms import choose_gradients, compute_total
@@ -89,9 +90,9 @@ def require_bound(what: str, value: float) -> float:
 
 
 def _hold(grads: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors that have these as their `.grad`."""
+    """Return tensors that have these, or the local tensors of DTensors, as their `.grad`."""
     holders = []
-    for grad in grads:
+    for grad in map(as_plain, grads):
         holder = grad.detach()
         holder.grad = grad
         holders.append(holder)

@@ -17,12 +17,14 @@ Runs in every step, after the backward.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.meshes.holdings import as_plain
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
@@ -38,7 +40,7 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
     """Return the norm of all gradients of the model, a tensor without dimensions, on every rank.
 
     Bit for bit what `torch.nn.utils.get_total_norm` returns on one device, for the gradients of the whole model in the
-    order of `model.named_parameters()`.
+    order of `model.named_parameters()`. If they are sharded, what it returns for the DTensors of the whole model.
 
     - `grads`: this process's gradients by name, as the step returned them. Parameters without one are left out.
     - `order`: of the norm, such as 2, 1 or `float("inf")`.
@@ -76,7 +78,7 @@ def all_finite(pipe: Pipeline, grads: State) -> Tensor:
     """
     with pipe.ranks.enter_call("all_finite"):
         require_gradients_of(pipe, grads)
-        ends = [end for grad in grads.values() for end in _find_ends(grad)]
+        ends = [end for grad in grads.values() for end in _find_ends(as_plain(grad))]
         finite = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device=pipe.device)
         pipe.ranks.agree()
         return pipe.ranks.gather_vectors(finite.to(pipe.device)[None]).all()
@@ -92,10 +94,31 @@ def choose_gradients(pipe: Pipeline, grads: State, names: str | Iterable[str]) -
 def compute_total(pipe: Pipeline, chosen: State, order: float, *arguments: str) -> Tensor:
     """Return the norm of the chosen gradients; called inside of a call of all ranks, which agree on the arguments."""
     order = float(order)
-    mine = {name: chosen[name] for name in pipe.owned if name in chosen}
-    norms = _compute_norms(mine, order)
-    table = _agree_on_table(pipe, mine, (f"order={order}", *arguments))
-    return table.combine(pipe.ranks.gather_vectors(table.row(norms, pipe.device)), order)
+    _require_order(order, pipe.copies.shards)
+    shards = _find_shards(pipe, {name: chosen[name] for name in pipe.owned if name in chosen})
+    norms = [_compute_norms(one, order) for one in shards.values()]
+    table = _agree_on_table(pipe, shards, (f"order={order}", *arguments))
+    rows = torch.cat([table.row(one, pipe.device) for one in norms])
+    return table.combine(pipe.ranks.gather_vectors(rows), order)
+
+
+def _find_shards(pipe: Pipeline, grads: State) -> dict[int, State]:
+    """Return the plain tensors of the gradients, by the number of the shard that they are of; none if they are empty.
+
+    Replicas have the same gradients; the first one's count.
+    """
+    copies = pipe.copies
+    if copies.shards == 1:
+        return {0: grads if 0 in copies.here else {}}
+    found = {copies.shard_of(copy): pipe.holdings.locals(grads, copy) for copy in copies.here[: copies.shards]}
+    counts = copies.here[0] < copies.shards
+    return {k: {name: one for name, one in own.items() if counts and one.numel()} for k, own in found.items()}
+
+
+def _require_order(order: float, shards: int) -> None:
+    """Raise `InputError` for an order by which norms of shards can't be combined."""
+    if shards > 1 and not order > 0:
+        raise InputError(f"order: got {order}, expected one above 0: gradients are sharded. Pass 2.0, or another.")
 
 
 def require_gradients_of(pipe: Pipeline, grads: State) -> None:
@@ -117,20 +140,21 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
                 f"grads[{name!r}]: got {got}, expected a tensor of shape {list(params[name].shape)}. Pass the "
                 "gradients that a step of this pipeline returned."
             )
+    pipe.holdings.require("grads", grads)
 
 
-def _agree_on_table(pipe: Pipeline, mine: State, arguments: Sequence[str]) -> NormTable:
+def _agree_on_table(pipe: Pipeline, shards: Mapping[int, State], arguments: Sequence[str]) -> NormTable:
     """Return where the norms of all processes go, once all ranks have agreed on the arguments of the call.
 
     Every rank learns the digests of all ranks' lists of gradients. If these were seen before, so were the lists.
     """
-    listed, known = list_gradients(mine.items()), pipe.caches.norm_tables
+    listed, known = json.dumps([(k, list_gradients(own.items())) for k, own in shards.items()]), pipe.caches.norm_tables
     notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
     if notes not in known:
         rows = pipe.ranks.exchange_text(listed, "which gradients there are")
         if len(known) >= KEPT_TABLES:
             del known[next(iter(known))]
-        known[notes] = NormTable.of(rows, pipe.names, pipe.device)
+        known[notes] = NormTable.of([pair for row in rows for pair in json.loads(row)], pipe.names, pipe.device)
     return known[notes]
 
 

@@ -133,11 +133,9 @@ def train_step(
             lines = f"max_norm={limit}", *describe_value(options)
             call = CommonArguments(seed, total=total, onto=onto is not None, update=lines)
             plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
-            if pipe.copies.count == 1 or not pipe.copies.is_local:  # else every copy would update the same parameters
-                plan = plan.updating
-                given = {
-                    copy: one._replace(update=update.within(pipe, plan, start.onto)) for copy, one in given.items()
-                }
+            if len(given) == 1:  # else every copy would update the same parameters
+                ((copy, own),), plan = given.items(), plan.updating
+                given = {copy: own._replace(update=update.within(pipe, plan, start.onto))}
             outcomes = pipe.run_copies(plan, given, record)
             out, grads = finish_step(pipe, plan, start, outcomes)
             new = update.after(outcomes, grads)
