@@ -8,8 +8,8 @@ changes it.
 Idea. Each process sends the norms of the gradients that it owns, in its own order, as one row of a table. Which
 gradients these are rarely changes, so it is exchanged as text, once, and the `NormTable` made of it is kept.
 
-If gradients are sharded, a process sends the norms of its shards. The norm of a model's gradients is then, as torch
-computes it for DTensors, first the norm over each shard of the model, then the norm of these.
+If gradients are sharded, a process sends the norms of its shards. The norm of a gradient is made of those, as torch
+makes it for DTensors: the root of the sum of powers, in the order of shards.
 
 Invariant: the order does not depend on ranks, cuts or schedules: first by dtype, as torch goes through tensors of
 several dtypes, then as in `model.named_parameters()`.
@@ -19,7 +19,7 @@ Runs in a step whose gradients exist, or are of dtypes, as in none before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
 from typing import NamedTuple
@@ -34,12 +34,13 @@ class NormTable(NamedTuple):
     """The places of the norms of a model's gradients in a table with a row for each process, and each shard there.
 
     - `columns`: the length of a row; `dtype`: of its numbers, which every norm's dtype converts to without rounding.
-    - `places`: for each shard, where the norms are in the flattened table, in the order of one device.
+    - `places`: for each shard, where the norms are in the flattened table, in the order of one device; at the end of
+      it, where a 0 is appended, for a gradient of which the shard is empty.
     """
 
     columns: int
     dtype: torch.dtype
-    places: tuple[Tensor, ...]
+    places: Tensor
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, str]], names: Iterable[str], device: torch.device) -> NormTable:
@@ -52,9 +53,14 @@ class NormTable(NamedTuple):
         found: list[dict[str, tuple[int, str]]] = [{} for _ in range(1 + max(shard for shard, _ in rows))]
         for r, (shard, _) in enumerate(rows):
             found[shard].update({name: (r * columns + k, kind) for k, (name, kind) in enumerate(parts[r])})
-        kinds = _order_kinds(found, order, device)
+        of = {name: kind for one in found for name, (_, kind) in one.items()}
+        present = [name for name in order if name in of]
+        kinds = order_dtypes([getattr(torch, kind) for kind in dict.fromkeys(of[name] for name in present)], device)
         dtype = reduce(torch.promote_types, [kind.to_real() for kind in kinds] or [torch.get_default_dtype()])
-        return cls(columns, dtype, tuple(_find_places(one, order, kinds, device) for one in found))
+        ordered = [name for kind in kinds for name in present if getattr(torch, of[name]) == kind]
+        nothing = (len(rows) * columns, "")
+        places = torch.tensor([[one.get(name, nothing)[0] for name in ordered] for one in found], dtype=torch.int64)
+        return cls(columns, dtype, places.to(device))
 
     def row(self, norms: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return this process's row."""
@@ -65,31 +71,24 @@ class NormTable(NamedTuple):
 
     def combine(self, rows: Tensor, order: float) -> Tensor:
         """Return the norm of all norms; 0 if there is none, as `torch.nn.utils.get_total_norm` returns."""
-        norms = rows.flatten()
-        totals = [torch.linalg.vector_norm(norms[places], order) for places in self.places if len(places)]
-        if len(totals) < 2:
-            return totals[0] if totals else torch.tensor(0.0, device=rows.device)
-        if order == torch.inf:
-            return torch.stack(totals).max()
-        total: Tensor = reduce(add, [total**order for total in totals]) ** (1 / order)
+        if not self.places.numel():
+            return torch.tensor(0.0, device=rows.device)
+        shards = torch.cat([rows.flatten(), rows.new_zeros(1)])[self.places]
+        total: Tensor = torch.linalg.vector_norm(_join_shards(shards, order), order)
         return total
 
 
-def _order_kinds(
-    found: Sequence[Mapping[str, tuple[int, str]]], names: Sequence[str], device: torch.device
-) -> list[torch.dtype]:
-    """Return the dtypes of all gradients, in the order in which torch goes through them."""
-    there = [one[name][1] for name in names for one in found if name in one]
-    return order_dtypes([getattr(torch, kind) for kind in dict.fromkeys(there)], device)
+def _join_shards(norms: Tensor, order: float) -> Tensor:
+    """Return the norm of each gradient, given a row with the norms of each shard.
 
-
-def _find_places(
-    found: Mapping[str, tuple[int, str]], names: Sequence[str], kinds: Sequence[torch.dtype], device: torch.device
-) -> Tensor:
-    """Return the places of the norms of one shard, by dtype, then in the order of names."""
-    here = [found[name] for name in names if name in found]
-    places = [place for kind in kinds for place, own in here if getattr(torch, own) == kind]
-    return torch.tensor(places, dtype=torch.int64, device=device)
+    >>> _join_shards(torch.tensor([[3.0, 1.0], [4.0, 0.0]]), 2.0)
+    tensor([5., 1.])
+    """
+    if len(norms) == 1:
+        return norms[0]
+    if order == torch.inf:
+        return norms.amax(0)
+    return reduce(add, (norms**order).unbind()) ** (1 / order)
 
 
 def list_gradients(grads: Iterable[tuple[str, Tensor]]) -> str:
