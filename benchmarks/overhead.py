@@ -32,6 +32,7 @@ from benchmarks.common.turns import Function, device, medians
 from fpipe.autodiff.backends import Backward
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
+from fpipe.pipelines.running import run_plan
 from fpipe.runtime.executor import Execution, Inputs, StageCrossing, StageLike
 from fpipe.runtime.instructions import link
 from fpipe.runtime.transport.interface import Transport
@@ -76,10 +77,10 @@ def executor(how: Schedule) -> dict[str, Function]:
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mean_square, schedule=how, cuts=cuts)
     inputs = scatter(pipe.training, *pipe.init(model), pipe.batch(TRAINING, (x,), y), None)
     spans: list[Span] = []
-    pipe.run(pipe.training, inputs, spans.append)
+    run_plan(pipe, pipe.training, inputs, spans.append)
     order = [span.action for span in spans if span.action.kind in COMPUTE]
     return {
-        "run": lambda: pipe.run(pipe.training, inputs),
+        "run": lambda: run_plan(pipe, pipe.training, inputs),
         "bare": lambda: bare(pipe.stages, inputs, order),
         "plain": lambda: bare(pipe.stages, inputs, [a for i in range(MICROBATCHES) for a in microbatch(i, order)]),
     }

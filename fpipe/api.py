@@ -25,10 +25,8 @@ from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
 from fpipe.cutting.partition import CutsArgument, parse_cuts
-from fpipe.errors import InputError
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
-from fpipe.ir.variant import Variant
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded, find_place, require_collectives
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
 from fpipe.pipelines.builder import Builder
@@ -36,7 +34,7 @@ from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
-from fpipe.pipelines.step import ValueAndGrad, make_evaluation_step, make_training_step
+from fpipe.pipelines.step import ValueAndGrad, make_evaluation_step, make_training_step, training_variant
 from fpipe.runtime.launch import join_ranks
 from fpipe.runtime.recording import Record
 from fpipe.stages.ties import Tied
@@ -113,18 +111,14 @@ def pipeline(
     - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
       new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
       plan that has not been used for longest.
-    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or the size of each by name, as in
-      `{"pp": 4, "dp": 2}`. `pp` is the name of the dimension along which the pipeline runs. If torch.distributed is not
-      initialized, this process plays the whole mesh. Along dimensions without a name here, processes run the same
-      pipeline on the same batch; it is up to the model's modules what they do together.
-    - `dp`: the name of the dimension along which weights are replicated. Each copy of the pipeline trains on rows of
-      its own, with the schedule's number of microbatches, and gradients are reduced within the step.
-    - `shard`: the name of the dimension over which parameters, gradients and optimizer state are sharded, in the layout
-      of `torch.distributed.fsdp.fully_shard`; or `fpipe.Sharded(name, gathered=...)`, which says how many stages'
-      weights a rank holds at once. Each shard trains on rows of its own, too. Parameters are then DTensors.
-    - `rows`: `"whole"` if every process is passed the whole batch, of which its copy of the pipeline takes its rows;
-      `"own"` if it is passed these rows only, as many in every copy. `example` is passed in the same way.
-    - `reduce`: `"mean"` to average losses without a `weight` over the copies, too, or `"sum"` to add them.
+    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`. If
+      torch.distributed is not initialized, this process plays all of it. The pipeline runs along `pp`. What processes
+      do together along dimensions without a name here is up to the model's modules.
+    - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.
+    - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
+      a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
+    - `rows`: `"whole"` if every process is passed whole batches; `"own"` if it is passed the rows that it trains on.
+    - `reduce`: how losses without a `weight` are reduced over replicas and shards: `"mean"`, or `"sum"`.
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
       dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
       at the same time, and all groups must have the same size. If torch.distributed is not initialized, all ranks run
@@ -218,7 +212,7 @@ def value_and_grad(
     (torch.Size([]), torch.Size([6, 1]), {'weight': [1, 4], 'bias': [1]})
     """
     require_backward(pipe.schedule)
-    return make_training_step(pipe, _training(outputs, sums), record)
+    return make_training_step(pipe, training_variant(outputs, sums), record)
 
 
 def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step]:
@@ -260,7 +254,7 @@ def reference(pipe: Pipeline, outputs: bool = False, sums: torch.dtype | None = 
     (True, True)
     """
     require_backward(pipe.schedule)
-    return make_reference_step(pipe, _training(outputs, sums))
+    return make_reference_step(pipe, training_variant(outputs, sums))
 
 
 def verify(
@@ -300,13 +294,6 @@ def verify(
     require_backward(pipe.schedule)
     trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
     return verify_steps(trial, params, buffers, seed, steps)
-
-
-def _training(outputs: bool, sums: torch.dtype | None) -> Variant:
-    """Return the variant of a training step; raise `InputError` unless gradients can be added in `sums`."""
-    if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
-        raise InputError(f"sums: got {sums!r}, expected a dtype of floating-point numbers. Pass torch.float32.")
-    return Variant(training=True, loss=True, outputs=outputs, sums=sums)
 
 
 def _of_inputs(batch_dims: Any) -> Any:

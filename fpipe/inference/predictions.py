@@ -26,6 +26,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import broadcast_results, merge_results
+from fpipe.pipelines.running import run_plan
 from fpipe.runtime.executor import Inputs
 from fpipe.weights.state import require_state
 
@@ -53,7 +54,7 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> Any:
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a prediction"):
             plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
-            outcomes = pipe.run(plan, given)
+            outcomes = run_plan(pipe, plan, given)
             results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
             return merge_results(plan, broadcast_results(plan, pipe.ranks, results))[1]
 
@@ -95,7 +96,7 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
                 except Exception as error:
                     errors.append(error)
 
-            pipe.run(plan, given._replace(deliver=deliver))
+            run_plan(pipe, plan, given._replace(deliver=deliver))
         if errors:
             raise errors[0]
 

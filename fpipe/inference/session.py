@@ -28,6 +28,7 @@ from fpipe.pipelines.inputs import State, make_keys
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import merge_results
+from fpipe.pipelines.running import run_plan
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.ranks import Ranks
 from fpipe.tensors import random
@@ -58,7 +59,7 @@ class Session:
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, Tensor | None]:
         """Run the decoder; return its plan, and on the rank of the last stage the logits of all sequences."""
         plan, batch = self.plan(inputs)
-        outcomes = self.pipe.run(plan, self._inputs(plan, batch))
+        outcomes = run_plan(self.pipe, plan, self._inputs(plan, batch))
         self._keep(plan, outcomes)
         results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
         return plan, merge_results(plan, results)[1] if results else None

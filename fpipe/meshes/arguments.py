@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fpipe.errors import InputError
-from fpipe.meshes.copies import ALONE, Copies
+from fpipe.meshes.copies import ALONE, PipelineCopies
 from schedules import Schedule
 
 MeshArgument: TypeAlias = DeviceMesh | Mapping[str, int] | None
@@ -66,7 +66,7 @@ class MeshPlace(NamedTuple):
     - `members`: all processes of the mesh, which agree on every call; empty without a mesh.
     """
 
-    copies: Copies = ALONE
+    copies: PipelineCopies = ALONE
     group: dist.ProcessGroup | DeviceMesh | None = None
     members: tuple[int, ...] = ()
 
@@ -93,7 +93,7 @@ def find_place(
     _require_dimensions(sizes, dims)
     _require_pipeline_size(sizes, dims.pp, ranks)
     replicas, shards = (1 if name is None else sizes[name] for name in (dims.dp, dims.shard))
-    copies = Copies(
+    copies = PipelineCopies(
         replicas,
         shards,
         here=tuple(range(replicas * shards)),
@@ -106,7 +106,7 @@ def find_place(
     return MeshPlace(copies)
 
 
-def _place_in(mesh: DeviceMesh, dims: Dimensions, copies: Copies, own_rows: bool) -> MeshPlace:
+def _place_in(mesh: DeviceMesh, dims: Dimensions, copies: PipelineCopies, own_rows: bool) -> MeshPlace:
     shard, replica = (0 if name is None else mesh.get_local_rank(name) for name in (dims.shard, dims.dp))
     groups = [_find_group(mesh, name) for name in (dims.shard, dims.dp)]
     found = replace(
@@ -207,7 +207,7 @@ def _require_playable(sizes: Mapping[str, int], dims: Dimensions) -> None:
         )
 
 
-def require_collectives(schedule: Schedule, copies: Copies) -> None:
+def require_collectives(schedule: Schedule, copies: PipelineCopies) -> None:
     """Raise `InputError` for a schedule with collectives for which there is no dimension of the mesh."""
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):

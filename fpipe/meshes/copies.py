@@ -25,7 +25,7 @@ from schedules import Schedule, forwards, reduce_gradients, shard
 from schedules.language.actions import GATHERINGS
 
 
-class Links(NamedTuple):
+class CopyLinks(NamedTuple):
     """The two groups of one copy: its fellow shards of a replica, and its counterparts in the other replicas."""
 
     shards: Peers
@@ -33,7 +33,7 @@ class Links(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
+class PipelineCopies:
     """The copies of a pipeline.
 
     - `replicas`, `shards`: how many there are along each dimension; there are as many copies as their product.
@@ -91,14 +91,14 @@ class Copies:
         """The shards that this process holds."""
         return tuple(dict.fromkeys(self.shard_of(copy) for copy in self.here))
 
-    def link(self) -> Mapping[int, Links]:
+    def link(self) -> Mapping[int, CopyLinks]:
         """Return the groups of every copy that this process plays, for one step."""
         if not self.is_local:
             own, across = (_peers(group) for group in self.groups)
-            return {copy: Links(own, across) for copy in self.here}
+            return {copy: CopyLinks(own, across) for copy in self.here}
         rows, columns = _meetings(self.replicas, self.shards), _meetings(self.shards, self.replicas)
         return {
-            copy: Links(LocalPeers(s, rows[r]), LocalPeers(r, columns[s]))
+            copy: CopyLinks(LocalPeers(s, rows[r]), LocalPeers(r, columns[s]))
             for copy in self.here
             for r, s in [divmod(copy, self.shards)]
         }
@@ -121,7 +121,7 @@ class Copies:
         return shard(schedule, limit=most if self.gathered is None else self.gathered)
 
 
-ALONE = Copies()
+ALONE = PipelineCopies()
 """A single copy, as without a mesh."""
 
 

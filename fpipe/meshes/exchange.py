@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes that hold the same stages do together in a step: gather weights, and reduce gradients.
+"""The collectives of a step: the processes that hold the same stages gather weights, and reduce gradients.
 
 A reduction takes one message if weights are sharded: each process gets its shard of all gradients, and adds them in the
 order of shards. If there are replicas, it takes two more: each process gets a piece of the gradients of all replicas,
@@ -21,8 +21,8 @@ from functools import cached_property
 import torch
 
 from fpipe.autodiff.accumulation import Gradients
-from fpipe.meshes.copies import Links
-from fpipe.meshes.pieces import Pieces, Tensors
+from fpipe.meshes.copies import CopyLinks
+from fpipe.meshes.pieces import Pieces
 from fpipe.runtime.transport.interface import Handle, MessageKey, Payload
 from fpipe.runtime.transport.local import LocalHandle
 from fpipe.tensors.spec import Spec
@@ -30,7 +30,7 @@ from fpipe.tensors.spec import Spec
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How the weights and the gradients of a stage are cut; `shard` is the number of the process's own shard.
+    """The cuts of a stage's weights and gradients; `shard` is the number of the process's own shard.
 
     - `weights`, `totals`: the specs of the stage's parameters, and of its gradients.
     """
@@ -72,10 +72,10 @@ class Exchange:
 
     def __init__(
         self,
-        links: Links,
+        links: CopyLinks,
         layouts: Mapping[int, StageLayout],
-        shards: Mapping[int, Tensors],
-        enter: Callable[[int, Tensors], None],
+        shards: Mapping[int, Payload],
+        enter: Callable[[int, Payload], None],
         leave: Callable[[int], None],
     ) -> None:
         self.links, self.layouts, self.shards = links, layouts, shards

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process holds of the parameters, as the user sees it: plain tensors, or DTensors.
+"""The parameters that a process holds, as the user sees them: plain tensors, or DTensors.
 
 A parameter that is sharded is a DTensor in the layout of `torch.distributed.fsdp.fully_shard`, so that optimizers, and
 checkpoints of either, work with both. Inside a step there are plain tensors only. A process that plays every copy holds
@@ -19,16 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fpipe.errors import InputError
-from fpipe.meshes.copies import Copies
+from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.pieces import take_rows
 from fpipe.tensors.spec import Spec
 
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """What this process holds of the parameters: shards along the dimensions that `copies` names, or all."""
+    """The form of the parameters that this process holds: shards along a dimension of the mesh, or all of each."""
 
-    copies: Copies
+    copies: PipelineCopies
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -103,7 +103,7 @@ class DistributedPeers:
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """Where the members of a group within this process meet: what each has posted for a message, until all have."""
+    """The meeting point of a group within this process: what each member has posted for a message, until all have."""
 
     count: int
     posted: dict[MessageKey, dict[int, tuple[LocalHandle, Sequence[Tensor]]]] = field(default_factory=dict)

@@ -24,16 +24,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fpipe.autodiff.accumulation import Gradients
 from fpipe.tensors.spec import OptionalSpec, Spec, as_bytes
 
-ALIGNMENT: Final = 16  # bytes; no dtype needs more
-Tensors: TypeAlias = tuple[Any, ...]
-"""Tensors of one stage; `None` for a gradient that data decided not to compute."""
+BOUNDARY: Final = 16  # bytes; no dtype needs more
 
 
 def row_range(rows: int, count: int, k: int) -> tuple[int, int]:
@@ -60,8 +59,8 @@ class Packing:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins, and, last, where the flags of the optional ones begin."""
-        sizes = [-(-_count_bytes(spec) // ALIGNMENT) * ALIGNMENT for spec in self.specs]
+        """The start of each tensor, and, last, of the flags of the optional ones."""
+        sizes = [-(-_count_bytes(spec) // BOUNDARY) * BOUNDARY for spec in self.specs]
         return tuple(accumulate(sizes, initial=0))
 
     @cached_property
@@ -84,7 +83,7 @@ class Packing:
             there = [tensors[j] is not None for j in self.optional]
             buffer[self.offsets[-1] :] = torch.tensor(there, dtype=torch.uint8, device=buffer.device)
 
-    def read(self, buffer: Tensor) -> Tensors:
+    def read(self, buffer: Tensor) -> Gradients:
         """Return the tensors in a buffer, in row-major order: views of it. Wait for the device if some are optional."""
         flags = iter(buffer[self.offsets[-1] : self.size].tolist() if self.optional else ())
         return tuple(
@@ -128,7 +127,7 @@ class Pieces:
         """The bytes of the largest piece, which is the first."""
         return self.packings[0].size
 
-    def pack(self, tensors: Tensors, device: torch.device) -> Tensor:
+    def pack(self, tensors: Gradients, device: torch.device) -> Tensor:
         """Return all pieces of these whole tensors, one after the other."""
         buffer = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
         flat = [None if one is None else one if self.by_rows else _flatten(s, one) for s, one in self._pairs(tensors)]
@@ -136,17 +135,17 @@ class Pieces:
             packing.write(part, [None if one is None else take_rows(one, self.count, k) for one in flat])
         return buffer
 
-    def pack_one(self, k: int, tensors: Tensors, device: torch.device) -> Tensor:
+    def pack_one(self, k: int, tensors: Gradients, device: torch.device) -> Tensor:
         """Return piece `k`, given its tensors, in a buffer with room for the widest."""
         buffer = torch.empty(self.widest, dtype=torch.uint8, device=device)
         self.packings[k].write(buffer[: self.packings[k].size], tensors)
         return buffer
 
-    def add(self, k: int, copies: Sequence[Tensor]) -> Tensors:
+    def add(self, k: int, copies: Sequence[Tensor]) -> Gradients:
         """Return the sums of the copies of piece `k`, in their order; `None` where none has a tensor."""
         return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, copies), strict=True))
 
-    def join(self, buffers: Sequence[Tensor]) -> Tensors:
+    def join(self, buffers: Sequence[Tensor]) -> Gradients:
         """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""
         pairs = zip(self.packings, buffers, strict=True)
         columns = zip(*[packing.read(buffer[: packing.size]) for packing, buffer in pairs], strict=True)
@@ -159,7 +158,7 @@ class Pieces:
         spec, whole = _present(spec), torch.cat(there)
         return spec.like(whole) if self.by_rows else spec.unpack(whole.view(torch.uint8))
 
-    def _pairs(self, tensors: Tensors) -> zip[tuple[Spec, Any]]:
+    def _pairs(self, tensors: Gradients) -> zip[tuple[Spec, Any]]:
         return zip(map(_present, self.specs), tensors, strict=True)
 
 

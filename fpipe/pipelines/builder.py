@@ -21,7 +21,7 @@ from fpipe.cutting.partition import Cuts
 from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.ir.variant import TRAINING
-from fpipe.meshes.copies import ALONE, Copies
+from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.model.copying import require_own_buffers
 from fpipe.model.gradient_hooks import collect_gradient_hooks, require_exact_hooks
 from fpipe.model.stateless import skeleton
@@ -63,7 +63,7 @@ class Builder:
     output_dims: Any
     ranks: Ranks
     caches: Caches
-    copies: Copies = ALONE
+    copies: PipelineCopies = ALONE
 
     def build(self, module: nn.Module, example: SplitBatch) -> Pipeline:
         """Return the pipeline of a module for batches like the example; every rank must call this."""

@@ -22,7 +22,7 @@ from fpipe.batching.batch import Batching
 from fpipe.batching.signature import Signature
 from fpipe.ir.captured import Constant
 from fpipe.ir.variant import Variant
-from fpipe.meshes.copies import Copies
+from fpipe.meshes.copies import PipelineCopies
 from fpipe.pipelines.autocast import DEVICE_TYPES
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.pipeline import Pipeline
@@ -32,7 +32,7 @@ from fpipe.runtime.transport.agreement import Field
 from schedules import Schedule
 
 
-def argument_fields(schedule: Schedule, batching: Batching, plans: int, copies: Copies) -> tuple[Field, ...]:
+def argument_fields(schedule: Schedule, batching: Batching, plans: int, copies: PipelineCopies) -> tuple[Field, ...]:
     """Return the fields of the arguments that a pipeline is built from."""
     return (
         *_environment_fields(),

@@ -20,7 +20,7 @@ from fpipe.batching.batch import Batching, SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
 from fpipe.ir.variant import Variant
-from fpipe.meshes.copies import Copies
+from fpipe.meshes.copies import PipelineCopies
 from fpipe.pipelines.caches import Agreement
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
@@ -35,7 +35,7 @@ from schedules import Schedule
 NO_ARGUMENTS: Final = CommonArguments()
 
 
-def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: int, copies: Copies) -> None:
+def agree_to_build(ranks: Ranks, schedule: Schedule, batching: Batching, plans: int, copies: PipelineCopies) -> None:
     """Raise `TransportError` on all ranks unless all of them build a pipeline with these arguments."""
     ranks.agree(lambda: argument_fields(schedule, batching, plans, copies), "its arguments")
 

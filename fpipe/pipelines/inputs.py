@@ -17,7 +17,7 @@ from fpipe.batching.batch import SplitBatch
 from fpipe.batching.memory import require_apart
 from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
-from fpipe.meshes.copies import Links
+from fpipe.meshes.copies import CopyLinks
 from fpipe.meshes.exchange import Exchange
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Inputs
@@ -31,7 +31,7 @@ State: TypeAlias = dict[str, Tensor]
 
 
 def scatter(
-    plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: int | None, links: Links | None = None
+    plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: int | None, links: CopyLinks | None = None
 ) -> Inputs:
     """Return the executor's inputs for this process's stages, of one copy of the pipeline.
 
@@ -72,7 +72,7 @@ class Weights:
             for stage in plan.local_stages:
                 self._put(stage.index, params)
 
-    def exchange(self, links: Links) -> Exchange:
+    def exchange(self, links: CopyLinks) -> Exchange:
         """Return the collectives of a step with these weights."""
         shards = {s.index: tuple([self.params[name] for name in s.parameters]) for s in self.plan.local_stages}
         return Exchange(links, self.plan.layouts, shards, self._enter, self._leave)

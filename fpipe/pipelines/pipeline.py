@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: a model, a loss, a schedule and a partition, bound together and checked.
 
-A `Pipeline` holds no parameters. Its planner makes a plan for every kind of batch, and `run` runs one.
+A `Pipeline` holds no parameters. Its planner makes a plan for every kind of batch; `fpipe.pipelines.running` runs one.
 
 Runs when a pipeline is built, when its methods are called, and in every step.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fpipe.batching.batch import SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.ir.variant import TRAINING, Variant
-from fpipe.meshes.copies import Copies
+from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
@@ -29,13 +29,9 @@ from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.report.description import describe
 from fpipe.report.footprint import measure_sizes
-from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.ranks import Ranks
-from fpipe.runtime.recording import Record, run_recorded
-from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
-from fpipe.tensors import random
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
@@ -278,39 +274,19 @@ class Pipeline:
         return self.training.owners
 
     @property
-    def copies(self) -> Copies:
+    def copies(self) -> PipelineCopies:
         """The copies of the pipeline, this process's among them; a single one without a mesh."""
         return self.planner.copies
 
     @cached_property
     def holdings(self) -> Holdings:
-        """What this process holds of the parameters."""
+        """The form of the parameters that this process holds."""
         return Holdings(self.copies)
 
     @property
     def device(self) -> torch.device:
         """The device that this process computes on."""
         return self.captures.batchings[True].home
-
-    def run(self, plan: Plan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
-        """Run the plan's program on this process's ranks; return their outcomes. `record` gets each measured span."""
-        return self.run_copies(plan, {plan.copy: inputs}, record)[plan.copy]
-
-    def run_copies(
-        self, plan: Plan, inputs: Mapping[int, Inputs], record: Record | None = None
-    ) -> dict[int, dict[int, Outcome]]:
-        """Run the plan's program for each copy of the pipeline that this process plays; return outcomes by copy."""
-
-        def execution(copy: int, rank: int, transport: Transport) -> Execution:
-            return Execution(rank, plan.parts[copy].programs[rank], transport, inputs[copy])
-
-        with random.preserve_generators(plan.generators), plan.context():
-            if record is None:
-                found = self.ranks.run([partial(execution, copy) for copy in inputs])
-            else:
-                timed = [(plan.parts[copy].timed_programs, given) for copy, given in inputs.items()]
-                found = run_recorded(self.ranks, timed, self.device, record)
-        return dict(zip(inputs, found, strict=True))
 
     def __str__(self) -> str:
         how = self.schedule

@@ -19,7 +19,7 @@ import torch
 
 from fpipe.batching.merge import Merge
 from fpipe.ir.captured import BatchLeaf
-from fpipe.meshes.copies import ALONE, Copies
+from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.meshes.exchange import StageLayout, shard_spec
 from fpipe.runtime.executor import LinkedProgram, StageCrossing
 from fpipe.runtime.instructions import link
@@ -48,7 +48,7 @@ class Plan:
     ranks: tuple[int, ...]
     merge: Merge | None
     watch: Watch = field(default_factory=Watch)
-    copies: Copies = ALONE
+    copies: PipelineCopies = ALONE
     copy: int = 0
 
     @property
@@ -70,7 +70,7 @@ class Plan:
 
     @cached_property
     def layouts(self) -> Mapping[int, StageLayout]:
-        """How the weights and gradients of each stage of this process are cut for the other copies."""
+        """The cuts of the weights and gradients of each stage of this process, for the other copies."""
         copies, specs = self.copies, self.assembly.parameters
         device = next((spec.device for spec in specs.values()), torch.device("cpu"))
         return {

@@ -23,7 +23,7 @@ from fpipe.batching.signature import Microbatch, Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
 from fpipe.ir.variant import Variant
-from fpipe.meshes.copies import ALONE, Copies
+from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
@@ -56,7 +56,7 @@ class Planner:
     ranks: tuple[int, ...]
     summed: frozenset[str] = frozenset()
     backend: Backend | None = None
-    copies: Copies = ALONE
+    copies: PipelineCopies = ALONE
     plans: dict[BatchKind, Plan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
 
@@ -152,7 +152,7 @@ class Planner:
         return differentiate(assembly, self.backend, {s for rank in self.ranks for s in placement.stages_on(rank)})
 
 
-def _require_one_state(stage: Stage, ranks: Sequence[int], copies: Copies) -> None:
+def _require_one_state(stage: Stage, ranks: Sequence[int], copies: PipelineCopies) -> None:
     """Raise `CutError` if a stage in several places modifies a buffer: each sees only some of the microbatches."""
     modified = [name for k, name in enumerate(stage.buffers) if k in stage.wiring.modified_buffers]
     if modified and len(ranks) * copies.count > 1:

@@ -12,11 +12,10 @@ from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from fpipe.ir.captured import Tensors
-from fpipe.meshes.copies import Copies
+from fpipe.meshes.copies import PipelineCopies
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.plan import Plan
 from fpipe.runtime.executor import Outcome
@@ -43,24 +42,21 @@ class Step(NamedTuple):
 
 def gather(plan: Plan, ranks: Ranks, copies: Mapping[int, Mapping[int, Outcome]], buffers: State) -> Step:
     """Return the `Step` that the ranks computed; broadcast its loss to all of them."""
-    parts = {copy: _gather_one(plan.parts[copy], ranks, outcomes, buffers) for copy, outcomes in copies.items()}
-    step, *others = parts.values()
+    parts = [_gather_one(plan.parts[copy], ranks, outcomes, buffers) for copy, outcomes in copies.items()]
+    step, *others = parts
     if plan.copies.count == 1:
         return step
-    loss = None if step.loss is None else _sum_losses(plan.copies, ranks, [step.loss, *[one.loss for one in others]])
-    if others and plan.merge is not None:
-        results = [_list_results(copies[copy]) for copy in sorted(copies)]
-        rows = dict(enumerate(row for found in results for _, row in sorted(found.items())))
-        step = step._replace(outputs=merge_results(plan, rows)[1])
-    return step._replace(loss=loss)
+    if not others:
+        return step if step.loss is None else step._replace(loss=_sum_losses(plan.copies, ranks, step.loss))
+    found = [(copy, _list_results(outcomes)) for copy, outcomes in copies.items()]
+    results = {copy * plan.microbatches + i: values for copy, own in found for i, values in own.items()}
+    return Step(*merge_results(plan, results), step.buffers)
 
 
-def _sum_losses(copies: Copies, ranks: Ranks, own: Sequence[Tensor | None]) -> Tensor:
-    """Return the sum of the losses of all copies, in their order, given those of the copies here."""
-    mine = torch.stack([loss for loss in own if loss is not None])
-    rows = ranks.gather_vectors(mine)
-    losses = rows.flatten() if copies.is_local else rows[list(copies.members), 0]
-    return reduce(add, losses.unbind())
+def _sum_losses(copies: PipelineCopies, ranks: Ranks, own: Tensor) -> Tensor:
+    """Return the sum of the losses of all copies, in their order, given this process's."""
+    rows = ranks.gather_vectors(own[None])
+    return reduce(add, rows[list(copies.members), 0].unbind())
 
 
 def _list_results(outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
@@ -114,14 +110,23 @@ def sum_terms(plan: Plan, held: Iterable[Terms], wanted: Container[str]) -> Stat
 
 
 def merge_results(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:
-    """Return the sum of the losses, and the outputs' tree with microbatches merged; both in microbatch order."""
+    """Return the sum of the losses, and the outputs' tree with microbatches merged; both in microbatch order.
+
+    If these are the results of several copies of the pipeline, the losses of each are added first.
+    """
     columns = list(zip(*[results[i] for i in sorted(results)], strict=True))
     loss = None
     if plan.assembly.captured.loss is not None:
-        first, *rest = columns.pop(0)
-        loss = first.clone()
-        for one in rest:
-            loss.add_(one)
+        losses, count = columns.pop(0), plan.microbatches
+        loss = reduce(add, [_add_up(losses[k : k + count]) for k in range(0, len(losses), count)])
     if plan.merge is None:
         return loss, None
     return loss, plan.merge.apply(columns)
+
+
+def _add_up(terms: Sequence[Tensor]) -> Tensor:
+    first, *rest = terms
+    total = first.clone()
+    for one in rest:
+        total.add_(one)
+    return total

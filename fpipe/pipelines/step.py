@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
@@ -23,6 +24,7 @@ from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, collect_gradients, gather
+from fpipe.pipelines.running import run_copies
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.recording import Record
 from fpipe.weights.state import require_flags, require_state
@@ -46,6 +48,13 @@ class ValueAndGrad(Protocol):
         """Run one step; return its loss, outputs and new buffers, and the gradients by parameter name."""
 
 
+def training_variant(outputs: bool, sums: torch.dtype | None) -> Variant:
+    """Return the variant of a training step; raise `InputError` unless gradients can be added in `sums`."""
+    if sums is not None and not (isinstance(sums, torch.dtype) and sums.is_floating_point):
+        raise InputError(f"sums: got {sums!r}, expected a dtype of floating-point numbers. Pass torch.float32.")
+    return Variant(training=True, loss=True, outputs=outputs, sums=sums)
+
+
 def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) -> ValueAndGrad:
     """Return the function that `fpipe.value_and_grad` returns, once all ranks have agreed on the example's plan."""
     with suspend_autocast(variant), pipe.ranks.enter_call("value_and_grad"):
@@ -66,7 +75,7 @@ def make_training_step(pipe: Pipeline, variant: Variant, record: Record | None) 
             start = Start(params, buffers, {} if onto is None else onto)
             call = CommonArguments(seed, scale, total, onto is not None)
             plan, given = begin_step(pipe, cast, start, (inputs, targets), call)
-            return finish_step(pipe, plan, start, pipe.run_copies(plan, given, record))
+            return finish_step(pipe, plan, start, run_copies(pipe, plan, given, record))
 
     return step
 
@@ -87,8 +96,8 @@ def begin_step(
     require_holdings(pipe, start.params, start.buffers)
     require_flags(start.params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
     variant = scale_variant(cast, call.scale)
-    pipe.holdings.require("onto", start.onto)
     require_sums(start.onto, start.params, pipe.training, variant)
+    pipe.holdings.require("onto", start.onto)
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, call.total)
     plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), start.onto if plan.copies.count == 1 else {}
@@ -145,7 +154,7 @@ def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[...,
             variant = replace(what, loss=has_loss)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text)
             plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
-            outcomes = pipe.run_copies(plan, given, record)
+            outcomes = run_copies(pipe, plan, given, record)
             return gather(plan, pipe.ranks, outcomes, buffers)
 
     return step

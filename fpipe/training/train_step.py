@@ -39,6 +39,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, sum_terms
+from fpipe.pipelines.running import run_copies
 from fpipe.pipelines.step import Start, begin_step, finish_step
 from fpipe.runtime.executor import Outcome
 from fpipe.runtime.fingerprint import describe_value
@@ -136,7 +137,7 @@ def train_step(
             if len(given) == 1:  # else every copy would update the same parameters
                 ((copy, own),), plan = given.items(), plan.updating
                 given = {copy: own._replace(update=update.within(pipe, plan, start.onto))}
-            outcomes = pipe.run_copies(plan, given, record)
+            outcomes = run_copies(pipe, plan, given, record)
             out, grads = finish_step(pipe, plan, start, outcomes)
             new = update.after(outcomes, grads)
             del outcomes

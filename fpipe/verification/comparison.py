@@ -10,19 +10,19 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fpipe.batching.merge import Merge
 from fpipe.errors import MismatchError
+from fpipe.ir.captured import Tensors
 from fpipe.ir.objective import Objective
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import flatten, same_bits
-from fpipe.verification.one_device import Orders, ReplicaSum
+from fpipe.verification.one_device import CopySum
 
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
 
@@ -57,16 +57,15 @@ def run_eagerly(
     objective: Objective,
     microbatches: int,
     batch: Mapping[int, Sequence[Tensor]],
-    orders: Mapping[str, Orders],
-    merge: Merge | None,
+    sums: Mapping[str, CopySum],
+    merge: Callable[[Mapping[int, Tensors]], tuple[Tensor | None, Any]],
 ) -> Results:
     """Return the results of the user's module in a plain microbatch loop; restore its gradients and buffers.
 
-    `batch` has the microbatches of each leaf. `orders` has, by parameter, the order in which to add gradients; those of
-    other parameters are added as they come.
+    `batch` has the microbatches of each leaf. `sums` has, by parameter, the sum to add gradients to; those of other
+    parameters are added as they come. `merge` merges the loss and outputs of all microbatches.
     """
-    losses, columns = [], []
-    sums = {name: ReplicaSum(order) for name, order in orders.items()}
+    results: dict[int, Tensors] = {}
     before = dict(model.named_buffers())
     with _restore_tensors(model):
         for i in range(microbatches):
@@ -79,13 +78,11 @@ def run_eagerly(
                     sums[name].add(i, p.grad)
                     p.grad = None
             leaves, _ = flatten(outputs, opaque=True)
-            losses.append(value.detach())
-            columns.append([leaf.detach() for leaf in leaves])
+            results[i] = (value.detach(), *[leaf.detach() for leaf in leaves])
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         grads |= {name: total for name, terms in sums.items() if (total := terms.total()) is not None}
         buffers = {name: _state_after(buffer, before.get(name)) for name, buffer in model.named_buffers()}
-    joined = None if merge is None else merge.apply(list(zip(*columns, strict=True)))
-    return Results(sum(losses[1:], start=losses[0]), joined, grads, buffers)
+    return Results(*merge(results), grads, buffers)
 
 
 def _copy_aligned(tensor: Tensor) -> Tensor:

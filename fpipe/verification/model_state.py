@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
@@ -22,6 +23,11 @@ RATE = 2**-10  # the learning rate between steps; scaling by a power of two is e
 def read_state(module: nn.Module) -> tuple[State, State]:
     """Return the parameters and buffers of a module, by its own names."""
     return {name: p.detach() for name, p in module.named_parameters()}, dict(module.named_buffers())
+
+
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor of which this process may hold a shard; the holders of the others must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
@@ -39,7 +45,9 @@ def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: Stat
         def all_of(share: State, specs: Mapping[str, object], names: list[str]) -> State:
             return {
                 name: pipe.ranks.broadcast(
-                    share[name].detach() if owners[name] in pipe.ranks.ranks else None, every[name], owners[name]
+                    gather_whole(share[name].detach()) if owners[name] in pipe.ranks.ranks else None,
+                    every[name],
+                    owners[name],
                 )
                 for name in names
             }

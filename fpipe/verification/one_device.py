@@ -4,7 +4,8 @@
 The loop runs the captured model uncut. It adds gradients in the order that the schedule states, ascending for most, so
 that equality doesn't depend on the order of a sum. If a stage has replicas, each sums the gradients of its
 microbatches, and those sums are added in route order. If several stages compute a gradient of the same parameter
-(`fpipe.stages.ties`), so does the loop, and it adds these last, in stage order.
+(`fpipe.stages.ties`), so does the loop, and it adds these last, in stage order. If the pipeline has copies on a mesh,
+each sums the gradients of its microbatches, and these sums are added as the copies reduce them.
 
 Runs in every step of the function that `reference` returns, and when `verify` is called.
 """
@@ -45,8 +46,9 @@ def run_on_one_device(
     whole = plan.assembly.whole
     leaves, state = whole.leaves(params), tuple(buffers[name] for name in whole.buffers)
     stated = {name: iter(by_stage) for name, by_stage in find_orders(plan).items()}
-    earlier = dict(onto)
-    sums = [ReplicaSum(next(stated[name]), earlier.pop(name, None), first.get(name)) for name in whole.grads]
+    alone = plan.copies.count == 1
+    earlier = dict(onto) if alone else {}
+    sums = [CopySum(plan, next(stated[name]), earlier.pop(name, None), first.get(name)) for name in whole.grads]
     results = {}
     for i, cut in enumerate(plan.assemblies):
         inputs = tuple(batch[leaf][i] for leaf in cut.whole.batch)
@@ -60,6 +62,25 @@ def run_on_one_device(
         if total is not None:
             totals[name].append(total)
     return results, state, {name: reduce(add, by_stage) for name, by_stage in totals.items()}
+
+
+class CopySum:
+    """A sum over the copies of a pipeline: over the shards of each replica, then over replicas."""
+
+    def __init__(self, plan: Plan, orders: Orders, onto: Tensor | None = None, first: Tensor | None = None) -> None:
+        self.count, self.shards = plan.microbatches, plan.copies.shards
+        self.parts = [ReplicaSum(orders, onto, first) for _ in range(plan.copies.count)]
+
+    def add(self, i: int, term: Tensor | None) -> None:
+        """Add the term of microbatch `i` of the whole batch, or `None` for no term."""
+        copy, own = divmod(i, self.count)
+        self.parts[copy].add(own, term)
+
+    def total(self) -> Tensor | None:
+        """Return the sum of all terms, if there are any."""
+        totals = [part.total() for part in self.parts]
+        replicas = [totals[k : k + self.shards] for k in range(0, len(totals), self.shards)]
+        return reduce(_add, [reduce(_add, shards) for shards in replicas])
 
 
 class OrderedSum:
@@ -122,8 +143,8 @@ class ReplicaSum:
 def find_orders(plan: Plan) -> dict[str, list[Orders]]:
     """Return the order in which microbatches are added to each gradient.
 
-    Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches in
-    order.
+    Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches of a
+    copy in order.
     """
     schedule = plan.program.schedule
     rows = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]

@@ -10,9 +10,10 @@ from typing import Any
 
 from fpipe.batching.memory import require_apart
 from fpipe.batching.signature import Signature
+from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
-from fpipe.pipelines.earlier_sums import join_sums, negative_zeros
+from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
@@ -28,6 +29,7 @@ from fpipe.weights.state import require_state
 def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
     """Return the function that runs a step of the captured, uncut model in a plain microbatch loop."""
     known = pipe.plan(variant).assembly
+    require_whole_batches(pipe)
 
     def step(
         params: State,
@@ -57,10 +59,19 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
             with wait_for_turn(), random.preserve_generators(plan.generators):
                 results, state, made = run_on_one_device(plan, params, buffers, parts, keys, sums, first, start)
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
-        grads = join_sums(sums, made, plan)
+        grads = join_sums(sums, made, plan) if plan.copies.count == 1 else add_reduced(sums, join_sums({}, made, plan))
         return Step(*merge_results(plan, results), new), {name: grads[name] for name in params if name in grads}
 
     return step
+
+
+def require_whole_batches(pipe: Pipeline) -> None:
+    """Raise `InputError` for a pipeline whose processes are passed the rows of their own copy only."""
+    if pipe.copies.own_rows and pipe.copies.count > 1:
+        raise InputError(
+            "pipe: got rows='own', expected rows='whole': one device runs the whole batch, which no process is passed. "
+            "Build the pipeline with rows='whole' to compare."
+        )
 
 
 def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> Plan:

@@ -6,6 +6,7 @@ Runs when `verify` is called.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,12 @@ from fpipe.model.snapshot import restore_model
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import make_training_step
 from fpipe.tensors import random
 from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
-from fpipe.verification.model_state import descend, gather_state, lend_state, read_state
-from fpipe.verification.one_device import find_orders
+from fpipe.verification.model_state import descend, gather_state, gather_whole, lend_state, read_state
+from fpipe.verification.one_device import CopySum, find_orders
 from fpipe.verification.reference import make_reference_step
 
 
@@ -34,8 +36,9 @@ class Trial(NamedTuple):
 
     @property
     def variant(self) -> Variant:
-        """The variant to run: with outputs, if they are a tree that can be compared."""
-        return Variant(training=True, loss=True, outputs=not self.pipe.training.assembly.captured.structure.opaque)
+        """The variant to run: with outputs, if they are a tree that can be compared, and this process gets them all."""
+        opaque = self.pipe.training.assembly.captured.structure.opaque
+        return Variant(training=True, loss=True, outputs=self.pipe.copies.is_local and not opaque)
 
 
 def verify_steps(
@@ -70,7 +73,7 @@ def _verify_step(
     """Verify one step; return how much was equal, and the state after it: this process's share, and the whole."""
     pipe, variant, params = trial.pipe, trial.variant, share[0]
     step, grads = make_training_step(pipe, variant, None)(*share, *trial.batch, seed=seed)
-    got = Results(step.loss, step.outputs, grads, step.buffers)
+    got = Results(step.loss, step.outputs, {n: gather_whole(grad) for n, grad in grads.items()}, step.buffers)
     step, every = make_reference_step(pipe, variant)(*whole, *trial.batch, seed=seed)
     wanted = Results(step.loss, step.outputs, every, step.buffers).restrict(params)
     compared = require_equal(got, wanted, "the reference", trial.tolerance)
@@ -90,12 +93,12 @@ def _compare_with_eager(trial: Trial, params: State, got: Results) -> int:
         return 0
     orders = find_orders(plan)
     names = [name for name in params if len(orders.get(name, ())) < 2]
-    single = {name: by_stage[0] for name, by_stage in orders.items() if name in names}
+    sums = {name: CopySum(plan, by_stage[0]) for name, by_stage in orders.items() if name in names}
     objective = pipe.captures.objective(variant, batch.batching.split(batch.signature)[0])
     with suspend_autocast(variant), random.preserve_generators(plan.generators):
         before = random.states(plan.generators)
         count, parts = len(plan.assemblies), batch.take()
-        eager = run_eagerly(trial.module, objective, count, parts, single, plan.merge).restrict(names)
+        eager = run_eagerly(trial.module, objective, count, parts, sums, partial(merge_results, plan)).restrict(names)
         if not all(map(torch.equal, before, random.states(plan.generators))):
             return 0
     return require_equal(got.restrict(names), eager, "the model run eagerly", trial.tolerance)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a pipeline on a mesh that one process plays compute what a plain loop over them computes, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe.tensors.tree import same_bits
+from schedules import (
+    chimera,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    recompute,
+    reduce_gradients,
+    repeat,
+    shard,
+    zb_h1,
+    zb_v,
+)
+from tests.common.cases import mse
+from tests.common.comparison import assert_same
+from tests.common.meshes import SHAPES, loop_over_copies, options
+from tests.common.running import build, run, run_reference
+from tests.common.sizes import few, in_turn
+from tests.common.zoo import ZOO
+
+FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
+MODELS = ["mlp", "gpt", "tied_sequence", "skips", "dicts", "frozen_below", "unused", "several", "own_loss"]
+
+
+@pytest.mark.parametrize(("shape", "family"), in_turn(SHAPES, FAMILIES))
+def test_copies_equal_a_plain_loop(shape, family):
+    replicas, shards = SHAPES[shape]
+    model, (x,), y = ZOO["mlp"].make(24)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=mse, schedule=FAMILIES[family](2, 2), **options(2, replicas, shards)
+    )
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    loss, wanted = loop_over_copies(model, mse, x, y, 2, replicas, shards)
+    assert same_bits(step.loss, loss)
+    assert grads.keys() == wanted.keys()
+    assert all(same_bits(grads[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("name", "shape"), in_turn(MODELS, SHAPES))
+@pytest.mark.parametrize("backward", ["autograd", "graph"])
+def test_any_model_equals_one_device(name, shape, backward):
+    case, (replicas, shards) = ZOO[name], SHAPES[shape]
+    how = zb_h1(ranks=2, microbatches=2)
+    pipe, model, inputs, targets = build(
+        case, how, 24, capture="trace", backward=backward, **options(2, replicas, shards)
+    )
+    fpipe.verify(pipe, model, inputs, targets, seed=5)
+
+
+@pytest.mark.parametrize("tied", ["exact", "sum"])
+@pytest.mark.parametrize("shape", ["both", "three shards"])
+def test_tied_gradients_are_reduced_before_they_are_shared(tied, shape):
+    how = one_f_one_b(ranks=4, microbatches=2)
+    pipe, model, inputs, targets = build(
+        ZOO["tied_sequence"], how, 24, capture="modules", tied=tied, **options(4, *SHAPES[shape])
+    )
+    fpipe.verify(pipe, model, inputs, targets)
+
+
+def test_replicas_of_a_stage_are_summed_before_copies():
+    how = chimera(ranks=2, microbatches=4)
+    pipe, model, inputs, targets = build(ZOO["mlp"], how, 16, capture="trace", **options(2, 2, 1))
+    fpipe.verify(pipe, model, inputs, targets)
+
+
+def test_random_numbers_differ_between_copies_and_are_those_of_one_device():
+    pipe, model, inputs, targets = build(
+        ZOO["dropping"], one_f_one_b(ranks=2, microbatches=2), 16, capture="trace", **options(2, 2, 2)
+    )
+    assert_same(run(pipe, model, inputs, targets, seed=7), run_reference(pipe, model, inputs, targets, seed=7))
+    alone, *_ = build(ZOO["dropping"], one_f_one_b(ranks=2, microbatches=8), 16, capture="trace")
+    outputs = run(alone, model, inputs, targets, seed=7).outputs
+    assert same_bits(outputs, run(pipe, model, inputs, targets, seed=7).outputs)
+
+
+@settings(max_examples=few(12), deadline=None)
+@given(data=st.data())
+def test_any_mesh_schedule_model_and_options(data):
+    replicas, shards, microbatches = (data.draw(st.integers(1, most)) for most in (3, 3, 3))
+    made = data.draw(st.sampled_from([*FAMILIES.values(), gpipe]))
+    ranks = data.draw(st.integers(1, 2))
+    if made is interleaved_1f1b:
+        microbatches *= ranks
+    how = made(ranks=ranks, microbatches=microbatches)
+    how = recompute(how) if data.draw(st.booleans()) else how
+    count = replicas * shards * microbatches
+    rows = data.draw(st.integers(count, 2 * count + 3))
+    name = data.draw(st.sampled_from(MODELS))
+    if rows % count and name not in ("mlp", "skips", "unused"):
+        rows = count  # others have leaves that must be split alike
+    gathered = data.draw(st.none() | st.integers(1, 2))
+    extra = {"backward": data.draw(st.sampled_from(["autograd", "graph"]))}
+    extra["reduce"] = data.draw(st.sampled_from(["mean", "sum"]))
+    model, inputs, targets = ZOO[name].make(rows)
+    pipe = fpipe.pipeline(
+        model,
+        example=inputs,
+        targets=targets,
+        loss=ZOO[name].loss,
+        schedule=how,
+        cuts=ZOO[name].at(how.stages),
+        **extra,
+        **options(ranks, replicas, shards, gathered),
+    )
+    fpipe.verify(pipe, model, inputs, targets, seed=3)
+
+
+@pytest.mark.parametrize("shape", ["dp", "both"])
+def test_losses_are_summed_on_request(shape):
+    replicas, shards = SHAPES[shape]
+    model, (x,), y = ZOO["mlp"].make(16)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=mse, schedule=how, reduce="sum", **options(2, replicas, shards)
+    )
+    step, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    loss, wanted = loop_over_copies(model, mse, x, y, 2, replicas, shards, mean=False)
+    assert same_bits(step.loss, loss)
+    assert all(same_bits(grads[name], wanted[name]) for name in wanted)
+
+
+def test_weights_are_over_all_copies():
+    """Rows are weighted by a count, so the loss is that of the whole batch, however it is split."""
+    model, (x,), _ = ZOO["mlp"].make(14)
+    y = torch.randn_like(model(x))
+
+    def loss(out, wanted):
+        return mse(out, wanted)
+
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=y,
+        loss=loss,
+        schedule=one_f_one_b(ranks=2, microbatches=2),
+        weight=lambda inputs, targets: len(targets),
+        **options(2, 2, 2),
+    )
+    step, _ = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    assert torch.isclose(step.loss, mse(model(x), y))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_earlier_sums_are_added_after_the_reduction(shape):
+    model, (x,), y = ZOO["mlp"].make(12)
+    how = zb_h1(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, *SHAPES[shape]))
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    _, once = step(*state, (x,), y)
+    _, twice = step(*state, (x,), y, onto={name: grad.clone() for name, grad in once.items()})
+    assert all(same_bits(twice[name], once[name] + once[name]) for name in once)
+    _, theirs = fpipe.reference(pipe)(*state, (x,), y, onto={name: grad.clone() for name, grad in once.items()})
+    assert all(same_bits(twice[name], theirs[name]) for name in once)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_updates_within_the_step_equal_those_after_it(shape):
+    model, (x,), y = ZOO["mlp"].make(12)
+    how = interleaved_1f1b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, *SHAPES[shape]))
+    adam = fpipe.optimizer(torch.optim.AdamW, lr=0.1)
+    params, buffers = pipe.init(model)
+    _, new, state, norm = fpipe.train_step(pipe, adam, max_norm=0.1)(params, buffers, adam.init(params), (x,), y)
+    _, grads = fpipe.value_and_grad(pipe)(params, buffers, (x,), y)
+    grads, total = fpipe.clip(pipe, grads, 0.1)
+    wanted, slots = adam.update(grads, adam.init(params), params)
+    assert same_bits(norm, total)
+    assert all(same_bits(new[name], wanted[name]) for name in wanted)
+    assert all(same_bits(state[name]["exp_avg"], slots[name]["exp_avg"]) for name in slots)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_norms_of_shards_are_those_of_the_whole(order):
+    model, (x,), y = ZOO["mlp"].make(12)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 3))
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (x,), y)
+    assert torch.isclose(fpipe.norm(pipe, grads, order), torch.nn.utils.get_total_norm(grads.values(), order))
+
+
+def test_evaluation_on_a_mesh():
+    pipe, model, inputs, targets = build(
+        ZOO["gpt"], zb_v(ranks=2, microbatches=2), 16, capture="trace", **options(2, 2, 2)
+    )
+    alone, *_ = build(ZOO["gpt"], zb_v(ranks=2, microbatches=8), 16, capture="trace")
+    found = fpipe.evaluate(pipe)(*pipe.init(model), inputs, targets)
+    wanted = fpipe.evaluate(alone)(*alone.init(model), inputs, targets)
+    assert same_bits(found.outputs, wanted.outputs)
+    assert torch.isclose(found.loss, wanted.loss)
+
+
+@pytest.mark.parametrize(("gathered", "count"), [(None, 4), (1, 16)])
+def test_a_policy_says_how_often_weights_are_gathered(gathered, count):
+    """Two ranks of two stages, four microbatches: once per stage, or as often as one of them makes room."""
+    spans = []
+    model, (x,), y = ZOO["mlp"].make(16)
+    how = interleaved_1f1b(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 2, gathered))
+    fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), (x,), y)
+    posted = {(span.rank, span.action) for span in spans if span.action.kind == "UNSHARD"}
+    assert len(posted) == count
+
+
+def test_a_schedule_may_have_its_own_collectives():
+    model, (x,), y = ZOO["mlp"].make(16)
+    how = shard(reduce_gradients(repeat(gpipe(ranks=2, microbatches=2), times=2)), limit=1)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 2))
+    assert pipe.schedule == how
+    fpipe.verify(pipe, model, (x,), y)
