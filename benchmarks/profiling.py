@@ -32,6 +32,7 @@ from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.running import run_plan
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.recording import Record
 from fpipe.runtime.transport.interface import Transport

@@ -42,6 +42,7 @@ class PipelineCopies:
     - `mean`: whether a loss without a weight is averaged over the copies, instead of summed.
     - `gathered`: the number of stages of a rank whose weights are gathered at once; `None` for all of them.
     - `members`: for each copy, the number of one of its processes among all processes of the mesh.
+    - `position`: the number of this process's place along all dimensions but those of ranks and replicas.
     - `groups`: the process groups of this process's shards and replicas; `None` where there is only one.
     - `mesh`, `names`: the device mesh, and the names of its dimensions of replicas and shards, if any.
     """
@@ -53,6 +54,7 @@ class PipelineCopies:
     mean: bool = True
     gathered: int | None = None
     members: tuple[int, ...] = (0,)
+    position: int = 0
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
     mesh: DeviceMesh | None = None
     names: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import PipelineCopies
+from fpipe.meshes.holdings import as_plain
 from fpipe.pipelines.caches import Agreement
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
@@ -87,22 +88,33 @@ def agree_to_step(
 
 
 def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor]) -> None:
-    """Raise `TransportError` on all ranks if some hold different values of the same parameter or buffer."""
-    homes = _ranks_by_name(plan)
-    shared = [name for name, ranks in homes.items() if len(ranks) > 1]
-    if not shared or len(pipe.ranks.ranks) == plan.program.schedule.ranks:
+    """Raise `TransportError` on all ranks if some hold different values of the same parameter or buffer.
+
+    Replicas on a mesh hold the same of everything. Processes with other shards, or other parts of the model's own
+    parallelism, are not compared.
+    """
+    homes, copies = _ranks_by_name(plan), pipe.copies
+    alone = len(pipe.ranks.ranks) == plan.program.schedule.ranks and copies.is_local
+    shared = [name for name, ranks in homes.items() if len(ranks) > 1 or copies.replicas > 1]
+    if alone or not shared:
         return
-    mine = [int(digest_tensor(held[name]), 16) >> 1 if name in held else 0 for name in shared]
-    rows = pipe.ranks.gather_rows(torch.tensor([mine]))
+    mine = [int(digest_tensor(as_plain(held[name])), 16) >> 1 if name in held else 0 for name in shared]
+    rows = torch.cat(pipe.ranks.gather_rows(torch.tensor([[copies.position, *mine]])))
     for k, name in enumerate(shared):
-        found = {rank: rows[rank][0, k].item() for rank in sorted(homes[name])}
-        if len(set(found.values())) > 1:
-            first, other = next((a, b) for a in found for b in found if found[a] != found[b])
-            raise TransportError(
-                f"{name!r}, of which ranks {list(found)} hold copies: got different values on ranks {first} and "
-                f"{other}, expected equal copies. Seed every process the same before it builds the model, or load the "
-                "same checkpoint on all of them, and update every copy with the same gradient."
-            )
+        for position in sorted(set(rows[:, 0].tolist())):
+            holders = ((rows[:, 0] == position) & (rows[:, k + 1] != 0)).nonzero().flatten().tolist()
+            _require_same_digests(name, {rank: int(rows[rank, k + 1]) for rank in holders})
+
+
+def _require_same_digests(name: str, found: Mapping[int, int]) -> None:
+    """Raise `TransportError` unless all ranks have the same digest."""
+    if len(set(found.values())) > 1:
+        first, other = next((a, b) for a in found for b in found if found[a] != found[b])
+        raise TransportError(
+            f"{name!r}, of which ranks {list(found)} hold copies: got different values on ranks {first} and "
+            f"{other}, expected equal copies. Seed every process the same before it builds the model, or load the "
+            "same checkpoint on all of them, and update every copy with the same gradient."
+        )
 
 
 def _ranks_by_name(plan: Plan) -> dict[str, set[int]]:

@@ -19,7 +19,14 @@ NEEDS_TWO = {
     *(name for name in CASES if name.endswith("-gpipe") and not name.startswith("skips")),
 }
 
-NEEDS_FOUR = {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle", "told_no_shapes"}
+# Their meshes have so many processes.
+NEEDS_EIGHT = {name for name in CASES if name.endswith("_on_2_pp_2_dp_2_fsdp")}
+
+MESHES_BY_DAY = {"gpt_zb_v_on_2_pp_2_dp", "llama_interleaved_on_2_pp_2_fsdp", "gpt_zb_h1_on_2_pp_2_dp_2_fsdp"}
+
+NEEDS_FOUR = {name for name in CASES if "_on_2_pp_" in name} - NEEDS_EIGHT
+NEEDS_FOUR |= {name for name in CASES if "_on_a_mesh" in name} | {"a_mesh_is_verified"}
+NEEDS_FOUR |= {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle", "told_no_shapes"}
 
 ALONE = {"dies_in_the_middle"}
 
@@ -45,6 +52,7 @@ REFUSED = {name for name in CASES if name.endswith("_on_one_rank") and name != "
 NEEDS_NIGHT_ON_FOUR = (
     REFUSED
     | SCRIPTS_BY_NIGHT
+    | {name for name in CASES if "_on_2_pp_" in name} - MESHES_BY_DAY
     | {
         *("norms_count_every_parameter_once", "tied_copies_do_not_drift", "a_batch_that_the_model_cannot_take"),
         *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
@@ -60,7 +68,9 @@ NEEDS_NIGHT_ON_FOUR |= {
 
 def names(size: int) -> list[str]:
     """Return the names of the cases that one job of this size runs, in order."""
-    left = ALONE | (NEEDS_TWO if size != 2 else set()) | (NEEDS_FOUR if size != 4 else set())
+    if size == 8:
+        return sorted(NEEDS_EIGHT if NIGHTLY else NEEDS_EIGHT & MESHES_BY_DAY)
+    left = ALONE | NEEDS_EIGHT | (NEEDS_TWO if size != 2 else set()) | (NEEDS_FOUR if size != 4 else set())
     if not NIGHTLY:
         left |= NEEDS_NIGHT_ON_FOUR if size == 4 else NEEDS_NIGHT
     return sorted((name for name in CASES if name not in left), key=lambda name: name == LAST)

@@ -61,6 +61,13 @@ def four(tmp_path_factory):
     return Job(4, folder, *finish(ranks(4, folder), folder))
 
 
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """The cases that need eight ranks."""
+    folder = tmp_path_factory.mktemp("eight")
+    return Job(8, folder, *finish(ranks(8, folder), folder))
+
+
 @pytest.mark.parametrize("name", worker.names(2))
 def test_two_ranks_pass(two, name):
     two.require(name)
@@ -71,8 +78,13 @@ def test_four_ranks_pass(four, name):
     four.require(name)
 
 
-def test_jobs_exit_with_code_zero(two, four):
-    assert (two.codes, four.codes) == ([0], [0] * 4), "\n".join(two.printed + four.printed)
+@pytest.mark.parametrize("name", worker.names(8))
+def test_eight_ranks_pass(eight, name):
+    eight.require(name)
+
+
+def test_jobs_exit_with_code_zero(two, four, eight):
+    assert (two.codes, four.codes, eight.codes) == ([0], [0] * 4, [0] * 8), "\n".join(two.printed + four.printed)
 
 
 def test_dropout_is_the_same_on_one_process_two_and_four(two, four):

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a pipeline on a device mesh equal torch's own training on the mesh without the pipeline, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fpipe
+from fpipe.meshes.holdings import as_plain
+from fpipe.tensors.tree import same_bits
+from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from tests.common.sizes import NIGHTLY
+from tests.common.training import llama
+from tests.common.zoo import ZOO
+from tests.distributed.cases.checks import gather, raises
+from tests.distributed.cases.registry import case
+
+FAMILIES = {"1f1b": one_f_one_b, "interleaved": interleaved_1f1b, "zb_h1": zb_h1, "zb_v": zb_v}
+STEPS, LIMIT, MICROBATCHES, RATE = 20 if NIGHTLY else 3, 0.3, 2, 0.01
+
+
+class Run(NamedTuple):
+    """The end of a training run, by the parameters' names: plain tensors of this process, and norms by step."""
+
+    params: Mapping[str, torch.Tensor]
+    state: Mapping[str, Mapping[str, Any]]
+    norms: list[torch.Tensor]
+
+
+class Task(NamedTuple):
+    """A model to train, its loss, and the batches of all steps."""
+
+    model: nn.Module
+    loss: Callable[..., torch.Tensor]
+    data: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@cache
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """The mesh of these dimensions, always the same: each has process groups of its own."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def gpt() -> Task:
+    one = ZOO["gpt"]
+    model, (ids,), wanted = one.make(16)
+    data = [(ids.roll(k, 0).roll(k, 1), wanted.roll(k, 0)) for k in range(STEPS)]
+    return Task(model, one.loss, data)
+
+
+def grouped_query_llama() -> Task:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = llama()
+    ids = torch.randint(model.config.vocab_size, (16, 12), generator=torch.Generator().manual_seed(3))
+
+    def loss(outputs, wanted):
+        return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), wanted.flatten())
+
+    return Task(model, loss, [(ids.roll(k, 0), ids.roll(k + 1, 1)) for k in range(STEPS)])
+
+
+TASKS = {"gpt": gpt, "llama": grouped_query_llama}
+
+
+def train_without_a_pipeline(task: Task, mesh: DeviceMesh, copies: int, mine: int) -> Run:
+    """The training run of torch's own data parallelism: `fully_shard`, or, without shards, an all-reduce by hand."""
+    model, loss, data = task
+    model = copy.deepcopy(model)
+    sharded = "fsdp" in (mesh.mesh_dim_names or ())
+    if sharded:
+        blocks = model.blocks if hasattr(model, "blocks") else model.model.layers
+        for module in (*blocks, model):
+            fully_shard(module, mesh=mesh)
+    adam, norms = torch.optim.AdamW(model.parameters(), lr=RATE), []
+    for x, y in data:
+        rows = zip(*[one.chunk(copies)[mine].chunk(MICROBATCHES) for one in (x, y)], strict=True)
+        for i, (a, b) in enumerate(rows):
+            if sharded:
+                model.set_requires_gradient_sync(i == MICROBATCHES - 1)
+            (loss(model(a), b) / MICROBATCHES).backward()
+        for p in model.parameters() if not sharded else ():
+            dist.all_reduce(p.grad, group=mesh.get_group())
+            p.grad /= copies
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        adam.step()
+        adam.zero_grad()
+    named = dict(model.named_parameters())
+    return Run(
+        {name: as_plain(p.detach()) for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms
+    )
+
+
+def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, **options: Any) -> Run:
+    """The same run by fpipe; updates are in the step if `within`."""
+    model, loss, data = task
+    x, y = data[0]
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh, **options)
+    params, buffers = pipe.init(model)
+    adam, norms = fpipe.optimizer(torch.optim.AdamW, lr=RATE), []
+    state = adam.init(params)
+    step, update = fpipe.value_and_grad(pipe), fpipe.train_step(pipe, adam, max_norm=LIMIT)
+    for x, y in data:
+        if within:
+            _, params, state, norm = update(params, buffers, state, (x,), y)
+        else:
+            _, grads = step(params, buffers, (x,), y)
+            grads, norm = fpipe.clip(pipe, grads, LIMIT)
+            params, state = adam.update(grads, state, params)
+        norms.append(norm)
+    return Run({name: as_plain(p.detach()) for name, p in params.items()}, state, norms)
+
+
+def require_same_run(got: Run, wanted: Run) -> None:
+    """Require the same bits of everything that this process holds."""
+    assert all(map(same_bits, got.norms, wanted.norms)), (got.norms, wanted.norms)
+    for name, p in got.params.items():
+        assert same_bits(p, wanted.params[name]), name
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(as_plain(got.state[name][slot]), as_plain(wanted.state[name][slot])), (name, slot)
+
+
+def _make_case(task: str, family: str, **sizes: int) -> None:
+    def run(rank: int, size: int) -> None:
+        mesh = mesh_of(**sizes)
+        around = [name for name in sizes if name != "pp"]
+        copies = [sizes.get("dp", 1), sizes.get("fsdp", 1)]
+        mine = (mesh.get_local_rank("dp") if "dp" in sizes else 0) * copies[1]
+        mine += mesh.get_local_rank("fsdp") if "fsdp" in sizes else 0
+        made = TASKS[task]()
+        wanted = train_without_a_pipeline(made, mesh[tuple(around)], copies[0] * copies[1], mine)
+        options = {"dp": "dp"} if "dp" in sizes else {}
+        options |= {"shard": fpipe.Sharded("fsdp", gathered=1)} if "fsdp" in sizes else {}
+        how = FAMILIES[family](ranks=sizes["pp"], microbatches=MICROBATCHES)
+        for within in (False, True) if NIGHTLY else (True,):
+            require_same_run(train_with_a_pipeline(made, mesh, how, within, **options), wanted)
+
+    run.__name__ = f"{task}_{family}_on_{'_'.join(f'{size}_{name}' for name, size in sizes.items())}"
+    case(run)
+
+
+for _task in TASKS:
+    for _family in FAMILIES:
+        _make_case(_task, _family, pp=2, dp=2)
+        _make_case(_task, _family, pp=2, fsdp=2)
+        _make_case(_task, _family, pp=2, dp=2, fsdp=2)
+
+
+@case
+def rows_of_their_own_on_a_mesh(rank, size):
+    """Every process may hold the whole batch, or the rows of its copy."""
+    model, (x,), y = ZOO["mlp"].make(16)
+    how, loss = one_f_one_b(ranks=2, microbatches=2), ZOO["mlp"].loss
+    mesh = mesh_of(pp=2, dp=size // 2)
+    whole = fpipe.pipeline(model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh, dp="dp")
+    mine = mesh.get_local_rank("dp")
+    a, b = x.chunk(size // 2)[mine], y.chunk(size // 2)[mine]
+    own = fpipe.pipeline(model, example=(a,), targets=b, loss=loss, schedule=how, mesh=mesh, dp="dp", rows="own")
+    state = whole.init(model)
+    step, grads = fpipe.value_and_grad(whole)(*state, (x,), y)
+    same, theirs = fpipe.value_and_grad(own)(*state, (a,), b)
+    assert same_bits(step.loss, same.loss)
+    assert all(same_bits(grads[name], theirs[name]) for name in grads)
+
+
+@case
+def a_mesh_is_verified(rank, size):
+    """`verify` compares what every process holds of a sharded model with one device."""
+    model, (x,), y = ZOO["tied_sequence"].make(16)
+    mesh = mesh_of(pp=2, fsdp=size // 2)
+    how = zb_h1(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=ZOO["tied_sequence"].loss, schedule=how, mesh=mesh, shard="fsdp"
+    )
+    found = fpipe.verify(pipe, model, (x,), y, steps=2)
+    assert found.reference == found.eager > 0
+    params, _ = pipe.init(model)
+    assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in params.values())
+    assert all(same_bits(p.full_tensor(), dict(model.named_parameters())[name]) for name, p in params.items())
+
+
+@case
+def wrong_tensors_on_a_mesh_are_refused_on_all_ranks(rank, size):
+    model, (x,), y = ZOO["mlp"].make(16)
+    mesh = mesh_of(pp=2, fsdp=size // 2)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=ZOO["mlp"].loss, schedule=how, mesh=mesh, shard="fsdp")
+    params, buffers = pipe.init(model)
+    step, name = fpipe.value_and_grad(pipe), next(iter(params))
+    whole = params[name].full_tensor().detach().requires_grad_()
+    spread = distribute_tensor(whole.detach(), mesh["fsdp"], [Replicate()]).requires_grad_()
+    other = distribute_tensor(whole.detach(), mesh["pp"], [Shard(0)]).requires_grad_()
+    for value, words in ((whole, "got a plain tensor"), (spread, "Replicate()"), (other, "got a DTensor over")):
+        bad = {**params, name: value} if rank == size - 1 else params
+        with raises(fpipe.InputError if rank == size - 1 else fpipe.TransportError, words):
+            step(bad, buffers, (x,), y)
+    out, _ = step(params, buffers, (x,), y)
+    assert len(set(gather(out.loss.item()))) == 1
