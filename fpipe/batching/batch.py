@@ -238,10 +238,10 @@ class SplitBatch:
         assert spec is not None
         return [
             torch.tensor(x, dtype=spec.dtype, device=spec.device)
-            for x in compute_scales(weight, self._microbatch_trees(), self.total)
+            for x in compute_scales(weight, self.trees(), self.total)
         ]
 
-    def _microbatch_trees(self) -> Iterable[tuple[Any, Any]]:
+    def trees(self) -> Iterable[tuple[Any, Any]]:
         """Yield the inputs and targets of each microbatch, `None` for those not given."""
         batching = self.batching
         columns = [

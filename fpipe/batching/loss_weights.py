@@ -50,6 +50,11 @@ def compute_scales(weight: Weight, microbatches: Iterable[tuple[Any, Any]], tota
     return [count / total for count in counts]
 
 
+def count_weight(weight: Weight, microbatches: Iterable[tuple[Any, Any]]) -> float:
+    """Return the weight of all these microbatches; raise `InputError` if one is invalid."""
+    return sum(_count_microbatch(weight, i, *given) for i, given in enumerate(microbatches))
+
+
 def require_total(total: object, here: float) -> None:
     """Raise `InputError` unless the total is a number, and at least the weight of the microbatches `here`."""
     if not isinstance(total, int | float) or isinstance(total, bool) or not (math.isfinite(total) and total > 0):

@@ -52,10 +52,12 @@ def export(pipe: Pipeline, path: str | os.PathLike[str], params: State, buffers:
         _require_no_weights(home)
         pipe.ranks.agree(lambda: [Field.of("path", [str(home)])])
         transient = list_transient_buffers(pipe.model)
-        tensors = copy_to_host({name: held[name] for name in owned_names(pipe, held) if name not in transient})
-        _write(home, tensors, index, count)
+        mine, writes = [n for n in owned_names(pipe, held) if n not in transient], pipe.copies.is_first
+        tensors = copy_to_host({name: held[name] for name in mine}, writes)
+        if writes:
+            _write(home, tensors, index, count)
         pipe.ranks.agree(about="its files")
-        if index == 0:
+        if index == 0 and writes:
             write_durably(home / INDEX, json.dumps(_index(pipe, transient), indent=2))
         pipe.ranks.agree(about="its index")
 

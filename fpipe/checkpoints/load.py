@@ -163,7 +163,17 @@ def _divide(saved: _Saved, pipe: Pipeline, values: Mapping[str, Tensor]) -> Chec
             **{name: values[f"buffers.{name}"] for name in plan.buffers},
         }
     )
-    flat = {**values, **saved.numbers}
+    flat = {**values, **_adopt_slots(pipe, values), **saved.numbers}
     state = unflatten_slots({name: flat[name] for name in flat if name.startswith(STATE_PREFIX)}, params)
     data = decode_tree(manifest.data, values)
     return Checkpoint(params, buffers, state if manifest.has_state else None, manifest.step, data)
+
+
+def _adopt_slots(pipe: Pipeline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the optimizer's tensors that have the shape of their parameter, as this process holds parameters."""
+    found, specs = {}, pipe.training.params
+    for name, value in values.items():
+        owner = find_parameter(name, specs) if name.startswith(STATE_PREFIX) else None
+        if owner is not None and value.dim() and tuple(value.shape) == specs[owner].shape:
+            found[name] = pipe.holdings.adopt(value)
+    return found

@@ -59,7 +59,7 @@ def save(
     The checkpoint is a directory, on a file system that all ranks share. Its names are the model's, so any pipeline of
     the same model loads it: other ranks, cuts, schedules. It has no pickles. A checkpoint that is already at `path` is
     replaced in one atomic operation, so whenever a process is killed, the old one or the new one is there. Every rank
-    needs host memory for two copies of what it owns; of replicas of the pipeline, let one save.
+    needs host memory for two copies of what it owns. Sharded tensors are gathered, one at a time, and saved whole.
 
     Raises `InputError`, naming the leaf, for values that do not fit the pipeline or that a checkpoint can't hold, and
     for a `path` where something else is; if only some ranks fail, `TransportError` on the others. What was at `path`
@@ -111,17 +111,19 @@ def begin_save(
     """
     home = Path(path)
     with pipe.ranks.enter_call("begin_save"):
-        share = _collect(pipe, params, require_whole_state(pipe, params, buffers), state, data)
-        fields = _compare(home, state is not None, step, data)
+        held = require_whole_state(pipe, params, buffers)
+        require_slots({} if state is None else state, params)
+        fields, tree = _compare(home, state is not None, step, data), encode_tree(data)
         number = pipe.ranks.agree(lambda: fields, note=next_save(home))[0]
+        share = _collect(pipe, params, held, state, tree)
         manifest = Manifest(number, count_processes(pipe), step, state is not None, share.data)
-        writing = _start(share, manifest.folder(home), own_index(pipe), manifest.shards)
+        writing = _start(share, manifest.folder(home), own_index(pipe), manifest.shards, pipe.copies.is_first)
 
     def finish() -> None:
         with pipe.ranks.enter_call("the end of a save"):
             writing.result()
             pipe.ranks.agree(about="its files")
-            if own_index(pipe) == 0:
+            if own_index(pipe) == 0 and pipe.copies.is_first:
                 commit(home, manifest)
             pipe.ranks.agree(about="its commit")
 
@@ -148,10 +150,11 @@ class _Share:
     data: Any
 
 
-def _collect(pipe: Pipeline, params: State, buffers: State, state: OptimizerState | None, data: object) -> _Share:
-    """Return copies of what this process owns, once all of it was checked."""
-    require_slots({} if state is None else state, params)
-    tree, extra = encode_tree(data)
+def _collect(
+    pipe: Pipeline, params: State, buffers: State, state: OptimizerState | None, tree: tuple[Any, dict[str, Tensor]]
+) -> _Share:
+    """Return copies of what this process writes; gather shards one by one, which all their holders must do."""
+    data, extra = tree
     kept, numbers = flatten_slots(state or {}, owned_names(pipe, params))
     tensors = {
         **{f"params.{name}": params[name] for name in owned_names(pipe, params)},
@@ -160,7 +163,7 @@ def _collect(pipe: Pipeline, params: State, buffers: State, state: OptimizerStat
         **(extra if own_index(pipe) == 0 else {}),
     }
     scalars = [name for name, value in kept.items() if not value.dim() and value.device.type != "cpu"]
-    return _Share(copy_to_host(tensors), numbers, scalars, tree)
+    return _Share(copy_to_host(tensors, pipe.copies.is_first), numbers, scalars, data)
 
 
 def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) -> State:
@@ -199,10 +202,12 @@ def _compare(home: Path, has_state: bool, step: object, data: object) -> list[Fi
     ]
 
 
-def _start(share: _Share, folder: Path, index: int, count: int) -> Future[None]:
-    """Write this process's files in a thread."""
+def _start(share: _Share, folder: Path, index: int, count: int, writes: bool) -> Future[None]:
+    """Write this process's files in a thread; on a mesh, one process writes for all that have the same stages."""
 
     def write() -> None:
+        if not writes:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         write_shard(folder, share.tensors, index, count)
         write_sidecar(folder, index, count, share.numbers, share.on_device)

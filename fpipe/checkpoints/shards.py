@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.meshes.holdings import gather_whole
 from fpipe.tensors.spec import Spec
 from fpipe.weights.safetensors import require_library, wrap_read_errors
 
@@ -36,9 +37,13 @@ def shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
-def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous copies in host memory, none of which shares memory with another: a file has no strides."""
-    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()) for name, t in tensors.items()}
+def copy_to_host(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Return contiguous copies in host memory, none of which shares memory with another: a file has no strides.
+
+    Shards are gathered one by one, which all their holders must do, also those that `keep` nothing.
+    """
+    wholes = ((name, gather_whole(tensor.detach())) for name, tensor in tensors.items())
+    return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in wholes if keep}
 
 
 def require_savable(where: str, tensor: Tensor) -> None:

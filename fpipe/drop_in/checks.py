@@ -66,7 +66,7 @@ def find_total(pipe: Pipeline, steps: int, total: float | None) -> float | None:
             f"steps: got {steps} for a pipeline with a weight, expected total: the weights of later steps are unknown. "
             "Pass total=, the weight of all accumulated microbatches."
         )
-    return steps * pipe.schedule.microbatches
+    return steps * pipe.captures.batchings[True].example.divisor
 
 
 def require_eval_mode(module: nn.Module) -> None:

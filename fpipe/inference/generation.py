@@ -95,6 +95,7 @@ def generate(
     torch.Size([4, 8])
     """
     how = forwards(pipe.schedule if schedule is None else schedule)
+    _require_single_copy(pipe)
     _require_arguments(pipe, length, how)
     decodings: dict[tuple[int, bool], Pipeline] = {}
 
@@ -157,6 +158,15 @@ def _argument_fields(prompts: Tensor, mask: Tensor | None, count: int, end: int 
     yield Field.of("prompts", [f"{Spec.of(prompts)} of values {digest_tensor(prompts)}"])
     yield Field.of("mask", ["none" if mask is None else f"{Spec.of(mask)} of values {digest_tensor(mask)}"])
     yield Field.of("arguments", [f"count {count}", f"end {end}", f"length {length}"])
+
+
+def _require_single_copy(pipe: Pipeline) -> None:
+    """Raise `InputError` for a pipeline of several copies: a generation keeps caches for one."""
+    if pipe.copies.count > 1:
+        raise InputError(
+            f"pipe: got one with {pipe.copies.count} copies on a mesh, expected a single one: prompts are not divided "
+            'between copies. Build a pipeline with group=mesh["pp"], without dp and shard, and divide the prompts.'
+        )
 
 
 def _require_arguments(pipe: Pipeline, length: int, how: Schedule) -> None:

@@ -14,9 +14,9 @@ Runs when `predict` or `stream` is called; the functions that they return run fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import EVALUATION, Variant
 from fpipe.pipelines.autocast import suspend_autocast
@@ -25,10 +25,10 @@ from fpipe.pipelines.handshake import agree_to_step
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
-from fpipe.pipelines.results import broadcast_results, merge_results
-from fpipe.pipelines.running import run_plan
+from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
+from fpipe.pipelines.running import run_copies
+from fpipe.pipelines.step import require_holdings
 from fpipe.runtime.executor import Inputs
-from fpipe.weights.state import require_state
 
 
 def predict(pipe: Pipeline) -> Callable[..., Any]:
@@ -36,7 +36,8 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
 
     The function takes parameters and buffers as `pipe.init` returns them, the inputs of a whole batch, and a `seed` if
     the model draws random numbers even in eval mode. It returns what the model returns, bit for bit, with microbatches
-    merged in their order. Every rank receives all outputs; where only the rank of the last stage needs them,
+    merged in their order. Every rank receives all outputs, on a mesh those of all copies of the pipeline if it is
+    passed whole batches; where only the rank of the last stage needs them,
     `fpipe.evaluate` sends nothing.
 
     Under torch.distributed every rank must call the function in the same order. Raise `InputError` for arguments that
@@ -54,9 +55,9 @@ def predict(pipe: Pipeline) -> Callable[..., Any]:
     def run(params: State, buffers: State, inputs: Any, *, seed: int | None = None) -> Any:
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a prediction"):
             plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
-            outcomes = run_plan(pipe, plan, given)
-            results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
-            return merge_results(plan, broadcast_results(plan, pipe.ranks, results))[1]
+            outcomes = run_copies(pipe, plan, given)
+            found = {copy: broadcast_results(plan.parts[copy], pipe.ranks, one) for copy, one in outcomes.items()}
+            return merge_results(plan, spread_results(plan, pipe.ranks, found))[1]
 
     return run
 
@@ -65,9 +66,9 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
     """Return the function that computes outputs in eval mode, and passes on those of each microbatch at once.
 
     `take(i, outputs)` is called with the number of a microbatch and the model's outputs for it, on the rank that
-    computes them, as soon as they exist: with one rank for the last stage, in the order of the schedule's forwards.
-    fpipe keeps no reference to the outputs. The function takes the arguments of the one that `fpipe.predict` returns;
-    it returns nothing.
+    computes them, as soon as they exist: with one rank for the last stage, in the order of the schedule's forwards. On
+    a mesh, microbatches are numbered copy by copy. fpipe keeps no reference to the outputs. The function takes the
+    arguments of the one that `fpipe.predict` returns; it returns nothing.
 
     If `take` raises, the rest of the batch still runs, because other ranks wait for it; `take` is not called again, and
     the error is raised at the end. Raise `InputError` for arguments that don't fit the pipeline, before anything is
@@ -88,15 +89,16 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
         with suspend_autocast(EVALUATION) as variant, pipe.ranks.enter_call("a stream of outputs"):
             plan, given = _prepare(pipe, variant, params, buffers, inputs, seed)
 
-            def deliver(i: int, values: Tensors) -> None:
+            def deliver(copy: int, i: int, values: Tensors) -> None:
                 if errors:
                     return
                 try:
-                    take(i, plan.assemblies[i].captured.structure.unflatten(list(values)))
+                    structure = plan.parts[copy].assemblies[i].captured.structure
+                    take(copy * plan.microbatches + i, structure.unflatten(list(values)))
                 except Exception as error:
                     errors.append(error)
 
-            run_plan(pipe, plan, given._replace(deliver=deliver))
+            run_copies(pipe, plan, {k: one._replace(deliver=partial(deliver, k)) for k, one in given.items()})
         if errors:
             raise errors[0]
 
@@ -105,21 +107,8 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
 
 def _prepare(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
-) -> tuple[Plan, Inputs]:
-    """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the call."""
-    require_single_copy(pipe)
-    require_state("params", params, pipe.training.params)
-    require_state("buffers", buffers, pipe.training.buffers)
+) -> tuple[Plan, dict[int, Inputs]]:
+    """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the call."""
+    require_holdings(pipe, params, buffers)
     batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
-    plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
-    return plan, given[plan.copy]
-
-
-def require_single_copy(pipe: Pipeline) -> None:
-    """Raise `InputError` for a pipeline of several copies, of which each would predict other rows."""
-    if pipe.copies.count > 1:
-        raise InputError(
-            f"pipe: got one with {pipe.copies.count} copies on a mesh, expected a single one: each copy holds the "
-            "outputs of its own rows. Build the pipeline for inference without dp and shard; or call fpipe.evaluate, "
-            "which returns the outputs of each copy's rows."
-        )
+    return agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))

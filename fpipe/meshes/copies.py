@@ -75,6 +75,11 @@ class PipelineCopies:
         return len(self.here) == self.count
 
     @property
+    def is_first(self) -> bool:
+        """True if this process is at the start of every dimension of the mesh but that of ranks."""
+        return self.here[0] == 0 == self.position
+
+    @property
     def pieces(self) -> int:
         """The number of pieces that a batch is cut into for each microbatch of the schedule."""
         return 1 if self.own_rows else self.count

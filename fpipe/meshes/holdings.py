@@ -108,6 +108,19 @@ def as_plain(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def make_like(leaf: Tensor, value: Tensor) -> Tensor:
+    """Return a tensor like a plain tensor or a DTensor, all of whose elements are the one in `value`, in its memory."""
+    if not isinstance(leaf, DTensor):
+        return value.expand(leaf.shape)
+    local, where = value.expand(leaf.to_local().shape), (leaf.device_mesh, leaf.placements)
+    return DTensor.from_local(local, *where, run_check=False, shape=leaf.shape, stride=leaf.stride())
+
+
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor of which this process may hold a shard; the holders of the others must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def _join_rows(parts: Sequence[Tensor], spec: Spec) -> Tensor:
     if len(parts) == 1:
         return parts[0]

@@ -68,18 +68,17 @@ def _gather_one(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffe
     for outcome in outcomes.values():
         for s, state in outcome.buffers[0].items():  # all microbatches share them
             new.update(zip(stages[s].buffers, state, strict=True))
-    results = _list_results(outcomes)
     last = plan.placement.replicas(len(stages) - 1)
-    if len(last) > 1:
-        results = broadcast_results(plan, ranks, results)
+    results = broadcast_results(plan, ranks, outcomes) if len(last) > 1 else _list_results(outcomes)
     loss, outputs = merge_results(plan, results) if results else (None, None)
     if len(last) == 1 and plan.assembly.captured.loss is not None:
         loss = ranks.broadcast(loss, stages[-1].results[0], last[0])
     return Step(loss, outputs if outcomes.keys() & last else None, new)
 
 
-def broadcast_results(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) -> dict[int, Tensors]:
-    """Return the results of every microbatch on every rank; here are only those of this process's stages."""
+def broadcast_results(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
+    """Return the results of every microbatch of a copy on each of its ranks."""
+    results = _list_results(outcomes)
     lasts = [cut.stages[-1] for cut in plan.assemblies]
     return {
         i: tuple(
@@ -88,6 +87,24 @@ def broadcast_results(plan: Plan, ranks: Ranks, results: Mapping[int, Tensors]) 
         )
         for i, last in enumerate(lasts)
     }
+
+
+def spread_results(plan: Plan, ranks: Ranks, found: Mapping[int, Mapping[int, Tensors]]) -> dict[int, Tensors]:
+    """Return the results of every microbatch that this process was passed, of whichever copy, given its own copies'."""
+    count, copies = plan.microbatches, plan.copies
+    if copies.own_rows or copies.count == 1:
+        (own,) = found.values()
+        return dict(own)
+    if copies.is_local:
+        return {copy * count + i: values for copy, own in found.items() for i, values in own.items()}
+    results = {}
+    for i, cut in enumerate(plan.assemblies):
+        copy, k = divmod(i, count)
+        mine, specs = found.get(copy), cut.stages[-1].results
+        values: Sequence[Tensor | None] = [None] * len(specs) if mine is None else mine[k]
+        pairs = zip(values, specs, strict=True)
+        results[i] = tuple(ranks.spread(one, spec, copies.members[copy]) for one, spec in pairs)
+    return results
 
 
 def collect_gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:

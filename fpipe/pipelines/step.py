@@ -25,6 +25,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, collect_gradients, gather
 from fpipe.pipelines.running import run_copies
+from fpipe.pipelines.totals import find_weight_of_all
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.recording import Record
 from fpipe.weights.state import require_flags, require_state
@@ -98,7 +99,8 @@ def begin_step(
     variant = scale_variant(cast, call.scale)
     require_sums(start.onto, start.params, pipe.training, variant)
     pipe.holdings.require("onto", start.onto)
-    split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, call.total)
+    total = find_weight_of_all(pipe, variant, *batch) if call.total is None else call.total
+    split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)
     plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), start.onto if plan.copies.count == 1 else {}
     sums = assign_sums(onto, plan, variant)
@@ -152,7 +154,8 @@ def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[...,
             require_holdings(pipe, params, buffers)
             has_loss = pipe.computes_loss or pipe.ranks.agree_if_any(targets is not None)
             variant = replace(what, loss=has_loss)
-            batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text)
+            total = find_weight_of_all(pipe, variant, inputs, targets)
+            batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text, total)
             plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
             outcomes = run_copies(pipe, plan, given, record)
             return gather(plan, pipe.ranks, outcomes, buffers)

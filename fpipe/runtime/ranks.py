@@ -56,6 +56,9 @@ class Ranks(Protocol):
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank; the others pass `None`."""
 
+    def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
+        """Return on every process of the mesh the tensor that number `member` of them passes."""
+
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from fpipe.meshes.holdings import gather_whole
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.weights.state import require_state
@@ -23,11 +23,6 @@ RATE = 2**-10  # the learning rate between steps; scaling by a power of two is e
 def read_state(module: nn.Module) -> tuple[State, State]:
     """Return the parameters and buffers of a module, by its own names."""
     return {name: p.detach() for name, p in module.named_parameters()}, dict(module.named_buffers())
-
-
-def gather_whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor of which this process may hold a shard; the holders of the others must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fpipe.ir.variant import Variant
+from fpipe.meshes.holdings import gather_whole
 from fpipe.model.snapshot import restore_model
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.inputs import State
@@ -21,7 +22,7 @@ from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import make_training_step
 from fpipe.tensors import random
 from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
-from fpipe.verification.model_state import descend, gather_state, gather_whole, lend_state, read_state
+from fpipe.verification.model_state import descend, gather_state, lend_state, read_state
 from fpipe.verification.one_device import CopySum, find_orders
 from fpipe.verification.reference import make_reference_step
 

@@ -151,9 +151,11 @@ class DistributedRanks:
 
     def broadcast(self, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
         """Return rank `source`'s tensor on every rank."""
-        data = spec.buffer() if tensor is None else spec.pack(tensor)
-        dist.broadcast(data, src=dist.get_process_group_ranks(self.group)[source], group=self.group)
-        return spec.unpack(data)
+        return _broadcast(self.group, tensor, spec, source)
+
+    def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
+        """Return on every process that agrees the tensor of number `member` among them."""
+        return _broadcast(self.members, tensor, spec, member)
 
     def agree_if_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -187,6 +189,13 @@ class DistributedRanks:
             self.failure = f"{type(error).__name__}: {error}"
             raise
         return rows.view(vector.dtype)
+
+
+def _broadcast(group: dist.ProcessGroup, tensor: Tensor | None, spec: Spec, source: int) -> Tensor:
+    """Return the tensor of number `source` in the group on all its processes."""
+    data = spec.buffer() if tensor is None else spec.pack(tensor)
+    dist.broadcast(data, src=dist.get_process_group_ranks(group)[source], group=group)
+    return spec.unpack(data)
 
 
 def _group_of(control: Control, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

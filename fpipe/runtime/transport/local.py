@@ -153,6 +153,10 @@ class LocalRanks:
         assert tensor is not None, "the source rank is in this process"
         return tensor
 
+    def spread(self, tensor: Tensor | None, spec: Spec, member: int) -> Tensor:
+        """Return the tensor: every process is this one."""
+        return self.broadcast(tensor, spec, member)
+
     def agree_if_any(self, flag: bool) -> bool:
         """Return the flag: every rank is here."""
         return flag

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -175,6 +176,25 @@ def rows_of_their_own_on_a_mesh(rank, size):
 
 
 @case
+def weights_of_their_own_on_a_mesh(rank, size):
+    """The weight of the whole batch is found, wherever its rows are."""
+    model, (x,), y = ZOO["mlp"].make(16)
+    how, loss = one_f_one_b(ranks=2, microbatches=2), ZOO["mlp"].loss
+    mesh, mine = mesh_of(pp=2, dp=size // 2), mesh_of(pp=2, dp=size // 2).get_local_rank("dp")
+    counts = torch.arange(1.0, 17.0)
+    shared = {"loss": lambda out, wanted: loss(out, wanted[0]), "schedule": how, "mesh": mesh, "dp": "dp"}
+    shared["weight"] = lambda inputs, wanted: wanted[1].sum()
+    whole = fpipe.pipeline(model, example=(x,), targets=(y, counts), **shared)
+    a, b, c = (one.chunk(size // 2)[mine] for one in (x, y, counts))
+    own = fpipe.pipeline(model, example=(a,), targets=(b, c), rows="own", **shared)
+    state = whole.init(model)
+    step, grads = fpipe.value_and_grad(whole)(*state, (x,), (y, counts))
+    same, theirs = fpipe.value_and_grad(own)(*state, (a,), (b, c))
+    assert same_bits(step.loss, same.loss)
+    assert all(same_bits(grads[name], theirs[name]) for name in grads)
+
+
+@case
 def a_mesh_is_verified(rank, size):
     """`verify` compares what every process holds of a sharded model with one device."""
     model, (x,), y = ZOO["tied_sequence"].make(16)
@@ -207,3 +227,103 @@ def wrong_tensors_on_a_mesh_are_refused_on_all_ranks(rank, size):
             step(bad, buffers, (x,), y)
     out, _ = step(params, buffers, (x,), y)
     assert len(set(gather(out.loss.item()))) == 1
+
+
+@case
+def a_run_on_a_mesh_goes_on_with_other_sizes(rank, size):
+    """Saved from two shards of two ranks; loaded by two replicas of two ranks, and by one rank of four shards."""
+    one = ZOO["gpt"]
+    model, (x,), y = one.make(16)
+    adam = fpipe.optimizer(torch.optim.SGD, lr=RATE, momentum=0.9)
+    folder = f"{os.environ['REPORT']}/mesh"
+
+    def build(how, **options):
+        return fpipe.pipeline(model, example=(x,), targets=y, loss=one.loss, schedule=how, **options)
+
+    def train(pipe, params, state, steps):
+        step = fpipe.value_and_grad(pipe)
+        for _ in range(steps):
+            _, grads = step(params, {}, (x,), y)
+            params, state = adam.update(fpipe.clip(pipe, grads, LIMIT)[0], state, params)
+        return params, state
+
+    sharded = build(zb_h1(ranks=2, microbatches=2), mesh=mesh_of(pp=2, fsdp=2), shard="fsdp")
+    params, _ = sharded.init(model)
+    params, state = train(sharded, params, adam.init(params), 2)
+    fpipe.save(sharded, folder, params=params, state=state, step=2)
+    wanted, _ = train(sharded, params, state, 2)
+    wanted = {name: p.full_tensor() for name, p in wanted.items()}
+    for pipe in (
+        build(zb_v(ranks=2, microbatches=2), mesh=mesh_of(pp=2, dp=2), dp="dp"),
+        build(one_f_one_b(ranks=1, microbatches=1), mesh=mesh_of(pp=1, fsdp=4), shard="fsdp"),
+        build(interleaved_1f1b(ranks=2, microbatches=2), mesh=mesh_of(pp=2, fsdp=2), shard="fsdp"),
+    ):
+        found = fpipe.load(pipe, folder)
+        got, _ = train(pipe, found.params, found.state, 2)
+        for name, p in got.items():
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            assert torch.allclose(whole, wanted.get(name, whole), atol=1e-5), name
+            if pipe.schedule.ranks == 2 and pipe.copies.shards == 2 and name in wanted:
+                assert same_bits(whole, wanted[name]), name
+    fpipe.export(sharded, f"{folder} exported", params)
+    dist.barrier()
+    weights = fpipe.safetensors(f"{folder} exported")
+    assert all(same_bits(weights[name], p.full_tensor()) for name, p in params.items())
+
+
+@case
+def a_drop_in_model_on_a_mesh(rank, size):
+    """The script for one device: two accumulated losses, clipping, an optimizer of DTensors, predictions."""
+    one = ZOO["gpt"]
+    model, (x,), y = one.make(16)
+    plain = copy.deepcopy(model)
+    net = fpipe.Pipelined(
+        model,
+        loss=one.loss,
+        example=(x,),
+        targets=y,
+        schedule=one_f_one_b(ranks=2, microbatches=2),
+        mesh=mesh_of(pp=2, fsdp=2),
+        shard="fsdp",
+    )
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=RATE, momentum=0.9) for one in (net, plain))
+    for _ in range(2):
+        for _ in range(2):
+            loss = net(x, targets=y, steps=2)
+            loss.backward()
+            wanted = one.loss(plain(x), y) / 2
+            wanted.backward()
+            assert torch.isclose(loss, wanted)
+        assert torch.isclose(net.clip_grad_norm_(LIMIT), torch.nn.utils.clip_grad_norm_(plain.parameters(), LIMIT))
+        for adam in (ours, theirs):
+            adam.step()
+            adam.zero_grad()
+    named = dict(plain.named_parameters())
+    assert all(torch.allclose(p.full_tensor(), named[name], atol=1e-5) for name, p in net.named_parameters())
+    out = net.eval()(x)
+    assert torch.allclose(out, plain.eval()(x), atol=1e-4)
+
+
+@case
+def predictions_on_a_mesh_are_those_of_one_process(rank, size):
+    one = ZOO["gpt"]
+    model, (x,), y = one.make(16)
+    pipe = fpipe.pipeline(
+        model,
+        example=(x,),
+        targets=y,
+        loss=one.loss,
+        schedule=zb_v(ranks=2, microbatches=2),
+        mesh=mesh_of(pp=2, dp=2),
+        dp="dp",
+    )
+    state = pipe.init(model)
+    rows = [model.eval()(part).detach() for part in x.chunk(4)]
+    assert same_bits(fpipe.predict(pipe)(*state, (x,)), torch.cat(rows))
+    seen = {}
+    fpipe.stream(pipe, seen.__setitem__)(*state, (x,))
+    found = gather(sorted(seen))
+    assert sorted(i for numbers in found for i in numbers) == [0, 1, 2, 3]
+    assert all(same_bits(out, rows[i]) for i, out in seen.items())
+    with raises(fpipe.InputError, "got one with 2 copies"):
+        fpipe.generate(pipe, length=12)
