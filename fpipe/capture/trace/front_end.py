@@ -28,7 +28,9 @@ from fpipe.capture.trace.settled_run import SettledRun, Settling
 from fpipe.ir.captured import Call, Captured, Value
 from fpipe.ir.objective import Objective
 from fpipe.ir.tape import Frame, Tape
+from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_wrappers
 from fpipe.tensors.fake import fake
+from fpipe.tensors.placed import Arrivals, local_part
 from fpipe.tensors.tree import flatten
 
 
@@ -66,19 +68,22 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
     sources = values.sources
     builder = SegmentBuilder(tape, model.seats_by_value(), set(sources), results, run.written, rehearsal.prepare)
     frames = [*_all_frames(tape.frames)]
+    placed, arrivals = find_placed(values.tensors), Arrivals()
     return Captured(
         units=tape.units,
         sources=sources,
         loss=loss,
         outputs=outputs,
         structure=structure,
-        fakes={value: fake(model.mode, values.tensors[value], model.device) for value in sources},
+        fakes={value: fake(model.mode, local_part(values.tensors[value]), model.device) for value in sources},
         mode=model.mode,
         trainable=model.trainable,
         calls=tuple([_summarize(frame, builder) for frame in frames]),
         observed=build_observed(recorder),
         dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
-        fuse=builder.fuse,
+        fuse=fuse_placed(builder.fuse, placed, arrivals) if has_wrappers(values.tensors.values()) else builder.fuse,
+        placed=placed,
+        arrivals=arrivals,
         reassigned=recorder.reassignments.next_values,
         moved=run.changed_attributes,
         differing=lambda positions: _numbers(frames, builder.differing_frames(positions)),

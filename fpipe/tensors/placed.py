@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are split over processes: DTensors, made from plain local tensors and taken apart again.
+
+Problem. `torch.distributed.tensor.parallel.parallelize_module` turns parameters into DTensors. What a pipeline holds,
+adds and sends are plain tensors.
+
+Idea. Outside of a stage there are local tensors only. A `Placed` says how a local tensor is part of a whole; `enter`
+makes the DTensor that the modules expect, and `leave` returns the local tensor of a DTensor. Both are differentiable.
+Their backwards neither reduce nor move a gradient: a gradient that is still to be summed over processes (`Partial`)
+stays so, as it does in the `.grad` of a DTensor, and microbatches are added before processes are.
+
+Invariant: the gradient that reaches a value has the same placements in every microbatch. `Arrivals` notes them when the
+backward runs on fake tensors.
+
+Runs when a plan is made, and in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from fpipe.errors import CaptureError
+from fpipe.torch_private import AsyncCollectiveTensor, DisableTorchFunction, DTensorSpec, TensorMeta
+
+Placements: TypeAlias = tuple[Placement, ...]
+WRAPPERS = (DTensor, AsyncCollectiveTensor)
+"""The classes of tensors that hold a local tensor: one part of a whole, or one that a collective still computes."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How a local tensor is part of a whole: the mesh, the placement along each of its dimensions, the whole's layout.
+
+    `shape` and `stride` are those of the whole.
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Placed:
+        """Return how the local tensor of `tensor` is placed."""
+        return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every process has the whole."""
+        return all(one.is_replicate() for one in self.placements)
+
+    def place(self, local: Tensor) -> Tensor:
+        """Return the DTensor that `local` is part of, without a graph; it shares its memory."""
+        whole = TensorMeta(torch.Size(self.shape), self.stride, local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=whole)
+        with DisableTorchFunction():  # DTensor.from_local does the same, but a recorder would see it
+            return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+    def move(self, placements: Placements) -> Placed:
+        """Return the same whole with other placements."""
+        return replace(self, placements=placements)
+
+    def __str__(self) -> str:
+        names = self.mesh.mesh_dim_names or ()
+        return f"a DTensor of shape {list(self.shape)} with placements {self.placements} on mesh {names or self.mesh}"
+
+
+class Arrivals:
+    """The placements of the gradients that reach placed values, by value: noted once, when a plan is made."""
+
+    def __init__(self) -> None:
+        self.placements: dict[int, Placements] = {}
+
+    def of(self, value: int, placed: Placed) -> Placed:
+        """Return how the gradient of a value is placed; like the value itself if it gets none."""
+        return placed.move(self.placements.get(value, placed.placements))
+
+    def local(self, value: int, grad: DTensor) -> Tensor:
+        """Return the local tensor of the gradient that reaches a value.
+
+        Raise `CaptureError` if its placements are not those of other uses of the value, which are added to it.
+        """
+        expected = self.placements.setdefault(value, grad.placements)
+        if grad.placements != expected:
+            if any(one.is_partial() for one in expected):
+                raise CaptureError(
+                    f"a value that several stages use, {Placed.of(grad)}: got a gradient with these placements, "
+                    f"expected {expected} as in its other uses, since stages add local tensors. Cut the model "
+                    "elsewhere, or redistribute the value where it is used."
+                )
+            grad = grad.redistribute(placements=expected)
+        return settle(local_part(grad))
+
+
+class Enter(torch.autograd.Function):
+    """Makes a DTensor of a local tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, placed: Placed, value: int, arrivals: Arrivals) -> Tensor:
+        """Return the DTensor that `local` is part of."""
+        ctx.value, ctx.arrivals = value, arrivals
+        ctx.set_materialize_grads(False)
+        return placed.place(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the local tensor of the gradient, with the placements that it arrives with."""
+        return None if grads[0] is None else ctx.arrivals.local(ctx.value, grads[0]), None, None, None
+
+
+class Leave(torch.autograd.Function):
+    """Takes the local tensor out of a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, value: int, arrivals: Arrivals) -> Tensor:
+        """Return the local tensor, once it is complete."""
+        ctx.placed, ctx.value, ctx.arrivals = Placed.of(tensor), value, arrivals
+        ctx.set_materialize_grads(False)
+        local = settle(local_part(tensor))
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the gradient as a DTensor with the placements that it left the value's user with."""
+        (grad,) = grads
+        return None if grad is None else ctx.arrivals.of(ctx.value, ctx.placed).place(grad), None, None
+
+
+class Settle(torch.autograd.Function):
+    """Waits for the collective that computes a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return the tensor, once it is complete."""
+        local = settle(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the gradient itself."""
+        return grads[0]
+
+
+def enter(local: Tensor, placed: Placed, value: int, arrivals: Arrivals) -> Tensor:
+    """Return the DTensor that `local` is part of, differentiably; `value` is the number under which it is known."""
+    made: Any = Enter.apply(local, placed, value, arrivals)  # type: ignore[no-untyped-call]
+    return made  # type: ignore[no-any-return]
+
+
+def leave(tensor: Tensor, value: int, arrivals: Arrivals) -> Tensor:
+    """Return the plain local tensor of a tensor, differentiably; a plain tensor is returned as is."""
+    if type(tensor) is DTensor:
+        return Leave.apply(tensor, value, arrivals)  # type: ignore[no-any-return, no-untyped-call]
+    if type(tensor) is AsyncCollectiveTensor:
+        return Settle.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return tensor
+
+
+def is_placed(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, without a graph and sharing its memory; any other tensor as is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def settle(tensor: Tensor) -> Tensor:
+    """Return a tensor after waiting for the collective that computes it, if there is one."""
+    if type(tensor) is not AsyncCollectiveTensor:
+        return tensor
+    return tensor.trigger_wait()  # type: ignore[no-any-return, attr-defined]
+
+
+def storage_holder(tensor: Tensor) -> Tensor:
+    """Return the tensor whose storage has the elements of `tensor` on this process."""
+    tensor = local_part(tensor)
+    return tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor  # type: ignore[no-any-return, attr-defined]
