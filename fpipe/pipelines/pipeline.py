@@ -34,6 +34,7 @@ from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
+from fpipe.weights.border import place
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
@@ -166,7 +167,8 @@ class Pipeline:
         tensor(32.)
         """
         with wait_for_turn():
-            return self.adopt(load_values(self.model, self.training.share, source, fill, strict))
+            placed = self.training.assembly.placed
+            return self.adopt(load_values(self.model, self.training.share, source, fill, strict, placed))
 
     def initialise(
         self, function: Initializer = reset_parameters, *, seed: int
@@ -194,10 +196,12 @@ class Pipeline:
     def adopt(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this process's parameters and buffers, made of `values` without copying.
 
-        `values` has a new tensor for each of them, of the right shape, dtype and device, by the model's own names.
+        `values` has a new tensor for each of them, of the right shape, dtype and device, by the model's own names;
+        for a DTensor of the model, the local tensor.
         Parameters become leaves that require a gradient where the model's did when the pipeline was built.
         """
         plan, trainable = self.training, self.training.assembly.captured.trainable
+        values = place(values, plan.assembly.placed)
         params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
         self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
         return params, {name: values[name] for name in plan.buffers}

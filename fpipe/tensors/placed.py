@@ -6,8 +6,9 @@ adds and sends are plain tensors.
 
 Idea. Outside of a stage there are local tensors only. A `Placed` says how a local tensor is part of a whole; `enter`
 makes the DTensor that the modules expect, and `leave` returns the local tensor of a DTensor. Both are differentiable.
-Their backwards neither reduce nor move a gradient: a gradient that is still to be summed over processes (`Partial`)
-stays so, as it does in the `.grad` of a DTensor, and microbatches are added before processes are.
+A gradient that is still to be summed over processes (`Partial`) stays so, as it does in the `.grad` of a DTensor, and
+microbatches are added before processes are. Only a gradient whose local tensor has another shape than the value's is
+redistributed: autograd accepts no other, and the owner of a part needs that part only.
 
 Invariant: the gradient that reaches a value has the same placements in every microbatch. `Arrivals` notes them when the
 backward runs on fake tensors.
@@ -23,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fpipe.errors import CaptureError
 from fpipe.torch_private import AsyncCollectiveTensor, DisableTorchFunction, DTensorSpec, TensorMeta
@@ -81,12 +82,13 @@ class Arrivals:
         """Return how the gradient of a value is placed; like the value itself if it gets none."""
         return placed.move(self.placements.get(value, placed.placements))
 
-    def local(self, value: int, grad: DTensor) -> Tensor:
-        """Return the local tensor of the gradient that reaches a value.
+    def local(self, value: int, placed: Placed, shape: torch.Size, grad: DTensor) -> Tensor:
+        """Return the local tensor of the gradient that reaches a value, whose own local tensor has this shape.
 
         Raise `CaptureError` if its placements are not those of other uses of the value, which are added to it.
         """
-        expected = self.placements.setdefault(value, grad.placements)
+        fits = local_part(grad).shape == shape
+        expected = self.placements.setdefault(value, grad.placements if fits else _without_partial(placed.placements))
         if grad.placements != expected:
             if any(one.is_partial() for one in expected):
                 raise CaptureError(
@@ -98,20 +100,24 @@ class Arrivals:
         return settle(local_part(grad))
 
 
+def _without_partial(placements: Placements) -> Placements:
+    return tuple(Replicate() if one.is_partial() else one for one in placements)
+
+
 class Enter(torch.autograd.Function):
     """Makes a DTensor of a local tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, placed: Placed, value: int, arrivals: Arrivals) -> Tensor:
         """Return the DTensor that `local` is part of."""
-        ctx.value, ctx.arrivals = value, arrivals
+        ctx.known, ctx.arrivals = (value, placed, local.shape), arrivals
         ctx.set_materialize_grads(False)
         return placed.place(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Return the local tensor of the gradient, with the placements that it arrives with."""
-        return None if grads[0] is None else ctx.arrivals.local(ctx.value, grads[0]), None, None, None
+        return None if grads[0] is None else ctx.arrivals.local(*ctx.known, grads[0]), None, None, None
 
 
 class Leave(torch.autograd.Function):

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The border between a user's tensors and a step's: DTensors outside, plain local tensors inside.
+
+A model that `parallelize_module` has changed has DTensor parameters. So has what `pipe.init` returns, and a step takes
+and returns them, with the mesh and the placements that the model's have. Everything in between is plain.
+
+Runs when parameters are made, and in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fpipe.errors import InputError
+from fpipe.tensors.placed import Placed, local_part, settle
+
+
+def localize(what: str, tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> Mapping[str, Tensor]:
+    """Return the local tensors of `tensors`, by name; `placed` says how DTensors must be placed.
+
+    Raise `InputError`, naming the leaf, for a plain tensor where a DTensor is expected, and the reverse, and for one
+    that is placed otherwise.
+    """
+    if not isinstance(tensors, Mapping):
+        return tensors
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            require_placed(f"{what}[{name!r}]", tensor, placed.get(name))
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return tensors
+    return {name: settle(local_part(one)) if isinstance(one, DTensor) else one for name, one in tensors.items()}
+
+
+def place(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
+    """Return the DTensors of local tensors that `placed` names, and the other tensors as they are."""
+    return {name: placed[name].place(tensor) if name in placed else tensor for name, tensor in tensors.items()}
+
+
+def require_placed(where: str, tensor: Tensor, expected: Placed | None) -> None:
+    """Raise `InputError` unless a tensor is placed as expected; `None` stands for a plain tensor."""
+    got = Placed.of(tensor) if isinstance(tensor, DTensor) else None
+    if got is None and expected is None:
+        return
+    if got is None or expected is None:
+        raise InputError(
+            f"{where}: got {got or 'a plain tensor'}, expected {expected or 'a plain tensor'}, as in the model when "
+            "the pipeline was built. Pass what pipe.init(model) and a step return, or call parallelize_module before "
+            "building the pipeline."
+        )
+    if (got.mesh, got.placements, got.shape) != (expected.mesh, expected.placements, expected.shape):
+        raise InputError(
+            f"{where}: got {got}, expected {expected}, as in the model when the pipeline was built. Call "
+            "tensor.redistribute(placements=...), or build the pipeline from a model that is placed this way."
+        )
