@@ -34,7 +34,7 @@ from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
-from fpipe.weights.border import place
+from fpipe.weights.border import place, require_plain
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
@@ -179,7 +179,7 @@ class Pipeline:
         leaves of this process (these are materialized, all other tensors are on meta), and for the modules that contain
         it. What it draws depends on the seed and on names only, not on ranks or cuts. The default calls
         `reset_parameters`, which torch's own modules have; for a Hugging Face model, pass `model._init_weights`. Raise
-        `InputError` for leaves that it does not set.
+        `InputError` for leaves that it does not set, and for a model with DTensors.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -191,6 +191,7 @@ class Pipeline:
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
         with wait_for_turn():
+            require_plain(self.training.assembly.placed)
             return self.adopt(initialize(self.model, self.training.share, function, seed))
 
     def adopt(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

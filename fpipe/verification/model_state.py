@@ -11,9 +11,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.tensors.placed import local_part
+from fpipe.weights.border import localize, place
 from fpipe.weights.state import require_state
 
 RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
@@ -27,6 +30,8 @@ def read_state(module: nn.Module) -> tuple[State, State]:
 def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
     """Return the whole model's state, gathered from all processes; every rank must call this at the same time."""
     with pipe.ranks.enter_call("verify"):
+        placed = pipe.training.assembly.placed
+        params, buffers = localize("params", params, placed), localize("buffers", buffers, placed)
         require_state("params", params, pipe.training.params)
         require_state("buffers", buffers, pipe.training.buffers)
         pipe.ranks.agree(about="the state to verify from")
@@ -46,25 +51,31 @@ def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: Stat
 
         every = {**known.parameters, **known.buffers}
         first, second = [name for name, _ in module.named_parameters()], [name for name, _ in module.named_buffers()]
-        return all_of(params, every, first), all_of(buffers, every, second)
+        return place(all_of(params, every, first), placed), place(all_of(buffers, every, second), placed)
 
 
 def descend(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:
     """Return the parameters after one step of plain gradient descent."""
     with torch.no_grad():
-        moved = {name: p - RATE * grads[name] if name in grads else p for name, p in params.items()}
+        moved = {name: p - RATE * _placed_like(p, grads[name]) if name in grads else p for name, p in params.items()}
     return {name: p.detach().requires_grad_(params[name].requires_grad) for name, p in moved.items()}
+
+
+def _placed_like(p: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient with the placements of its parameter."""
+    return grad.redistribute(placements=p.placements) if isinstance(p, DTensor) and isinstance(grad, DTensor) else grad
 
 
 @contextmanager
 def lend_state(module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
     """Put these values into the module; afterwards, restore its own."""
     values = {**params, **buffers}
-    seats = [*module.named_parameters(), *module.named_buffers()]
+    seats = [(name, local_part(one)) for name, one in (*module.named_parameters(), *module.named_buffers())]
     before = [(tensor, tensor.data) for _, tensor in seats]
     for name, tensor in seats:
-        if tensor.data_ptr() != values[name].data_ptr():
-            tensor.data = values[name].detach().clone()
+        value = local_part(values[name])
+        if tensor.data_ptr() != value.data_ptr():
+            tensor.data = value.detach().clone()
     try:
         yield
     finally:

@@ -55,3 +55,13 @@ def require_placed(where: str, tensor: Tensor, expected: Placed | None) -> None:
             f"{where}: got {got}, expected {expected}, as in the model when the pipeline was built. Call "
             "tensor.redistribute(placements=...), or build the pipeline from a model that is placed this way."
         )
+
+
+def require_plain(placed: Mapping[str, Placed]) -> None:
+    """Raise `InputError` for leaves that are DTensors: an initializer would get a part, and take it for the whole."""
+    for name, one in placed.items():
+        raise InputError(
+            f"initialise: got the leaf {name}, {one}, expected plain tensors: a function that initializes modules one "
+            "by one would take a part for the whole. Initialize the model before parallelize_module, and call "
+            "pipe.init(model)."
+        )
