@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fpipe.checkpoints.json_trees import DATA_PREFIX, decode_tree
 from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
-from fpipe.checkpoints.shards import read_into, read_specs
+from fpipe.checkpoints.shards import SAVE_WITH_TORCH, read_into, read_specs
 from fpipe.checkpoints.slots import STATE_PREFIX, find_parameter, unflatten_slots
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
@@ -33,6 +33,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
+from fpipe.weights.border import require_plain
 
 
 class Checkpoint(NamedTuple):
@@ -63,6 +64,7 @@ def load(pipe: Pipeline, path: str | os.PathLike[str]) -> Checkpoint:
     See `save` for an example.
     """
     with pipe.ranks.enter_call("load"):
+        require_plain("load", pipe.training.assembly.placed, SAVE_WITH_TORCH)
         saved = _Saved.open(Path(path))
         _require_names(saved, pipe)
         _require_specs(saved, pipe)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fpipe.checkpoints.json_trees import encode_tree
 from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sidecar
-from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
+from fpipe.checkpoints.shards import SAVE_WITH_TORCH, copy_to_host, require_savable, write_shard
 from fpipe.checkpoints.slots import flatten_slots, require_slots
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
@@ -35,6 +35,7 @@ from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
+from fpipe.weights.border import require_plain
 from fpipe.weights.state import require_state
 
 
@@ -168,6 +169,7 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
 
     `None` stands for the buffers of a model without any.
     """
+    require_plain("params", pipe.training.assembly.placed, SAVE_WITH_TORCH)
     expected: Mapping[str, Spec] = pipe.training.assembly.buffers
     if buffers is None and expected:
         raise InputError(

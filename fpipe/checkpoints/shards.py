@@ -26,6 +26,8 @@ from fpipe.errors import InputError
 from fpipe.tensors.spec import Spec
 from fpipe.weights.safetensors import require_library, wrap_read_errors
 
+SAVE_WITH_TORCH = "Save and load with torch.distributed.checkpoint, which stores DTensors whole."
+
 
 def shard_name(index: int, count: int) -> str:
     """Return the name of the file of process `index` of `count`.

@@ -41,6 +41,7 @@ from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.launch import join_launched
 from fpipe.training.clipping import clip
+from fpipe.weights.border import require_plain
 from fpipe.weights.loading import ValueSource
 from schedules import Schedule
 
@@ -108,6 +109,7 @@ class Pipelined(nn.Module):
         super().__init__()
         join_launched()
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
+        require_plain("Pipelined", pipe.training.assembly.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
         require_parameters_everywhere(pipe)
         require_free_names(example)
         root = pipe.module(*pipe.init(model if weights is None else weights))

@@ -40,6 +40,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.fingerprint import digest_tensor
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
+from fpipe.weights.border import require_plain
 from fpipe.weights.state import require_state
 from schedules import Schedule, forwards
 
@@ -94,6 +95,7 @@ def generate(
     >>> generate(params, buffers, words[:, :4], 8).shape
     torch.Size([4, 8])
     """
+    require_plain("generate", pipe.training.assembly.placed, "Call fpipe.predict, which returns outputs.")
     how = forwards(pipe.schedule if schedule is None else schedule)
     _require_arguments(pipe, length, how)
     decodings: dict[tuple[int, bool], Pipeline] = {}

@@ -40,6 +40,8 @@ from fpipe.weights.initialization import Initializer, initialize, reset_paramete
 from fpipe.weights.loading import ValueSource, load_values
 from schedules import Program, Schedule, Sizes
 
+INITIALIZE_FIRST = "Initialize the model before parallelize_module, and call pipe.init(model)."
+
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
@@ -191,7 +193,7 @@ class Pipeline:
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
         with wait_for_turn():
-            require_plain(self.training.assembly.placed)
+            require_plain("initialise", self.training.assembly.placed, INITIALIZE_FIRST)
             return self.adopt(initialize(self.model, self.training.share, function, seed))
 
     def adopt(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -178,6 +178,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def without_partial(tensor: Tensor) -> Tensor:
+    """Return a DTensor summed over processes, if it is still to be; any other tensor as is."""
+    if not isinstance(tensor, DTensor) or not any(one.is_partial() for one in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=_without_partial(tensor.placements))
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, which all processes of its mesh must ask for; any other tensor as is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def settle(tensor: Tensor) -> Tensor:
     """Return a tensor after waiting for the collective that computes it, if there is one."""
     if type(tensor) is not AsyncCollectiveTensor:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
@@ -28,6 +29,7 @@ from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.fingerprint import digest
 from fpipe.runtime.transport.agreement import Field
+from fpipe.tensors.placed import is_placed, local_part, whole_tensor
 from fpipe.torch_private import foreach_norm
 from fpipe.training.patterns import as_patterns, select_names
 
@@ -76,9 +78,10 @@ def all_finite(pipe: Pipeline, grads: State) -> Tensor:
     """
     with pipe.ranks.enter_call("all_finite"):
         require_gradients_of(pipe, grads)
-        ends = [end for grad in grads.values() for end in _find_ends(grad)]
+        ends = [end for grad in grads.values() for end in _find_ends(local_part(grad))]
         finite = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device=pipe.device)
         pipe.ranks.agree()
+        finite = agree_over_meshes(finite, grads.values())
         return pipe.ranks.gather_vectors(finite.to(pipe.device)[None]).all()
 
 
@@ -104,18 +107,20 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
         raise InputError(
             f"grads: got {type(grads).__name__}, expected a dict by name. Pass the gradients that the step returned."
         )
-    params = pipe.training.params
+    params, placed = pipe.training.params, pipe.training.assembly.placed
     for name, grad in grads.items():
         if name not in params:
             raise InputError(
                 f"grads[{name!r}]: got a name that is none of this process's parameters, expected some of "
                 f"{list(params)[:8]}. Pass the gradients that a step of this pipeline returned."
             )
-        if not isinstance(grad, Tensor) or grad.shape != params[name].shape:
+        shape = placed[name].shape if name in placed else params[name].shape
+        if not isinstance(grad, Tensor) or grad.shape != shape or is_placed(grad) is not (name in placed):
             got = f"shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
+            kind = "DTensor" if name in placed else "tensor"
             raise InputError(
-                f"grads[{name!r}]: got {got}, expected a tensor of shape {list(params[name].shape)}. Pass the "
-                "gradients that a step of this pipeline returned."
+                f"grads[{name!r}]: got {got}, expected a {kind} of shape {list(shape)}. Pass the gradients that a step "
+                "of this pipeline returned."
             )
 
 
@@ -137,10 +142,18 @@ def _agree_on_table(pipe: Pipeline, mine: State, arguments: Sequence[str]) -> No
 def _compute_norms(grads: State, order: float) -> list[Tensor]:
     """Return the norm of each gradient; those of one dtype go together, which chooses the kernel on an accelerator."""
     found: dict[str, Tensor] = {}
-    for dtype in dict.fromkeys(grad.dtype for grad in grads.values()):
-        same = {name: grad.detach() for name, grad in grads.items() if grad.dtype == dtype}
+    for kind in dict.fromkeys((grad.dtype, is_placed(grad)) for grad in grads.values()):
+        same = {name: grad.detach() for name, grad in grads.items() if (grad.dtype, is_placed(grad)) == kind}
         found.update(zip(same, foreach_norm(list(same.values()), order), strict=True))
-    return [found[name] for name in grads]
+    return [whole_tensor(found[name]) for name in grads]
+
+
+def agree_over_meshes(finite: Tensor, grads: Iterable[Tensor]) -> Tensor:
+    """Return whether `finite` is true on all processes that hold parts of the gradients; these must all call this."""
+    for mesh in dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor)):
+        wrong = DTensor.from_local((~finite).float(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        finite = wrong.full_tensor() == 0
+    return finite
 
 
 def _find_ends(grad: Tensor) -> tuple[Tensor, ...]:

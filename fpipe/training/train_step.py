@@ -47,6 +47,7 @@ from fpipe.training.argument_checks import require_fitting
 from fpipe.training.clipping import require_bound, scale_to_norm
 from fpipe.training.norms import compute_total
 from fpipe.training.optimizers import Optimizer, OptimizerState
+from fpipe.weights.border import require_plain
 
 
 class TrainStep(Protocol):
@@ -109,6 +110,7 @@ def train_step(
     (torch.Size([]), torch.Size([]), ['step', 'exp_avg', 'exp_avg_sq'])
     """
     require_backward(pipe.schedule)
+    require_plain("train_step", pipe.training.assembly.placed, "Call value_and_grad, clip and optimizer.update.")
     limit = None if max_norm is None else require_bound("max_norm", max_norm)
     variant = Variant(training=True, loss=True, outputs=outputs)
     with suspend_autocast(variant), pipe.ranks.enter_call("train_step"):

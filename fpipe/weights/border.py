@@ -57,11 +57,7 @@ def require_placed(where: str, tensor: Tensor, expected: Placed | None) -> None:
         )
 
 
-def require_plain(placed: Mapping[str, Placed]) -> None:
-    """Raise `InputError` for leaves that are DTensors: an initializer would get a part, and take it for the whole."""
+def require_plain(what: str, placed: Mapping[str, Placed], repair: str) -> None:
+    """Raise `InputError` if there are DTensors; `repair` is a sentence that says what to do instead."""
     for name, one in placed.items():
-        raise InputError(
-            f"initialise: got the leaf {name}, {one}, expected plain tensors: a function that initializes modules one "
-            "by one would take a part for the whole. Initialize the model before parallelize_module, and call "
-            "pipe.init(model)."
-        )
+        raise InputError(f"{what}: got a model whose leaf {name} is {one}, expected plain tensors. {repair}")
