@@ -31,7 +31,7 @@ from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.stage import Stage
 from fpipe.stages.uncut import build_whole
 from fpipe.stages.wiring import wire
-from fpipe.tensors.placed import Placed
+from fpipe.tensors.placed import Placed, require_complete
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import require_transparent
 from schedules import Graph, Placement, linear
@@ -168,6 +168,8 @@ def assemble(
     """
     if outputs:
         require_transparent("outputs", captured.structure)
+        for value in captured.outputs:
+            require_complete("outputs", captured.placed.get(value))
     loss = () if captured.loss is None else (captured.loss,)
     results = (*loss, *captured.outputs) if outputs else loss
     observed = observe(captured)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import CaptureError
-from fpipe.tensors.placed import WRAPPERS, Placed, storage_holder
+from fpipe.tensors.placed import HOLDERS, Placed, storage_holder
 from fpipe.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode
 
 UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
@@ -37,7 +37,7 @@ def memory(tensor: Tensor) -> int:
 
     For a DTensor, it is that of the local tensor.
     """
-    if isinstance(tensor, WRAPPERS):
+    if isinstance(tensor, HOLDERS):
         with DisableTorchFunction():  # a recorder does not know the local tensor
             return memory(storage_holder(tensor))
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)

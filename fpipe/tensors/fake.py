@@ -21,7 +21,7 @@ from fpipe.tensors.collectives import preserve_python_generator
 from fpipe.tensors.effects import Effects, is_collective, memory, require_same_draws
 from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
-from fpipe.tensors.placed import WRAPPERS, Placed, local_part
+from fpipe.tensors.placed import HOLDERS, Placed, local_part
 from fpipe.torch_private import (
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -112,7 +112,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return args[0].device
         kwargs = kwargs or {}
-        if any(kind in WRAPPERS for kind in types):
+        if any(kind in HOLDERS for kind in types):
             require_same_draws(func, args, kwargs)
             return NotImplemented  # it calls operators on local tensors
         effects, self.effects = self.effects, None

@@ -30,7 +30,7 @@ from fpipe.errors import CaptureError
 from fpipe.torch_private import AsyncCollectiveTensor, DisableTorchFunction, DTensorSpec, TensorMeta
 
 Placements: TypeAlias = tuple[Placement, ...]
-WRAPPERS = (DTensor, AsyncCollectiveTensor)
+HOLDERS = (DTensor, AsyncCollectiveTensor)
 """The classes of tensors that hold a local tensor: one part of a whole, or one that a collective still computes."""
 
 
@@ -166,6 +166,15 @@ def leave(tensor: Tensor, value: int, arrivals: Arrivals) -> Tensor:
     if type(tensor) is AsyncCollectiveTensor:
         return Settle.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
     return tensor
+
+
+def require_complete(where: str, placed: Placed | None) -> None:
+    """Raise `CaptureError` for a result of the model of which each process has a part; `None` stands for a plain one."""
+    if placed is not None and not placed.is_complete:
+        raise CaptureError(
+            f"{where}: got {placed}, expected a plain tensor, or a DTensor that is whole on every process: a step "
+            "would return a part as if it were the whole. Return tensor.full_tensor()."
+        )
 
 
 def is_placed(tensor: object) -> bool:

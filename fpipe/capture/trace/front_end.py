@@ -28,9 +28,9 @@ from fpipe.capture.trace.settled_run import SettledRun, Settling
 from fpipe.ir.captured import Call, Captured, Value
 from fpipe.ir.objective import Objective
 from fpipe.ir.tape import Frame, Tape
-from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_wrappers
+from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_holders
 from fpipe.tensors.fake import fake
-from fpipe.tensors.placed import Arrivals, local_part
+from fpipe.tensors.placed import Arrivals, local_part, require_complete
 from fpipe.tensors.tree import flatten
 
 
@@ -59,8 +59,10 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
     recorder = run.recorder
     tensors, structure = flatten(run.outputs, opaque=True)
     values, tape = recorder.values, build_tape(recorder)
+    placed, arrivals = find_placed(values.tensors), Arrivals()
     _require_own_parameters(recorder, tape)
     outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
+    require_complete("loss", None if loss is None else placed.get(loss))
     results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())
     rehearsal = _rehearsal(model, settling, run, tape)
     with rehearsal.prepare() as rehearse:
@@ -68,7 +70,6 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
     sources = values.sources
     builder = SegmentBuilder(tape, model.seats_by_value(), set(sources), results, run.written, rehearsal.prepare)
     frames = [*_all_frames(tape.frames)]
-    placed, arrivals = find_placed(values.tensors), Arrivals()
     return Captured(
         units=tape.units,
         sources=sources,
@@ -81,7 +82,7 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
         calls=tuple([_summarize(frame, builder) for frame in frames]),
         observed=build_observed(recorder),
         dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
-        fuse=fuse_placed(builder.fuse, placed, arrivals) if has_wrappers(values.tensors.values()) else builder.fuse,
+        fuse=fuse_placed(builder.fuse, placed, arrivals) if has_holders(values.tensors.values()) else builder.fuse,
         placed=placed,
         arrivals=arrivals,
         reassigned=recorder.reassignments.next_values,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fpipe.ir.captured import Function, Fuse, Labels, Tensors, Unit, Value
-from fpipe.tensors.placed import WRAPPERS, Arrivals, Placed, enter, leave
+from fpipe.tensors.placed import HOLDERS, Arrivals, Placed, enter, leave
 
 
 def find_placed(tensors: Mapping[Value, Tensor]) -> dict[Value, Placed]:
@@ -25,9 +25,9 @@ def find_placed(tensors: Mapping[Value, Tensor]) -> dict[Value, Placed]:
     return {value: Placed.of(one) for value, one in tensors.items() if isinstance(one, DTensor)}
 
 
-def has_wrappers(tensors: Iterable[Tensor]) -> bool:
+def has_holders(tensors: Iterable[Tensor]) -> bool:
     """Return whether one of the tensors is a DTensor, or the result of a collective that may still run."""
-    return any(type(one) in WRAPPERS for one in tensors)
+    return any(type(one) in HOLDERS for one in tensors)
 
 
 def fuse_placed(fuse: Fuse, placed: Mapping[Value, Placed], arrivals: Arrivals) -> Fuse:
