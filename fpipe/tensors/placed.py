@@ -61,7 +61,7 @@ class Placed:
         whole = TensorMeta(torch.Size(self.shape), self.stride, local.dtype)
         spec = DTensorSpec(self.mesh, self.placements, tensor_meta=whole)
         with DisableTorchFunction():  # DTensor.from_local does the same, but a recorder would see it
-            return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+            return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def move(self, placements: Placements) -> Placed:
         """Return the same whole with other placements."""
@@ -169,7 +169,7 @@ def leave(tensor: Tensor, value: int, arrivals: Arrivals) -> Tensor:
 
 
 def require_complete(where: str, placed: Placed | None) -> None:
-    """Raise `CaptureError` for a result of the model of which each process has a part; `None` stands for a plain one."""
+    """Raise `CaptureError` for a result of which each process has only a part; `None` stands for a plain tensor."""
     if placed is not None and not placed.is_complete:
         raise CaptureError(
             f"{where}: got {placed}, expected a plain tensor, or a DTensor that is whole on every process: a step "
@@ -203,10 +203,11 @@ def settle(tensor: Tensor) -> Tensor:
     """Return a tensor after waiting for the collective that computes it, if there is one."""
     if type(tensor) is not AsyncCollectiveTensor:
         return tensor
-    return tensor.trigger_wait()  # type: ignore[no-any-return, attr-defined]
+    waited: Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
+    return waited
 
 
 def storage_holder(tensor: Tensor) -> Tensor:
     """Return the tensor whose storage has the elements of `tensor` on this process."""
     tensor = local_part(tensor)
-    return tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor  # type: ignore[no-any-return, attr-defined]
+    return tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor

@@ -10,28 +10,27 @@ Runs when parameters are made, and in every step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
-from fpipe.tensors.placed import Placed, local_part, settle
+from fpipe.tensors.placed import Placed, is_placed, local_part, settle
 
 
-def localize(what: str, tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> Mapping[str, Tensor]:
+def localize(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
     """Return the local tensors of `tensors`, by name; `placed` says how DTensors must be placed.
 
     Raise `InputError`, naming the leaf, for a plain tensor where a DTensor is expected, and the reverse, and for one
     that is placed otherwise.
     """
-    if not isinstance(tensors, Mapping):
+    given: Any = tensors  # its type is checked later
+    if not isinstance(given, Mapping) or not (placed or any(map(is_placed, given.values()))):
         return tensors
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            require_placed(f"{what}[{name!r}]", tensor, placed.get(name))
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        return tensors
-    return {name: settle(local_part(one)) if isinstance(one, DTensor) else one for name, one in tensors.items()}
+        require_placed(f"{what}[{name!r}]", tensor, placed.get(name))
+    return {name: settle(local_part(tensor)) for name, tensor in tensors.items()}
 
 
 def place(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
@@ -42,7 +41,7 @@ def place(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> dict[s
 def require_placed(where: str, tensor: Tensor, expected: Placed | None) -> None:
     """Raise `InputError` unless a tensor is placed as expected; `None` stands for a plain tensor."""
     got = Placed.of(tensor) if isinstance(tensor, DTensor) else None
-    if got is None and expected is None:
+    if (got is None and expected is None) or not isinstance(tensor, Tensor):  # other checks refuse what is no tensor
         return
     if got is None or expected is None:
         raise InputError(

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fpipe.ir.captured import Function, Fuse, Labels, Tensors, Unit, Value
 from fpipe.tensors.placed import HOLDERS, Arrivals, Placed, enter, leave
+from fpipe.torch_private import mark_as_parameter
 
 
 def find_placed(tensors: Mapping[Value, Tensor]) -> dict[Value, Placed]:
@@ -58,8 +58,8 @@ def localize(
         given = [*tensors]
         for k, how, value in entering:
             given[k] = enter(given[k], how, value, arrivals)
-            if isinstance(tensors[k], torch.nn.Parameter):
-                given[k]._is_param = True  # type: ignore[attr-defined]
+            if isinstance(tensors[k], nn.Parameter):
+                mark_as_parameter(given[k])
         return tuple(given)
 
     def run(key: int, *tensors: Tensor) -> Tensors:
