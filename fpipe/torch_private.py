@@ -393,3 +393,9 @@ def list_compilers() -> list[str]:
 def find_compiler(name: str) -> Any:
     """Return the backend of torch.compile with this name."""
     return torch._dynamo.lookup_backend(name)
+
+
+def finish_collective(tensor: Tensor) -> Tensor:
+    """Return a tensor after waiting for the collective that computes it, if there is one."""
+    waited: Any = tensor
+    return waited.trigger_wait() if type(waited) is AsyncCollectiveTensor else tensor  # type: ignore[no-untyped-call]

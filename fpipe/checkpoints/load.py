@@ -64,7 +64,7 @@ def load(pipe: Pipeline, path: str | os.PathLike[str]) -> Checkpoint:
     See `save` for an example.
     """
     with pipe.ranks.enter_call("load"):
-        require_plain("load", pipe.training.assembly.placed, SAVE_WITH_TORCH)
+        require_plain("load", pipe.training.placed, SAVE_WITH_TORCH)
         saved = _Saved.open(Path(path))
         _require_names(saved, pipe)
         _require_specs(saved, pipe)

@@ -169,7 +169,7 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
 
     `None` stands for the buffers of a model without any.
     """
-    require_plain("params", pipe.training.assembly.placed, SAVE_WITH_TORCH)
+    require_plain("params", pipe.training.placed, SAVE_WITH_TORCH)
     expected: Mapping[str, Spec] = pipe.training.assembly.buffers
     if buffers is None and expected:
         raise InputError(

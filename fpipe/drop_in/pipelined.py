@@ -109,7 +109,7 @@ class Pipelined(nn.Module):
         super().__init__()
         join_launched()
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
-        require_plain("Pipelined", pipe.training.assembly.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
+        require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
         require_parameters_everywhere(pipe)
         require_free_names(example)
         root = pipe.module(*pipe.init(model if weights is None else weights))

@@ -95,7 +95,7 @@ def generate(
     >>> generate(params, buffers, words[:, :4], 8).shape
     torch.Size([4, 8])
     """
-    require_plain("generate", pipe.training.assembly.placed, "Call fpipe.predict, which returns outputs.")
+    require_plain("generate", pipe.training.placed, "Call fpipe.predict, which returns outputs.")
     how = forwards(pipe.schedule if schedule is None else schedule)
     _require_arguments(pipe, length, how)
     decodings: dict[tuple[int, bool], Pipeline] = {}

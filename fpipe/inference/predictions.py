@@ -26,7 +26,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import broadcast_results, merge_results
 from fpipe.runtime.executor import Inputs
-from fpipe.weights.border import localize
+from fpipe.weights.border import unwrap_state
 from fpipe.weights.state import require_state
 
 
@@ -106,8 +106,8 @@ def _prepare(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
 ) -> tuple[Plan, Inputs]:
     """Return the plan for a batch and the inputs of this process's ranks, once all ranks have agreed on the call."""
-    placed = pipe.training.assembly.placed
-    params, buffers = localize("params", params, placed), localize("buffers", buffers, placed)
+    placed = pipe.training.placed
+    params, buffers = unwrap_state("params", params, placed), unwrap_state("buffers", buffers, placed)
     require_state("params", params, pipe.training.params)
     require_state("buffers", buffers, pipe.training.buffers)
     batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)

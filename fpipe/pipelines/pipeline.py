@@ -34,13 +34,11 @@ from fpipe.runtime.transport.interface import Transport
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
-from fpipe.weights.border import place, require_plain
+from fpipe.weights.border import require_plain, wrap_state
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
 from schedules import Program, Schedule, Sizes
-
-INITIALIZE_FIRST = "Initialize the model before parallelize_module, and call pipe.init(model)."
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +167,7 @@ class Pipeline:
         tensor(32.)
         """
         with wait_for_turn():
-            placed = self.training.assembly.placed
-            return self.adopt(load_values(self.model, self.training.share, source, fill, strict, placed))
+            return self.adopt(load_values(self.model, self.training.share, self.training.placed, source, fill, strict))
 
     def initialise(
         self, function: Initializer = reset_parameters, *, seed: int
@@ -193,19 +190,17 @@ class Pipeline:
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
         with wait_for_turn():
-            require_plain("initialise", self.training.assembly.placed, INITIALIZE_FIRST)
+            require_plain("initialise", self.training.placed, "Call pipe.init(model), with values.")
             return self.adopt(initialize(self.model, self.training.share, function, seed))
 
     def adopt(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this process's parameters and buffers, made of `values` without copying.
 
-        `values` has a new tensor for each of them, of the right shape, dtype and device, by the model's own names;
-        for a DTensor of the model, the local tensor.
+        `values` has a new tensor for each, of the right shape, dtype and device, by name; for a DTensor, the local one.
         Parameters become leaves that require a gradient where the model's did when the pipeline was built.
         """
-        plan, trainable = self.training, self.training.assembly.captured.trainable
-        values = place(values, plan.assembly.placed)
-        params = {name: values[name].requires_grad_(name in trainable) for name in plan.params}
+        plan, values = self.training, wrap_state(values, self.training.placed)
+        params = {name: values[name].requires_grad_(name in plan.assembly.captured.trainable) for name in plan.params}
         self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
         return params, {name: values[name] for name in plan.buffers}
 

@@ -23,7 +23,7 @@ from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, collect_gradients, gather
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.recording import Record
-from fpipe.weights.border import localize, place
+from fpipe.weights.border import unwrap_state, wrap_state
 from fpipe.weights.state import require_flags, require_state
 
 
@@ -83,7 +83,7 @@ def begin_step(
 ) -> tuple[Plan, Inputs]:
     """Check the arguments of a step and agree with all ranks; return its plan, and what this process runs it with."""
     require_gradients()
-    given_params, start = start.params, _localize(pipe, start)
+    given_params, start = start.params, _unwrap(pipe, start)
     require_state("params", start.params, pipe.training.params)
     require_state("buffers", start.buffers, pipe.training.buffers)
     require_flags(given_params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
@@ -97,25 +97,25 @@ def begin_step(
 
 def finish_step(pipe: Pipeline, plan: Plan, start: Start, outcomes: Mapping[int, Outcome]) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters."""
-    start, assembly = _localize(pipe, start), plan.assembly
+    start = _unwrap(pipe, start)
     grads = join_sums(start.onto, collect_gradients(plan, outcomes), plan)
     step = gather(plan, pipe.ranks, outcomes, start.buffers)
     ordered = {name: grads[name] for name in start.params if name in grads}
-    return place_buffers(step, plan), place(ordered, assembly.placed_gradients)
+    return place_buffers(step, plan), wrap_state(ordered, plan.placed_gradients)
 
 
 def place_buffers(step: Step, plan: Plan) -> Step:
     """Return the step with DTensors for those buffers that are DTensors in the model."""
-    return step._replace(buffers=place(step.buffers, plan.assembly.placed))
+    return step._replace(buffers=wrap_state(step.buffers, plan.placed))
 
 
-def _localize(pipe: Pipeline, start: Start) -> Start:
+def _unwrap(pipe: Pipeline, start: Start) -> Start:
     """Return the local tensors that a step begins with; raise `InputError` if some are not placed as expected."""
-    assembly = pipe.training.assembly
+    plan = pipe.training
     return Start(
-        localize("params", start.params, assembly.placed),
-        localize("buffers", start.buffers, assembly.placed),
-        localize("onto", start.onto, assembly.placed_gradients),
+        unwrap_state("params", start.params, plan.placed),
+        unwrap_state("buffers", start.buffers, plan.placed),
+        unwrap_state("onto", start.onto, plan.placed_gradients),
     )
 
 
@@ -136,7 +136,7 @@ def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[...,
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with suspend_autocast(EVALUATION) as what, pipe.ranks.enter_call("an evaluation"):
-            params, buffers, _ = _localize(pipe, Start(params, buffers, {}))
+            params, buffers, _ = _unwrap(pipe, Start(params, buffers, {}))
             require_state("params", params, pipe.training.params)
             require_state("buffers", buffers, pipe.training.buffers)
             has_loss = pipe.computes_loss or pipe.ranks.agree_if_any(targets is not None)

@@ -31,7 +31,7 @@ from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.stage import Stage
 from fpipe.stages.uncut import build_whole
 from fpipe.stages.wiring import wire
-from fpipe.tensors.placed import Placed, require_complete
+from fpipe.tensors.placed import Placed, require_whole_result
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import require_transparent
 from schedules import Graph, Placement, linear
@@ -73,12 +73,12 @@ class Assembly:
 
     @cached_property
     def placed(self) -> Mapping[str, Placed]:
-        """How the parameters and buffers that are DTensors are placed, by name."""
+        """The placements of the parameters and buffers that are DTensors, by name."""
         return {name: self.captured.placed[value] for name, value in self._placed_values.items()}
 
     @cached_property
     def placed_gradients(self) -> Mapping[str, Placed]:
-        """How the gradients of parameters that are DTensors are placed, by name."""
+        """The placements of the gradients of parameters that are DTensors, by name."""
         arrivals, placed = self.captured.arrivals, self.captured.placed
         return {name: arrivals.of(value, placed[value]) for name, value in self._placed_values.items()}
 
@@ -169,7 +169,7 @@ def assemble(
     if outputs:
         require_transparent("outputs", captured.structure)
         for value in captured.outputs:
-            require_complete("outputs", captured.placed.get(value))
+            require_whole_result("outputs", captured.placed.get(value))
     loss = () if captured.loss is None else (captured.loss,)
     results = (*loss, *captured.outputs) if outputs else loss
     observed = observe(captured)

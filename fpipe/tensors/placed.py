@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fpipe.errors import CaptureError
-from fpipe.torch_private import AsyncCollectiveTensor, DisableTorchFunction, DTensorSpec, TensorMeta
+from fpipe.torch_private import AsyncCollectiveTensor, DisableTorchFunction, DTensorSpec, TensorMeta, finish_collective
 
 Placements: TypeAlias = tuple[Placement, ...]
 HOLDERS = (DTensor, AsyncCollectiveTensor)
@@ -36,7 +36,7 @@ HOLDERS = (DTensor, AsyncCollectiveTensor)
 
 @dataclass(frozen=True)
 class Placed:
-    """How a local tensor is part of a whole: the mesh, the placement along each of its dimensions, the whole's layout.
+    """The place of a local tensor in a whole: the mesh, the placement along each of its dimensions, the whole's layout.
 
     `shape` and `stride` are those of the whole.
     """
@@ -97,7 +97,7 @@ class Arrivals:
                     "elsewhere, or redistribute the value where it is used."
                 )
             grad = grad.redistribute(placements=expected)
-        return settle(local_part(grad))
+        return finish_collective(local_part(grad))
 
 
 def _without_partial(placements: Placements) -> Placements:
@@ -128,7 +128,7 @@ class Leave(torch.autograd.Function):
         """Return the local tensor, once it is complete."""
         ctx.placed, ctx.value, ctx.arrivals = Placed.of(tensor), value, arrivals
         ctx.set_materialize_grads(False)
-        local = settle(local_part(tensor))
+        local = finish_collective(local_part(tensor))
         return local.view_as(local)
 
     @staticmethod
@@ -138,13 +138,13 @@ class Leave(torch.autograd.Function):
         return None if grad is None else ctx.arrivals.of(ctx.value, ctx.placed).place(grad), None, None
 
 
-class Settle(torch.autograd.Function):
+class Finish(torch.autograd.Function):
     """Waits for the collective that computes a tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         """Return the tensor, once it is complete."""
-        local = settle(tensor)
+        local = finish_collective(tensor)
         return local.view_as(local)
 
     @staticmethod
@@ -164,11 +164,11 @@ def leave(tensor: Tensor, value: int, arrivals: Arrivals) -> Tensor:
     if type(tensor) is DTensor:
         return Leave.apply(tensor, value, arrivals)  # type: ignore[no-any-return, no-untyped-call]
     if type(tensor) is AsyncCollectiveTensor:
-        return Settle.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+        return Finish.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
     return tensor
 
 
-def require_complete(where: str, placed: Placed | None) -> None:
+def require_whole_result(where: str, placed: Placed | None) -> None:
     """Raise `CaptureError` for a result of which each process has only a part; `None` stands for a plain tensor."""
     if placed is not None and not placed.is_complete:
         raise CaptureError(
@@ -197,14 +197,6 @@ def without_partial(tensor: Tensor) -> Tensor:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor, which all processes of its mesh must ask for; any other tensor as is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def settle(tensor: Tensor) -> Tensor:
-    """Return a tensor after waiting for the collective that computes it, if there is one."""
-    if type(tensor) is not AsyncCollectiveTensor:
-        return tensor
-    waited: Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
-    return waited
 
 
 def storage_holder(tensor: Tensor) -> Tensor:

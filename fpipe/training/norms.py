@@ -107,7 +107,7 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
         raise InputError(
             f"grads: got {type(grads).__name__}, expected a dict by name. Pass the gradients that the step returned."
         )
-    params, placed = pipe.training.params, pipe.training.assembly.placed
+    params, placed = pipe.training.params, pipe.training.placed
     for name, grad in grads.items():
         if name not in params:
             raise InputError(

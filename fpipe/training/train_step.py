@@ -110,7 +110,7 @@ def train_step(
     (torch.Size([]), torch.Size([]), ['step', 'exp_avg', 'exp_avg_sq'])
     """
     require_backward(pipe.schedule)
-    require_plain("train_step", pipe.training.assembly.placed, "Call value_and_grad, clip and optimizer.update.")
+    require_plain("train_step", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
     limit = None if max_norm is None else require_bound("max_norm", max_norm)
     variant = Variant(training=True, loss=True, outputs=outputs)
     with suspend_autocast(variant), pipe.ranks.enter_call("train_step"):

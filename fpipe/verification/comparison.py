@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from fpipe.batching.merge import Merge
 from fpipe.errors import MismatchError
 from fpipe.ir.objective import Objective
-from fpipe.tensors.placed import local_part, settle
+from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import flatten, same_bits
+from fpipe.torch_private import finish_collective
 from fpipe.verification.one_device import Orders, ReplicaSum
 
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
@@ -176,7 +177,7 @@ def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | No
     if isinstance(mine, DTensor) and isinstance(theirs, DTensor):
         if mine.placements != theirs.placements:
             theirs = theirs.redistribute(placements=mine.placements)
-        return settle(local_part(mine)), settle(local_part(theirs))
+        return finish_collective(local_part(mine)), finish_collective(local_part(theirs))
     return mine, theirs
 
 

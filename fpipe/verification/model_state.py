@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.tensors.placed import local_part
-from fpipe.weights.border import localize, place
+from fpipe.weights.border import unwrap_state, wrap_state
 from fpipe.weights.state import require_state
 
 RATE = 2**-10  # the learning rate between steps; scaling by a power of two is exact
@@ -30,8 +30,8 @@ def read_state(module: nn.Module) -> tuple[State, State]:
 def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: State) -> tuple[State, State]:
     """Return the whole model's state, gathered from all processes; every rank must call this at the same time."""
     with pipe.ranks.enter_call("verify"):
-        placed = pipe.training.assembly.placed
-        params, buffers = localize("params", params, placed), localize("buffers", buffers, placed)
+        placed = pipe.training.placed
+        params, buffers = unwrap_state("params", params, placed), unwrap_state("buffers", buffers, placed)
         require_state("params", params, pipe.training.params)
         require_state("buffers", buffers, pipe.training.buffers)
         pipe.ranks.agree(about="the state to verify from")
@@ -51,7 +51,7 @@ def gather_state(pipe: Pipeline, module: nn.Module, params: State, buffers: Stat
 
         every = {**known.parameters, **known.buffers}
         first, second = [name for name, _ in module.named_parameters()], [name for name, _ in module.named_buffers()]
-        return place(all_of(params, every, first), placed), place(all_of(buffers, every, second), placed)
+        return wrap_state(all_of(params, every, first), placed), wrap_state(all_of(buffers, every, second), placed)
 
 
 def descend(params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> State:

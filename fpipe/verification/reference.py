@@ -22,7 +22,7 @@ from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
 from fpipe.verification.one_device import run_on_one_device
-from fpipe.weights.border import localize, place
+from fpipe.weights.border import unwrap_state, wrap_state
 from fpipe.weights.state import require_state
 
 
@@ -41,11 +41,11 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         scale: float | None = None,
         total: float | None = None,
     ) -> tuple[Step, State]:
-        params, buffers = localize("params", params, known.placed), localize("buffers", buffers, known.placed)
+        params, buffers = unwrap_state("params", params, known.placed), unwrap_state("buffers", buffers, known.placed)
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
         require_gradients()
-        sums = {} if onto is None else localize("onto", onto, known.placed_gradients)
+        sums = {} if onto is None else unwrap_state("onto", onto, known.placed_gradients)
         with suspend_autocast(variant) as cast:
             what = scale_variant(cast, scale)
             batch = pipe.batch(what, inputs, targets, total=total)
@@ -61,7 +61,7 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         grads = join_sums(sums, made, plan)
         out = place_buffers(Step(*merge_results(plan, results), new), plan)
-        return out, place({name: grads[name] for name in params if name in grads}, known.placed_gradients)
+        return out, wrap_state({name: grads[name] for name in params if name in grads}, known.placed_gradients)
 
     return step
 

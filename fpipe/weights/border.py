@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
-from fpipe.tensors.placed import Placed, is_placed, local_part, settle
+from fpipe.tensors.placed import Placed, is_placed, local_part
+from fpipe.torch_private import finish_collective
 
 
-def localize(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
+def unwrap_state(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
     """Return the local tensors of `tensors`, by name; `placed` says how DTensors must be placed.
 
     Raise `InputError`, naming the leaf, for a plain tensor where a DTensor is expected, and the reverse, and for one
@@ -29,16 +30,16 @@ def localize(what: str, tensors: dict[str, Tensor], placed: Mapping[str, Placed]
     if not isinstance(given, Mapping) or not (placed or any(map(is_placed, given.values()))):
         return tensors
     for name, tensor in tensors.items():
-        require_placed(f"{what}[{name!r}]", tensor, placed.get(name))
-    return {name: settle(local_part(tensor)) for name, tensor in tensors.items()}
+        require_same_placement(f"{what}[{name!r}]", tensor, placed.get(name))
+    return {name: finish_collective(local_part(tensor)) for name, tensor in tensors.items()}
 
 
-def place(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
+def wrap_state(tensors: Mapping[str, Tensor], placed: Mapping[str, Placed]) -> dict[str, Tensor]:
     """Return the DTensors of local tensors that `placed` names, and the other tensors as they are."""
     return {name: placed[name].place(tensor) if name in placed else tensor for name, tensor in tensors.items()}
 
 
-def require_placed(where: str, tensor: Tensor, expected: Placed | None) -> None:
+def require_same_placement(where: str, tensor: Tensor, expected: Placed | None) -> None:
     """Raise `InputError` unless a tensor is placed as expected; `None` stands for a plain tensor."""
     got = Placed.of(tensor) if isinstance(tensor, DTensor) else None
     if (got is None and expected is None) or not isinstance(tensor, Tensor):  # other checks refuse what is no tensor

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 
 from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
-from fpipe.tensors.placed import Placed, local_part, settle
+from fpipe.tensors.placed import Placed, local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
-from fpipe.weights.border import require_placed
+from fpipe.torch_private import finish_collective
+from fpipe.weights.border import require_same_placement
 from fpipe.weights.initialization import Initializer, initialize, list_aliases, list_leaves
 from fpipe.weights.state import require_leaf
 
@@ -33,10 +33,10 @@ ValueSource: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
 def load_values(
     model: nn.Module,
     held: Collection[str],
+    placed: Mapping[str, Placed],
     source: ValueSource,
     fill: Initializer | None = None,
     strict: bool = True,
-    placed: Mapping[str, Placed] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Return copies of the values of a model's `held` leaves; `fill` initializes buffers that no state dict has.
 
@@ -100,8 +100,8 @@ def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec, pl
 def _read_value(source: Mapping[str, Any], name: str, spec: Spec, placed: Placed | None) -> Tensor:
     value = source[name]
     if isinstance(value, Tensor):
-        require_placed(f"source[{name!r}]", value, placed)
-        value = settle(local_part(value))
+        require_same_placement(f"source[{name!r}]", value, placed)
+        value = finish_collective(local_part(value))
     require_leaf("source", name, value, spec)
     assert isinstance(value, Tensor), "checked"
     return value.detach()

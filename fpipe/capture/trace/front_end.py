@@ -30,7 +30,7 @@ from fpipe.ir.objective import Objective
 from fpipe.ir.tape import Frame, Tape
 from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_holders
 from fpipe.tensors.fake import fake
-from fpipe.tensors.placed import Arrivals, local_part, require_complete
+from fpipe.tensors.placed import Arrivals, local_part, require_whole_result
 from fpipe.tensors.tree import flatten
 
 
@@ -62,7 +62,7 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
     placed, arrivals = find_placed(values.tensors), Arrivals()
     _require_own_parameters(recorder, tape)
     outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
-    require_complete("loss", None if loss is None else placed.get(loss))
+    require_whole_result("loss", None if loss is None else placed.get(loss))
     results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())
     rehearsal = _rehearsal(model, settling, run, tape)
     with rehearsal.prepare() as rehearse:

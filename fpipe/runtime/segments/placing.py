@@ -39,12 +39,12 @@ def fuse_placed(fuse: Fuse, placed: Mapping[Value, Placed], arrivals: Arrivals) 
         inputs: tuple[Value, ...],
         outputs: tuple[Value, ...],
     ) -> Function:
-        return localize(fuse(units, random_units, inputs, outputs), inputs, outputs, placed, arrivals)
+        return make_local(fuse(units, random_units, inputs, outputs), inputs, outputs, placed, arrivals)
 
     return fuse_local
 
 
-def localize(
+def make_local(
     function: Function,
     inputs: tuple[Value, ...],
     outputs: tuple[Value, ...],
