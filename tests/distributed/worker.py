@@ -41,7 +41,7 @@ def end(made: set[dist.ProcessGroup]) -> None:
     if made and dist.is_initialized():
         dist.barrier()
         for group in made:
-            if not group.group_desc.startswith("control group"):
+            if not group.group_desc.startswith(("control group", "mesh_")):  # torch's caches keep a mesh
                 dist.destroy_process_group(group)
 
 
