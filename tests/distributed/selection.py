@@ -49,6 +49,8 @@ NEEDS_NIGHT_ON_FOUR = (
         *("norms_count_every_parameter_once", "tied_copies_do_not_drift", "a_batch_that_the_model_cannot_take"),
         *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
         "updates_of_other_schedules_and_ties",
+        *("split_blocks_that_run_again", "split_models_are_verified", "split_models_are_trained", "a_split_llama"),
+        *("state_that_is_placed_otherwise", "what_a_split_model_cannot_do"),
         *("other_tensor_attributes", "two_pipelines_in_turns", "evaluation_everywhere", "recomputation"),
     }
 )

@@ -270,6 +270,10 @@ def what_a_split_model_cannot_do(rank, size):
     model.blocks[0].norm1 = Dropping(model.blocks[0].norm1)
     with raises(fpipe.CaptureError, "random numbers", "Shard(dim=1)"):
         build(model, one_f_one_b(size // 2, MICROBATCHES), size)
+    model = by_sequence(GPT(), grid(size)["tp"])
+    model.head.weight.register_hook(lambda grad: 2 * grad)
+    with raises(fpipe.CaptureError, "head.weight", "gradient hook on a DTensor"):
+        build(model, one_f_one_b(size // 2, MICROBATCHES), size)
     model, (ids, _) = by_sequence(GPT(), grid(size)["tp"]), words()
     parts = nn.Sequential(model.embed, model.norm)
     with raises(fpipe.CaptureError, "loss", "Partial", "full_tensor()"):
