@@ -74,7 +74,8 @@ def pipeline(
     """Cut a model into stages and bind them to a schedule. Everything is checked; nothing runs.
 
     - `model`: a module, which is not modified; with `capture="modules"`, a sequence of modules or functions, or an
-      nn.Sequential, each called with what the previous one returned. It may be on the meta device.
+      nn.Sequential, each called with what the previous one returned. It may be on the meta device. If
+      `parallelize_module` has split it over another dimension of the mesh, its parameters are DTensors in all calls.
     - `example`, `targets`: one whole batch. `example` is a tuple of positional or a dict of keyword arguments;
       `targets` is whatever tree `loss` takes. They provide shapes and dtypes. Where the model branches on values of the
       batch alone, such as whether a mask is full, they also select the branch (an example without values answers no and

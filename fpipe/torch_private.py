@@ -30,11 +30,15 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "AsyncCollectiveTensor",
+    "DTensorSpec",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "StridedShard",
+    "TensorMeta",
     "TorchDispatchMode",
     "active_fake_mode",
     "compute_elementwise_output_strides",
@@ -125,6 +129,11 @@ NAMES: Final = (
     Name("torch._foreach_add_", "adding gradients in one call"),
     Name("torch._foreach_norm", "norms of gradients with the bits of torch's clipping"),
     Name("torch.utils._foreach_utils._group_tensors_by_device_and_dtype", "the order in which torch combines norms"),
+    # tensors that are split over processes
+    Name("torch.distributed._functional_collectives.AsyncCollectiveTensor", "tensor parallelism inside stages"),
+    Name("torch.distributed.tensor._dtensor_spec.DTensorSpec", "tensor parallelism inside stages"),
+    Name("torch.distributed.tensor._dtensor_spec.TensorMeta", "tensor parallelism inside stages"),
+    Name("torch.distributed.tensor.placement_types._StridedShard", "shards of what modules split, too"),
     # process groups
     Name("torch.distributed.distributed_c10d._world", "pipelines of the same processes that share a control group"),
     Name("torch.distributed.ProcessGroup._get_backend", "the timeout of a pipeline's process groups"),
@@ -144,6 +153,7 @@ ATTRIBUTES: Final = (
     Name("torch.Tensor._version", "noticing tensors that were modified"),
     Name("torch.Tensor._is_view", "noticing views"),
     Name("torch.Tensor._make_subclass", "making fake and absent tensors"),
+    Name("torch.distributed.tensor.DTensor._local_tensor", "tensor parallelism inside stages"),
     Name("torch.Tensor._backward_hooks", "hooks on the gradients of parameters"),
     Name("torch.Tensor._post_accumulate_grad_hooks", "hooks on the gradients of parameters"),
     Name("torch.Tensor._indices", "counting the bytes of sparse tensors"),
@@ -241,6 +251,9 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.autograd import forward_ad, graph
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules import activation
 from torch.utils import _pytree as torch_pytree
 from torch.utils import checkpoint
@@ -389,3 +402,9 @@ def list_compilers() -> list[str]:
 def find_compiler(name: str) -> Any:
     """Return the backend of torch.compile with this name."""
     return torch._dynamo.lookup_backend(name)
+
+
+def finish_collective(tensor: Tensor) -> Tensor:
+    """Return a tensor after waiting for the collective that computes it, if there is one."""
+    waited: Any = tensor
+    return waited.trigger_wait() if type(waited) is AsyncCollectiveTensor else tensor  # type: ignore[no-untyped-call]

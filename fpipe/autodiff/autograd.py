@@ -26,7 +26,7 @@ from fpipe.autodiff.trail import AutogradGraph
 from fpipe.errors import InputError
 from fpipe.ir.captured import Function, Hook, Tensors
 from fpipe.tensors.spec import OptionalSpec, Spec
-from fpipe.torch_private import FakeTensor, count_nodes, run_backward
+from fpipe.torch_private import FakeTensor, count_nodes, finish_collective, run_backward
 
 
 class Residuals(NamedTuple):
@@ -291,7 +291,7 @@ def _edge(tensor: Tensor) -> Tensor | GradientEdge | None:
 def _with_layout(spec: Spec, cotangent: Tensor | None) -> Tensor | None:
     """Return a cotangent in the layout of its spec; raise `InputError` if it is missing, unless it is optional."""
     if cotangent is not None:
-        return cotangent if cotangent.stride() == spec.stride else spec.like(cotangent)
+        return spec.like(finish_collective(cotangent))
     if isinstance(spec, OptionalSpec):
         return None
     raise InputError(

@@ -42,7 +42,7 @@ VIEW_NODES = (
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias"),
     *("Unsqueeze", "Squeeze", "Expand", "Alias"),
 )
-BETWEEN = frozenset(f"{name}Backward0" for name in (*VIEW_NODES, "ToCopy"))
+BETWEEN = frozenset((*(f"{name}Backward0" for name in (*VIEW_NODES, "ToCopy")), "EnterBackward"))
 """The nodes allowed between a weight and its user: each takes one tensor and saves nothing of it."""
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
+from fpipe.tensors.placed import is_placed
 from fpipe.tensors.spec import Spec
 
 SplitDim: TypeAlias = int | Callable[[Tensor, int], Sequence[Tensor]] | None
@@ -45,6 +46,7 @@ class Leaf:
 
         If the tensor is on meta, the leaf will be on `home`.
         """
+        _require_local(name, tensor)
         spec = replace(Spec.of(tensor), device=home if tensor.device == META else tensor.device)
         if dim is not None and not callable(dim):
             rank = len(spec.shape)
@@ -60,6 +62,7 @@ class Leaf:
     def cut(self, tensor: Tensor, microbatches: int) -> tuple[Tensor, ...]:
         """Return `known` for `tensor`, in the example's memory layout; raise `InputError` if it doesn't match."""
         spec = self.spec
+        _require_local(self.name, tensor)
         if tensor.dtype != spec.dtype or tensor.device not in (spec.device, META) or tensor.dim() != len(spec.shape):
             raise InputError(
                 f"{self.name}: got {Spec.of(tensor)} on {tensor.device}, expected {spec} on {spec.device}, as in the "
@@ -138,3 +141,12 @@ def split_evenly(size: int, microbatches: int) -> list[int]:
     """
     least, larger = divmod(size, microbatches)
     return [least + (i < larger) for i in range(microbatches)]
+
+
+def _require_local(name: str, tensor: Tensor) -> None:
+    """Raise `InputError` for a DTensor."""
+    if is_placed(tensor):
+        raise InputError(
+            f"{name}: got a DTensor, expected a plain tensor: a batch is split into microbatches before any module "
+            "places it. Pass tensor.to_local() or tensor.full_tensor(), and let PrepareModuleInput place it."
+        )

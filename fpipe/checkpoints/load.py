@@ -28,6 +28,7 @@ from fpipe.checkpoints.manifest import Manifest, read_manifest, read_sidecars
 from fpipe.checkpoints.shards import read_into, read_specs
 from fpipe.checkpoints.slots import STATE_PREFIX, find_parameter, unflatten_slots
 from fpipe.errors import InputError
+from fpipe.meshes.holdings import whole_specs
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.transport.agreement import Field
@@ -99,13 +100,14 @@ class _Saved:
     def read(self, pipe: Pipeline) -> dict[str, Tensor]:
         """Return the tensors that this process holds, by their names in the files."""
         plan = pipe.training
-        values = {f"params.{name}": spec.empty() for name, spec in plan.params.items()}
-        values |= {f"buffers.{name}": spec.empty() for name, spec in plan.buffers.items()}
+        params, buffers = whole_specs(plan.params, plan.placed), whole_specs(plan.buffers, plan.placed)
+        values = {f"params.{name}": spec.empty() for name, spec in params.items()}
+        values |= {f"buffers.{name}": spec.empty() for name, spec in buffers.items()}
         for name, spec in self.specs.items():
             if name.startswith(STATE_PREFIX):
-                owner = find_parameter(name, plan.params)
+                owner = find_parameter(name, params)
                 if owner is not None:
-                    values[name] = self._blank(name, spec, plan.params[owner])
+                    values[name] = self._blank(name, spec, params[owner])
             elif name.startswith(DATA_PREFIX):
                 values[name] = spec.empty("cpu")
         read_into(self.manifest.folder(self.path), values)
@@ -145,7 +147,7 @@ def _require_specs(saved: _Saved, pipe: Pipeline) -> None:
     """Raise `InputError`, naming the leaf, unless shapes and dtypes are the model's."""
     whole = pipe.training.assembly
     for kind, expected in (("params", whole.parameters), ("buffers", whole.buffers)):
-        for name, spec in expected.items():
+        for name, spec in whole_specs(expected, whole.placed).items():
             found = saved.specs[f"{kind}.{name}"]
             if (found.shape, found.dtype) != (spec.shape, spec.dtype):
                 raise InputError(
@@ -159,8 +161,8 @@ def _divide(saved: _Saved, pipe: Pipeline, values: Mapping[str, Tensor]) -> Chec
     manifest, plan = saved.manifest, pipe.training
     params, buffers = pipe.adopt(
         {
-            **{name: values[f"params.{name}"] for name in plan.params},
-            **{name: values[f"buffers.{name}"] for name in plan.buffers},
+            **{name: pipe.holdings.take_part(name, values[f"params.{name}"]) for name in plan.params},
+            **{name: pipe.holdings.take_part(name, values[f"buffers.{name}"]) for name in plan.buffers},
         }
     )
     flat = {**values, **_adopt_slots(pipe, values), **saved.numbers}
@@ -171,9 +173,9 @@ def _divide(saved: _Saved, pipe: Pipeline, values: Mapping[str, Tensor]) -> Chec
 
 def _adopt_slots(pipe: Pipeline, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimizer's tensors that have the shape of their parameter, as this process holds parameters."""
-    found, specs = {}, pipe.training.params
+    held, found, specs = pipe.holdings, {}, whole_specs(pipe.training.params, pipe.training.placed)
     for name, value in values.items():
         owner = find_parameter(name, specs) if name.startswith(STATE_PREFIX) else None
         if owner is not None and value.dim() and tuple(value.shape) == specs[owner].shape:
-            found[name] = pipe.holdings.adopt(value)
+            found[name] = held.adopt(owner, held.take_part(owner, value))
     return found

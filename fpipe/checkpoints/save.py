@@ -31,11 +31,11 @@ from fpipe.checkpoints.slots import flatten_slots, require_slots
 from fpipe.errors import InputError
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.pipelines.step import Start, unwrap_start
 from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.transport.agreement import Field
 from fpipe.tensors.spec import Spec
 from fpipe.training.optimizers import OptimizerState
-from fpipe.weights.state import require_state
 
 
 def save(
@@ -178,9 +178,8 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
             "those of the last step, as in buffers=out.buffers."
         )
     buffers = {} if buffers is None else buffers
-    require_state("params", params, pipe.training.params)
-    require_state("buffers", buffers, pipe.training.buffers)
-    for name, value in {**params, **buffers}.items():
+    plain = unwrap_start(pipe, Start(params, buffers, {}))
+    for name, value in {**plain.params, **plain.buffers}.items():
         require_savable(name, value)
     return buffers
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import InputError
-from fpipe.meshes.holdings import gather_whole
+from fpipe.tensors.placed import whole_tensor
 from fpipe.tensors.spec import Spec
 from fpipe.weights.safetensors import require_library, wrap_read_errors
 
@@ -42,7 +42,7 @@ def copy_to_host(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, 
 
     Shards are gathered one by one, which all their holders must do, also those that `keep` nothing.
     """
-    wholes = ((name, gather_whole(tensor.detach())) for name, tensor in tensors.items())
+    wholes = ((name, whole_tensor(tensor.detach())) for name, tensor in tensors.items())
     return {name: torch.empty(t.shape, dtype=t.dtype).copy_(t) for name, t in wholes if keep}
 
 

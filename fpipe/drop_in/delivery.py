@@ -33,8 +33,8 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fpipe.errors import InputError
-from fpipe.meshes.holdings import as_plain, make_like
 from fpipe.pipelines.inputs import State
+from fpipe.tensors.placed import expand_like, local_part
 
 Leaves = Mapping[str, Tensor]
 
@@ -63,7 +63,7 @@ class Delivery:
         """Put placeholders into the `.grad` of parameters whose sums the forward has gone on from."""
         for name in names:
             p = self.params[name]
-            p.grad = self.borrowed[name] = make_like(p, torch.full((), math.nan, dtype=p.dtype, device=p.device))
+            p.grad = self.borrowed[name] = expand_like(p, torch.full((), math.nan, dtype=p.dtype, device=p.device))
 
     def remember(self, old: Leaves) -> None:
         """Remember what is in `.grad`, which the script must clear before the backward."""
@@ -142,7 +142,7 @@ def count_writes(leaves: Leaves) -> tuple[int, ...]:
 
 def find_storages(grads: Leaves) -> dict[str, StorageWeakRef]:
     """Return weak references to the memory of dense gradients; autograd puts another tensor with it into `.grad`."""
-    dense = {name: as_plain(grad) for name, grad in grads.items() if grad.layout is torch.strided}
+    dense = {name: local_part(grad) for name, grad in grads.items() if grad.layout is torch.strided}
     return {name: StorageWeakRef(grad.untyped_storage()) for name, grad in dense.items()}  # type: ignore[no-untyped-call]
 
 

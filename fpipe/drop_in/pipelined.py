@@ -37,6 +37,7 @@ from fpipe.drop_in.delivery import Delivery, attach_delivery, divided
 from fpipe.drop_in.settings import Pipelines, Setting, read_setting
 from fpipe.errors import InputError
 from fpipe.ir.objective import Loss
+from fpipe.meshes.border import require_plain
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.launch import join_launched
@@ -108,6 +109,7 @@ class Pipelined(nn.Module):
         super().__init__()
         join_launched()
         pipe = pipeline(model, example=example, targets=targets, loss=loss, schedule=schedule, **options)
+        require_plain("Pipelined", pipe.training.placed, "Use fpipe.pipeline and fpipe.value_and_grad.")
         require_parameters_everywhere(pipe)
         require_free_names(example)
         root = pipe.module(*pipe.init(model if weights is None else weights))

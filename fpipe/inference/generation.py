@@ -33,6 +33,7 @@ from fpipe.inference.decoding import PREFIX, build_decoding
 from fpipe.inference.sampling import Choose, choose_likeliest
 from fpipe.inference.session import Choice, Session
 from fpipe.ir.variant import EVALUATION
+from fpipe.meshes.border import require_plain
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.fields import CommonArguments, call_fields
 from fpipe.pipelines.inputs import State
@@ -94,6 +95,7 @@ def generate(
     >>> generate(params, buffers, words[:, :4], 8).shape
     torch.Size([4, 8])
     """
+    require_plain("generate", pipe.training.placed, "Call fpipe.predict, which returns outputs.")
     how = forwards(pipe.schedule if schedule is None else schedule)
     _require_single_copy(pipe)
     _require_arguments(pipe, length, how)

@@ -27,7 +27,7 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
 from fpipe.pipelines.running import run_copies
-from fpipe.pipelines.step import require_holdings
+from fpipe.pipelines.step import Start, unwrap_start
 from fpipe.runtime.executor import Inputs
 
 
@@ -109,6 +109,6 @@ def _prepare(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
 ) -> tuple[Plan, dict[int, Inputs]]:
     """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the call."""
-    require_holdings(pipe, params, buffers)
+    params, buffers, _ = unwrap_start(pipe, Start(params, buffers, {}))
     batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)
     return agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))

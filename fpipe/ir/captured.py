@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fpipe.ir.objective import Objective
 from fpipe.tensors import random
+from fpipe.tensors.placed import Arrivals, Placed
 from fpipe.tensors.tree import Structure
 from fpipe.torch_private import FakeTensorMode
 
@@ -229,6 +230,8 @@ class Captured:
     - `hooks`: hooks on the gradients of parameters, by name.
     - `reassigned`: buffers that the model replaces by assignment, and the values that it assigns.
     - `moved`: places in the modules' Python state that only the first run changes, as text.
+    - `placed`: how the values that are DTensors are placed; outside of stages, they are plain local tensors.
+      `arrivals`: how their gradients are.
     - `trainable`: names of the parameters that require a gradient; `backward`: whether gradients are computed at all.
       In evaluation they are not, but the parameters still require one, because kernel selection depends on it.
     """
@@ -250,6 +253,8 @@ class Captured:
     hooks: Hooks = field(default_factory=dict)
     reassigned: Mapping[Value, Value] = field(default_factory=dict)
     moved: frozenset[str] = frozenset()
+    placed: Mapping[Value, Placed] = field(default_factory=dict)
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     def calls_at(self, positions: Sequence[int]) -> tuple[Call, ...]:
         """Return the calls for a model cut before the units at `positions`: mark those in `differing` as `apart`."""

@@ -114,7 +114,8 @@ def _place_in(mesh: DeviceMesh, dims: Dimensions, copies: PipelineCopies, own_ro
         here=(replica * copies.shards + shard,),
         own_rows=own_rows,
         members=_find_members(mesh, dims),
-        position=_find_position(mesh, dims),
+        position=_find_position(mesh, (dims.pp, dims.dp)),
+        part=_find_position(mesh, dims),
         groups=(groups[0], groups[1]),
         mesh=mesh,
         names=tuple(name for name in mesh.mesh_dim_names or () if name in (dims.dp, dims.shard)),
@@ -127,11 +128,11 @@ def _find_group(mesh: DeviceMesh, name: str | None) -> dist.ProcessGroup | None:
     return None if name is None or mesh[name].size() == 1 else mesh.get_group(name)
 
 
-def _find_position(mesh: DeviceMesh, dims: Dimensions) -> int:
-    """Return the number of this process's place along the dimensions of neither ranks nor replicas."""
+def _find_position(mesh: DeviceMesh, left_out: Sequence[str | None]) -> int:
+    """Return the number of this process's place along all dimensions but these."""
     position = 0
     for name, size in _list_sizes(mesh).items():
-        if name not in (dims.pp, dims.dp):
+        if name not in left_out:
             position = position * size + mesh.get_local_rank(name)
     return position
 

@@ -43,6 +43,7 @@ class PipelineCopies:
     - `gathered`: the number of stages of a rank whose weights are gathered at once; `None` for all of them.
     - `members`: for each copy, the number of one of its processes among all processes of the mesh.
     - `position`: the number of this process's place along all dimensions but those of ranks and replicas.
+    - `part`: the number of this process's place along the dimensions of the model's own modules.
     - `groups`: the process groups of this process's shards and replicas; `None` where there is only one.
     - `mesh`, `names`: the device mesh, and the names of its dimensions of replicas and shards, if any.
     """
@@ -55,6 +56,7 @@ class PipelineCopies:
     gathered: int | None = None
     members: tuple[int, ...] = (0,)
     position: int = 0
+    part: int = 0
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
     mesh: DeviceMesh | None = None
     names: tuple[str, ...] = ()

@@ -67,7 +67,8 @@ class Exchange:
     """One copy's collectives in one step; it implements `fpipe.runtime.executor.StageGroup`.
 
     - `shards`: per stage, this copy's shards of its parameters.
-    - `enter_weights`, `leave`: put gathered weights into the parameters of a stage, and remove them.
+    - `enter`, `leave`: put gathered weights into the parameters of a stage, and remove them.
+    - `complete`: adds up the parts of a stage's gradients that the model's own modules have on several processes.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Exchange:
         shards: Mapping[int, Payload],
         enter: Callable[[int, Payload], None],
         leave: Callable[[int], None],
+        complete: Callable[[int, Payload], Payload],
     ) -> None:
         self.links, self.layouts, self.shards = links, layouts, shards
-        self.put, self.remove = enter, leave
+        self.put, self.remove, self.complete = enter, leave, complete
         self.phases = [self._scatter_rows] * (links.shards.count > 1)
         self.phases += [self._scatter_elements, self._share_elements] * (links.replicas.count > 1)
 
@@ -105,7 +107,7 @@ class Exchange:
         layout, message = self.layouts[stage], ("REDUCE_GRAD", stage, microbatch, phase)
         if not layout.totals:
             return _nothing(message)
-        return self.phases[phase](layout, message, values)
+        return self.phases[phase](layout, message, values if phase else self.complete(stage, values))
 
     def reduced(self, stage: int, values: Payload) -> Gradients:
         """Return the reduced gradients, given what the last phase gave."""

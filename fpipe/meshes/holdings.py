@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters that a process holds, as the user sees them: plain tensors, or DTensors.
 
-A parameter that is sharded is a DTensor in the layout of `torch.distributed.fsdp.fully_shard`, so that optimizers, and
-checkpoints of either, work with both. Inside a step there are plain tensors only. A process that plays every copy holds
-whole plain tensors.
+A parameter is a DTensor if the model's modules split it (`parallelize_module`), if the pipeline shards it, or both. A
+sharded one has the layout of `torch.distributed.fsdp.fully_shard`, so optimizers, and checkpoints of either, work with
+both. Inside a step there are plain local tensors only. A process that plays every copy of the pipeline holds plain
+tensors, of which each copy gets its shards.
 
 Runs when parameters are made, and at both ends of every step.
 """
@@ -11,122 +12,151 @@ Runs when parameters are made, and at both ends of every step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from fpipe.errors import InputError
 from fpipe.meshes.copies import PipelineCopies
+from fpipe.meshes.exchange import shard_spec
 from fpipe.meshes.pieces import take_rows
+from fpipe.tensors.placed import Placed, local_part
 from fpipe.tensors.spec import Spec
+from fpipe.torch_private import StridedShard
+
+Places = Mapping[str, Placed]
 
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """The form of the parameters that this process holds: shards along a dimension of the mesh, or all of each."""
+    """The form of the tensors that this process holds.
+
+    - `params`: the specs of its parameters, before they are sharded.
+    - `split`, `split_gradients`: the places of those that the model's modules split, and of their gradients.
+    """
 
     copies: PipelineCopies
+    params: Mapping[str, Spec]
+    split: Places
+    split_gradients: Places
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The device mesh of the DTensors; `None` if parameters are plain tensors."""
-        copies = self.copies
-        return copies.mesh[copies.names] if copies.mesh is not None and copies.shards > 1 else None
+    @cached_property
+    def placed(self) -> Places:
+        """The places of all parameters and buffers that are DTensors, as the user sees them."""
+        return self._shard_all(self.split)
 
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The placements of the DTensors, by dimension of their mesh."""
-        mesh, shards = self.mesh, self.copies.names[-1]
-        assert mesh is not None, "there are DTensors"
-        return tuple(Shard(0) if name == shards else Replicate() for name in mesh.mesh_dim_names or ())
+    @cached_property
+    def placed_gradients(self) -> Places:
+        """The places of all gradients that are DTensors, as the user sees them."""
+        return self._shard_all(self.split_gradients)
 
-    def adopt(self, value: Tensor) -> Tensor:
-        """Return what this process holds of a whole tensor, in new memory if it is a part."""
-        if self.mesh is None:
+    @cached_property
+    def specs(self) -> Mapping[str, Spec]:
+        """The specs of the parameters' plain tensors that this process holds."""
+        if self.copies.is_local:
+            return self.params
+        shards, (mine,) = self.copies.shards, self.copies.held_shards
+        return {name: shard_spec(spec, shards, mine) for name, spec in self.params.items()}
+
+    def adopt(self, name: str, value: Tensor) -> Tensor:
+        """Return what this process holds of a parameter, in new memory if it is a part; all that it holds if split."""
+        if self.copies.shards > 1 and not self.copies.is_local:
+            (shard,) = self.copies.held_shards
+            value = take_rows(value, self.copies.shards, shard).clone()
+        return self.placed[name].place(value) if name in self.placed else value
+
+    def take_part(self, name: str, value: Tensor) -> Tensor:
+        """Return this process's part of a parameter that the model's modules split, or of a tensor like it."""
+        if name not in self.split:
             return value
-        (shard,) = self.copies.held_shards
-        return self.wrap(take_rows(value, self.copies.shards, shard).clone(), value)
+        place = self.split[name]
+        return local_part(distribute_tensor(value, place.mesh, place.placements, src_data_rank=None)).clone()
 
-    def wrap(self, local: Tensor, whole: Tensor | Spec) -> Tensor:
-        """Return this process's part of a tensor like `whole` as the user sees it."""
-        if self.mesh is None:
-            return local
-        shape = torch.Size(whole.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+    def counts(self, name: str) -> bool:
+        """Return whether this process's part of a gradient counts: of equal parts on several processes, the first."""
+        if name not in self.split:
+            return self.copies.part == 0
+        place = self.split[name]
+        at = place.mesh.get_coordinate() or [0] * place.mesh.ndim
+        return all(one.is_shard() or k == 0 for k, one in zip(at, place.placements, strict=True))
 
     def locals(self, values: Mapping[str, Tensor], copy: int) -> dict[str, Tensor]:
-        """Return the plain tensors with which a copy computes: its shards, or whole tensors."""
-        if self.copies.shards == 1:
+        """Return the plain tensors with which a copy computes, given those that this process holds."""
+        if self.copies.shards == 1 or not self.copies.is_local:
             return dict(values)
-        return {name: self.local(value, copy) for name, value in values.items()}
+        shards, k = self.copies.shards, self.copies.shard_of(copy)
+        return {name: take_rows(value, shards, k) for name, value in values.items()}
 
-    def local(self, value: Tensor, copy: int) -> Tensor:
-        """Return a copy's shard of a parameter or gradient."""
-        if isinstance(value, DTensor):
-            return value.to_local()
-        return take_rows(value, self.copies.shards, self.copies.shard_of(copy))
+    def join(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the plain gradients that this process holds, given what each copy in it has reduced."""
+        own = [found[copy] for copy in self.copies.here[: self.copies.shards]]
+        if len(own) == 1:
+            return dict(own[0])
+        return {name: _join_rows([one[name] for one in own], self.params[name]) for name in own[0]}
 
-    def join(self, found: Mapping[int, Mapping[str, Tensor]], specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        """Return the gradients as the user sees them, given what each copy in this process has reduced."""
-        first = self.copies.here[: self.copies.shards]
-        own = [found[copy] for copy in first]
-        if self.mesh is not None:
-            return {name: self.wrap(local, specs[name]) for name, local in own[0].items()}
-        return {name: _join_rows([one[name] for one in own], specs[name]) for name in own[0]}
+    def _shard_all(self, split: Places) -> Places:
+        """Return these places, and those of all parameters if they are sharded."""
+        copies = self.copies
+        if copies.shards == 1 or copies.is_local:
+            return split
+        return {**split, **{name: self._shard(name, spec, split.get(name)) for name, spec in self.params.items()}}
 
-    def require(self, what: str, values: Mapping[str, Tensor]) -> None:
-        """Raise `InputError`, naming the leaf, unless these are tensors of the kind that this process holds."""
-        for name, value in values.items():
-            self._require_one(f"{what}[{name!r}]", value)
-
-    def _require_one(self, where: str, value: Tensor) -> None:
-        if self.mesh is None:
-            if isinstance(value, DTensor):
-                raise InputError(
-                    f"{where}: got a DTensor over {_describe(value)}, expected a plain tensor: no dimension of the "
-                    "mesh shards it. Pass what pipe.init(model) returned, updated leaf by leaf."
-                )
-            return
-        if not isinstance(value, DTensor):
+    def _shard(self, name: str, spec: Spec, split: Placed | None) -> Placed:
+        """Return the place of a sharded parameter: over the dimensions of replicas, of shards, and of its modules."""
+        whole = spec.shape if split is None else split.shape
+        if not spec.shape:
             raise InputError(
-                f"{where}: got a plain tensor, expected a DTensor of placements {list(self.placements)}, this "
-                "process's shard. Pass what pipe.init(model) returned, updated leaf by leaf."
+                f"params[{name!r}]: got a parameter without dimensions, expected at least one, along which it is "
+                "sharded. Give it the shape (1,), or leave out shard."
             )
-        if value.device_mesh != self.mesh or tuple(value.placements) != self.placements:
+        stride = torch.empty(whole, device="meta").stride()
+        mesh, within = self._find_mesh(name, split), {} if split is None else _by_dimension(split)
+        names, shards = mesh.mesh_dim_names or (), self.copies.names[-1]
+        rows = _shard_rows(split)
+        places = [rows if dim == shards else within.get(dim, Replicate()) for dim in names]
+        return Placed(mesh, tuple(places), whole, stride)
+
+    def _find_mesh(self, name: str, split: Placed | None) -> DeviceMesh:
+        """Return the part of the mesh that a sharded parameter is over; raise `InputError` if it is over another."""
+        mesh, own = self.copies.mesh, self.copies.names
+        assert mesh is not None, "processes are on a mesh"
+        if split is None:
+            return mesh[own]
+        others = split.mesh.mesh_dim_names or ()
+        every = mesh.mesh_dim_names or ()
+        if not set(others) <= set(every) - set(own) or mesh[others] != split.mesh:
             raise InputError(
-                f"{where}: got a DTensor over {_describe(value)}, expected placements {list(self.placements)} over "
-                f"{self.mesh}. Redistribute it, or pass what pipe.init(model) returned."
+                f"params[{name!r}]: got {split}, expected one over dimensions of the pipeline's mesh {list(every)} "
+                f"other than {list(own)}. Call parallelize_module(model, mesh[...], ...) with that mesh."
             )
+        return mesh[tuple(dim for dim in every if dim in (*own, *others))]
 
 
-def as_plain(tensor: Tensor) -> Tensor:
-    """Return the plain tensor of this process: the local one of a DTensor, in the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _by_dimension(split: Placed) -> dict[str, Placement]:
+    return dict(zip(split.mesh.mesh_dim_names or (), split.placements, strict=True))
 
 
-def make_like(leaf: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor like a plain tensor or a DTensor, all of whose elements are the one in `value`, in its memory."""
-    if not isinstance(leaf, DTensor):
-        return value.expand(leaf.shape)
-    local, where = value.expand(leaf.to_local().shape), (leaf.device_mesh, leaf.placements)
-    return DTensor.from_local(local, *where, run_check=False, shape=leaf.shape, stride=leaf.stride())
-
-
-def gather_whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor of which this process may hold a shard; the holders of the others must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _shard_rows(split: Placed | None) -> Placement:
+    """Return the placement along the dimension of shards; it is strided if modules have split the same rows."""
+    if split is None:
+        return Shard(0)
+    parts = [size for size, place in zip(split.mesh.mesh.shape, split.placements, strict=True) if place.is_shard(0)]
+    factor = torch.Size(parts).numel()
+    return StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
 
 
 def _join_rows(parts: Sequence[Tensor], spec: Spec) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
     whole = torch.cat([*parts])
     return spec.allocate().copy_(whole) if whole.stride() != spec.stride else whole
 
 
-def _describe(value: DTensor) -> str:
-    return f"{value.device_mesh} with placements {list(value.placements)}"
+def whole_specs(specs: Mapping[str, Spec], split: Places) -> dict[str, Spec]:
+    """Return the specs of tensors as the model has them, given those of their local tensors."""
+    return {
+        name: replace(spec, shape=split[name].shape, stride=split[name].stride) if name in split else spec
+        for name, spec in specs.items()
+    }

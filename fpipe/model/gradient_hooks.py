@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import Hooks
 from fpipe.tensors.closures import closure_contents
+from fpipe.tensors.placed import is_placed
 
 
 def collect_gradient_hooks(model: nn.Module) -> Hooks:
@@ -35,6 +36,11 @@ def collect_gradient_hooks(model: nn.Module) -> Hooks:
                 f"parameter {name}: got a gradient hook that runs after accumulation, expected none: sums of gradients "
                 "that are not finished differ between schedules. Remove it, and apply what it does to the gradients "
                 "that the step returns; or use register_hook, which sees the gradient of every microbatch."
+            )
+        if found[name] and is_placed(parameter):
+            raise CaptureError(
+                f"parameter {name}: got a gradient hook on a DTensor, expected none: a stage has local tensors only, "
+                "and would call it with one of these. Apply what it does to the gradients that the step returns."
             )
         for hook in found[name]:
             if any(id(one) in own for one in _reach(hook)):

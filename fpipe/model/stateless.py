@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from fpipe.errors import CaptureError
 from fpipe.model.copying import FunctionCopies
 from fpipe.tensors.attributes import as_parameter
+from fpipe.tensors.placed import local_part
 from fpipe.torch_private import disabled_torch_function, mark_as_parameter
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -94,6 +95,7 @@ def require_plain_tensors(model: nn.Module) -> None:
             raise CaptureError(
                 f"{name}: got a lazy parameter without a shape, expected one that has it. Call the model once first."
             )
+        tensor = local_part(tensor)
         if tensor.layout is not torch.strided:
             raise CaptureError(
                 f"{name}: got a tensor of layout {tensor.layout}, expected one of layout {torch.strided}: ranks hold, "
@@ -116,7 +118,8 @@ def require_plain_tensors(model: nn.Module) -> None:
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """Return a meta tensor with the shape, strides and dtype of `tensor`."""
+    """Return a meta tensor with the shape, strides and dtype of `tensor`; for a DTensor, of its local tensor."""
+    tensor = local_part(tensor)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

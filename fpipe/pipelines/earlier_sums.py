@@ -30,7 +30,6 @@ from fpipe.autodiff.accumulation import Gradients
 from fpipe.batching.memory import find_overlap
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
-from fpipe.meshes.holdings import as_plain
 from fpipe.pipelines.plan import Plan
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import OptionalSpec, Spec
@@ -39,8 +38,10 @@ from fpipe.weights.state import require_leaf
 EarlierSums: TypeAlias = Mapping[str, Tensor]
 
 
-def require_sums(onto: EarlierSums, params: EarlierSums, plan: Plan, variant: Variant) -> None:
-    """Raise `InputError`, naming the leaf, unless a step can add to `onto` in place."""
+def require_sums(
+    onto: EarlierSums, params: EarlierSums, plan: Plan, variant: Variant, specs: Mapping[str, Spec]
+) -> None:
+    """Raise `InputError`, naming the leaf, unless a step can add to `onto` in place; `specs` are the parameters'."""
     if not isinstance(onto, Mapping):
         raise InputError(
             f"onto: got {type(onto).__name__}, expected a dict by name. Pass the gradients that the last step has "
@@ -54,10 +55,9 @@ def require_sums(onto: EarlierSums, params: EarlierSums, plan: Plan, variant: Va
             "the gradients that a step of this pipeline has returned."
         )
     for name, leaf in onto.items():
-        spec = plan.params[name]
+        spec = specs[name]
         _require_writable(name, leaf, replace(spec, dtype=variant.sum_dtype(spec.dtype)))
-    sums = {f"onto[{name!r}]": as_plain(total) for name, total in onto.items()}
-    pair = find_overlap({**sums, **{f"params[{name!r}]": as_plain(params[name]) for name in onto}})
+    pair = find_overlap({**{f"onto[{n!r}]": t for n, t in onto.items()}, **{f"params[{n!r}]": params[n] for n in onto}})
     if pair is not None:
         raise InputError(
             f"{pair[0]}: got memory that it shares with {pair[1]}, expected memory of its own: the step adds to it in "
@@ -127,7 +127,7 @@ def add_reduced(onto: EarlierSums, grads: EarlierSums) -> dict[str, Tensor]:
     """Return the earlier sums with gradients added that all copies of the pipeline have reduced, in place."""
     for name, grad in grads.items():
         if name in onto:
-            as_plain(onto[name]).add_(as_plain(grad))
+            onto[name].add_(grad)
     return {**grads, **onto}
 
 

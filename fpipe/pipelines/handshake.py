@@ -21,7 +21,6 @@ from fpipe.batching.signature import Signature
 from fpipe.errors import TransportError
 from fpipe.ir.variant import Variant
 from fpipe.meshes.copies import PipelineCopies
-from fpipe.meshes.holdings import as_plain
 from fpipe.pipelines.caches import Agreement
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
@@ -98,7 +97,7 @@ def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor])
     shared = [name for name, ranks in homes.items() if len(ranks) > 1 or copies.replicas > 1]
     if alone or not shared:
         return
-    mine = [int(digest_tensor(as_plain(held[name])), 16) >> 1 if name in held else 0 for name in shared]
+    mine = [int(digest_tensor(held[name]), 16) >> 1 if name in held else 0 for name in shared]
     rows = torch.cat(pipe.ranks.gather_rows(torch.tensor([[copies.position, *mine]])))
     for k, name in enumerate(shared):
         for position in sorted(set(rows[:, 0].tolist())):

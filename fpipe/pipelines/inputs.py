@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fpipe.autodiff.accumulation import Gradients
 from fpipe.batching.batch import SplitBatch
 from fpipe.batching.memory import require_apart
 from fpipe.errors import InputError
@@ -24,6 +25,7 @@ from fpipe.runtime.executor import Inputs
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
+from fpipe.tensors.placed import complete_part
 from fpipe.weights.state import require_state_names
 
 State: TypeAlias = dict[str, Tensor]
@@ -75,7 +77,7 @@ class Weights:
     def exchange(self, links: CopyLinks) -> Exchange:
         """Return the collectives of a step with these weights."""
         shards = {s.index: tuple([self.params[name] for name in s.parameters]) for s in self.plan.local_stages}
-        return Exchange(links, self.plan.layouts, shards, self._enter, self._leave)
+        return Exchange(links, self.plan.layouts, shards, self._enter, self._leave, self._complete)
 
     def _put(self, s: int, params: State) -> None:
         for cut, by_stage in self.by_cut.items():
@@ -90,6 +92,16 @@ class Weights:
         self.users[s] -= 1
         for by_stage in self.by_cut.values() if not self.users[s] else ():
             del by_stage[s]
+
+    def _complete(self, s: int, grads: Gradients) -> Gradients:
+        """Return the gradients of a stage; those that are still to be summed over the model's modules are."""
+        placed, names = self.plan.placed_gradients, self.plan.assembly.stages[s].grads
+        if not placed:
+            return grads
+        pairs = zip(names, grads, strict=True)
+        return tuple(
+            [complete_part(placed[name], one) if one is not None and name in placed else one for name, one in pairs]
+        )
 
 
 def _take_share(plan: Plan, batch: SplitBatch, needed: Iterable[int]) -> dict[int, Sequence[Tensor]]:

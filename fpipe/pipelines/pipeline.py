@@ -20,6 +20,7 @@ from fpipe.batching.batch import SplitBatch
 from fpipe.batching.signature import Signature
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.ir.variant import TRAINING, Variant
+from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
 from fpipe.pipelines.caches import Caches
@@ -32,6 +33,7 @@ from fpipe.report.footprint import measure_sizes
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
+from fpipe.tensors.placed import complete_place
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
@@ -164,7 +166,7 @@ class Pipeline:
         tensor(32.)
         """
         with wait_for_turn():
-            return self.adopt(load_values(self.model, self.training.share, source, fill, strict))
+            return self.adopt(load_values(self.model, self.training.share, self.training.placed, source, fill, strict))
 
     def initialise(
         self, function: Initializer = reset_parameters, *, seed: int
@@ -175,7 +177,7 @@ class Pipeline:
         leaves of this process (these are materialized, all other tensors are on meta), and for the modules that contain
         it. What it draws depends on the seed and on names only, not on ranks or cuts. The default calls
         `reset_parameters`, which torch's own modules have; for a Hugging Face model, pass `model._init_weights`. Raise
-        `InputError` for leaves that it does not set.
+        `InputError` for leaves that it does not set, and for a model with DTensors.
 
         >>> import torch, fpipe
         >>> from schedules import gpipe
@@ -187,18 +189,21 @@ class Pipeline:
         ['0.weight [8, 4]', '0.bias [8]', '1.weight [1, 8]', '1.bias [1]']
         """
         with wait_for_turn():
+            require_plain("initialise", self.training.placed, "Call pipe.init(model), with values.")
             return self.adopt(initialize(self.model, self.training.share, function, seed))
 
     def adopt(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return this process's parameters and buffers, made of `values` without copying.
 
-        `values` has a new tensor for each of them, of the right shape, dtype and device, by the model's own names.
+        `values` has a new tensor for each, of the right shape, dtype and device, by name; for a DTensor, the local one.
         Parameters become leaves that require a gradient where the model's did when the pipeline was built.
         """
         plan, trainable = self.training, self.training.assembly.captured.trainable
-        params = {name: self.holdings.adopt(values[name]).requires_grad_(name in trainable) for name in plan.params}
+        params = {
+            name: self.holdings.adopt(name, values[name]).requires_grad_(name in trainable) for name in plan.params
+        }
         self.caches.trainable.update({id(p): p for p in params.values() if p.requires_grad})
-        return params, {name: values[name] for name in plan.buffers}
+        return params, wrap_state({name: values[name] for name in plan.buffers}, plan.placed)
 
     def module(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
         """Return a copy of the model that holds `params` and `buffers`, without copying them, and else `None`.
@@ -281,7 +286,11 @@ class Pipeline:
     @cached_property
     def holdings(self) -> Holdings:
         """The form of the parameters that this process holds."""
-        return Holdings(self.copies)
+        plan = self.training
+        grads = plan.placed_gradients
+        if self.copies.count > 1:  # they are complete once copies have reduced them
+            grads = {name: complete_place(place) for name, place in grads.items()}
+        return Holdings(self.copies, plan.params, plan.placed, grads)
 
     @property
     def device(self) -> torch.device:

@@ -26,6 +26,7 @@ from fpipe.runtime.instructions import link
 from fpipe.runtime.recording import add_timers
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
+from fpipe.tensors.placed import Placed
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import bypass_autograd
 from fpipe.watching.watch import Watch
@@ -145,6 +146,16 @@ class Plan:
     def buffers(self) -> Mapping[str, Spec]:
         """The specs of the buffers that this process holds, by name."""
         return self._select(lambda stage: (*stage.buffers, *stage.unused), self.assembly.buffers)
+
+    @property
+    def placed(self) -> Mapping[str, Placed]:
+        """The placements of the parameters and buffers that are DTensors, by name."""
+        return self.assembly.placed
+
+    @property
+    def placed_gradients(self) -> Mapping[str, Placed]:
+        """The placements of the gradients of parameters that are DTensors, by name."""
+        return self.assembly.placed_gradients
 
     @cached_property
     def owners(self) -> Mapping[str, int]:

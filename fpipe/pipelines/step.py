@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fpipe.errors import InputError
 from fpipe.ir.variant import EVALUATION, Variant
+from fpipe.meshes.border import unwrap_state, wrap_state
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, assign_sums, join_sums, require_sums
 from fpipe.pipelines.fields import CommonArguments
@@ -94,11 +95,10 @@ def begin_step(
 ) -> tuple[Plan, dict[int, Inputs]]:
     """Check the arguments of a step and agree with all ranks; return its plan, and the inputs of each copy here."""
     require_gradients()
-    require_holdings(pipe, start.params, start.buffers)
-    require_flags(start.params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
+    given_params, start = start.params, unwrap_start(pipe, start)
+    require_flags(given_params, pipe.training.assembly.captured.trainable, pipe.caches.trainable)
     variant = scale_variant(cast, call.scale)
-    require_sums(start.onto, start.params, pipe.training, variant)
-    pipe.holdings.require("onto", start.onto)
+    require_sums(start.onto, start.params, pipe.training, variant, pipe.holdings.specs)
     total = find_weight_of_all(pipe, variant, *batch) if call.total is None else call.total
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)
     plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
@@ -107,31 +107,46 @@ def begin_step(
     return plan, {copy: inputs._replace(starts=starts, onto=sums) for copy, inputs in given.items()}
 
 
-def require_holdings(pipe: Pipeline, params: State, buffers: State) -> None:
-    """Raise `InputError`, naming the leaf, unless these are the parameters and buffers that this process holds."""
-    require_state("params", params, pipe.training.params)
-    require_state("buffers", buffers, pipe.training.buffers)
-    pipe.holdings.require("params", params)
-
-
 def finish_step(
     pipe: Pipeline, plan: Plan, start: Start, outcomes: Mapping[int, Mapping[int, Outcome]]
 ) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters."""
-    grads = join_gradients(pipe, plan, start.onto, outcomes)
+    grads = join_gradients(pipe, plan, unwrap_start(pipe, start).onto, outcomes)
     step = gather(plan, pipe.ranks, outcomes, start.buffers)
-    return step, {name: grads[name] for name in start.params if name in grads}
+    ordered = {name: grads[name] for name in start.params if name in grads}
+    return place_buffers(step, plan), wrap_state(ordered, pipe.holdings.placed_gradients)
+
+
+def place_buffers(step: Step, plan: Plan) -> Step:
+    """Return the step with DTensors for those buffers that are DTensors in the model."""
+    return step._replace(buffers=wrap_state(step.buffers, plan.placed))
+
+
+def unwrap_start(pipe: Pipeline, start: Start) -> Start:
+    """Return the plain tensors that a step begins with.
+
+    Raise `InputError`, naming the leaf, unless these are the parameters and buffers that this process holds.
+    """
+    held = pipe.holdings
+    plain = Start(
+        unwrap_state("params", start.params, held.placed),
+        unwrap_state("buffers", start.buffers, held.split),
+        unwrap_state("onto", start.onto, held.placed_gradients),
+    )
+    require_state("params", plain.params, held.specs)
+    require_state("buffers", plain.buffers, pipe.training.buffers)
+    return plain
 
 
 def join_gradients(
     pipe: Pipeline, plan: Plan, onto: State, outcomes: Mapping[int, Mapping[int, Outcome]]
 ) -> dict[str, Tensor]:
-    """Return the gradients as this process holds them, added to the earlier sums if copies reduced them."""
+    """Return the plain gradients that this process holds, added to the earlier sums if copies reduced them."""
     if plan.copies.count == 1:
         (outcome,) = outcomes.values()
         return join_sums(onto, collect_gradients(plan, outcome), plan)
     found = {copy: join_sums({}, collect_gradients(plan.parts[copy], one), plan) for copy, one in outcomes.items()}
-    return add_reduced(onto, pipe.holdings.join(found, plan.params))
+    return add_reduced(onto, pipe.holdings.join(found))
 
 
 def scale_variant(variant: Variant, scale: object) -> Variant:
@@ -151,13 +166,13 @@ def make_evaluation_step(pipe: Pipeline, record: Record | None) -> Callable[...,
 
     def step(params: State, buffers: State, inputs: Any, targets: Any = None, *, seed: int | None = None) -> Step:
         with suspend_autocast(EVALUATION) as what, pipe.ranks.enter_call("an evaluation"):
-            require_holdings(pipe, params, buffers)
+            params, buffers, _ = unwrap_start(pipe, Start(params, buffers, {}))
             has_loss = pipe.computes_loss or pipe.ranks.agree_if_any(targets is not None)
             variant = replace(what, loss=has_loss)
             total = find_weight_of_all(pipe, variant, inputs, targets)
             batch = pipe.batch(variant, inputs, targets, pipe.ranks.exchange_text, total)
             plan, given = agree_to_step(pipe, variant, params, buffers, batch, CommonArguments(seed))
             outcomes = run_copies(pipe, plan, given, record)
-            return gather(plan, pipe.ranks, outcomes, buffers)
+            return place_buffers(gather(plan, pipe.ranks, outcomes, buffers), plan)
 
     return step

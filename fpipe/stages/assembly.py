@@ -23,7 +23,7 @@ from fpipe.autodiff.interface import ArgumentIndex, StageFunctions, WeightIndex,
 from fpipe.autodiff.recorded import Recorded
 from fpipe.autodiff.skipping import skip_absent
 from fpipe.cutting.routing import Section, route
-from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter
+from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Constant, Function, Hook, Parameter, Value
 from fpipe.ir.observation import observe
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.crossings import Crossings, cross, names_of
@@ -31,6 +31,7 @@ from fpipe.stages.metadata import Metadata, infer, is_asking
 from fpipe.stages.stage import Stage
 from fpipe.stages.uncut import build_whole
 from fpipe.stages.wiring import wire
+from fpipe.tensors.placed import Placed, require_whole_result
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.tensors.tree import require_transparent
 from schedules import Graph, Placement, linear
@@ -69,6 +70,22 @@ class Assembly:
     def buffers(self) -> Mapping[str, Spec]:
         """The spec of every buffer, by name."""
         return self._specs(Buffer)
+
+    @cached_property
+    def placed(self) -> Mapping[str, Placed]:
+        """The placements of the parameters and buffers that are DTensors, by name."""
+        return {name: self.captured.placed[value] for name, value in self._placed_values.items()}
+
+    @cached_property
+    def placed_gradients(self) -> Mapping[str, Placed]:
+        """The placements of the gradients of parameters that are DTensors, by name."""
+        arrivals, placed = self.captured.arrivals, self.captured.placed
+        return {name: arrivals.of(value, placed[value]) for name, value in self._placed_values.items()}
+
+    @property
+    def _placed_values(self) -> Mapping[str, Value]:
+        named = [(v, one) for v, one in self.captured.sources.items() if isinstance(one, Parameter | Buffer)]
+        return {one.name: value for value, one in named if value in self.captured.placed}
 
     def _specs(self, kind: type[Parameter | Buffer]) -> Mapping[str, Spec]:
         fakes = self.captured.fakes
@@ -151,6 +168,8 @@ def assemble(
     """
     if outputs:
         require_transparent("outputs", captured.structure)
+        for value in captured.outputs:
+            require_whole_result("outputs", captured.placed.get(value))
     loss = () if captured.loss is None else (captured.loss,)
     results = (*loss, *captured.outputs) if outputs else loss
     observed = observe(captured)

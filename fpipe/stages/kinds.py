@@ -60,6 +60,8 @@ def require_alike(assemblies: Sequence[Assembly]) -> None:
             continue
         if other.captured.structure.spec != first.captured.structure.spec:
             raise _unlike(i, "outputs", other.captured.structure.spec, first.captured.structure.spec)
+        if other.placed_gradients != first.placed_gradients:
+            raise _unlike(i, "placements of gradients", other.placed_gradients, first.placed_gradients)
         for mine, theirs in zip(other.stages, first.stages, strict=True):
             if _holds(mine) != _holds(theirs):
                 raise _unlike(i, f"parameters and buffers in stage {mine.index}", _holds(mine), _holds(theirs))

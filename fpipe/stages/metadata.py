@@ -31,7 +31,12 @@ from fpipe.tensors.effects import Effects
 from fpipe.tensors.fake import note_effects
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec, Spec
-from fpipe.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from fpipe.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    finish_collective,
+)
 
 
 @dataclass(frozen=True)
@@ -265,6 +270,7 @@ def _grads(
             f"stage {s}: got {type(error).__name__} in its backward: {error}. Call backward() on the model's own loss; "
             "it should raise the same error. If it complains about an in-place change, compute a new tensor instead."
         ) from error
+    found = [None if one is None else finish_collective(one) for one in found]
     forward.watch.note(answers)
     if effects.drawn and function.scope is None:  # else a checkpoint may redraw what it drew
         raise CaptureError(

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fpipe.torch_private import FakeTensor, OpOverload, TorchDispatchMode
+from fpipe.errors import CaptureError
+from fpipe.tensors.placed import HOLDERS, Placed, storage_holder
+from fpipe.torch_private import DisableTorchFunction, FakeTensor, OpOverload, TorchDispatchMode
 
 UNDECLARED: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
@@ -30,7 +33,13 @@ TRAINING_FLAG = 5  # the position of the training flag; if false, the arguments 
 
 
 def memory(tensor: Tensor) -> int:
-    """Return an identifier of a live tensor's storage; for a sparse tensor, which has none, a unique number."""
+    """Return an identifier of a live tensor's storage; for a sparse tensor, which has none, a unique number.
+
+    For a DTensor, it is that of the local tensor.
+    """
+    if isinstance(tensor, HOLDERS):
+        with DisableTorchFunction():  # a recorder does not know the local tensor
+            return memory(storage_holder(tensor))
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -id(tensor)
 
 
@@ -127,3 +136,19 @@ def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
         if declared.name == name:
             return args[position] if position < len(args) else kwargs.get(name, declared.default_value)
     return None
+
+
+def require_same_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise `CaptureError` if an operator draws random numbers for a DTensor that is not whole on every process.
+
+    Each process would draw the same numbers, for different parts.
+    """
+    placed = [Placed.of(one) for one in (*args, *kwargs.values()) if isinstance(one, DTensor)]
+    parts = [one for one in placed if not (one.is_complete and one.mesh.device_type == "cpu")]
+    if parts and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+        if _argument(func, "dropout_p", args, kwargs) == 0:
+            return
+        raise CaptureError(
+            f"{func}: got random numbers drawn for {parts[0]}, expected draws for plain tensors, which follow from the "
+            "step's seed. Set dropout to 0, or draw where the tensor is plain (use_local_output=True)."
+        )

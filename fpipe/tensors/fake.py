@@ -14,12 +14,14 @@ from typing import Any, cast
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fpipe.tensors.attributes import MARKS, marks
 from fpipe.tensors.collectives import preserve_python_generator
-from fpipe.tensors.effects import Effects, is_collective, memory
+from fpipe.tensors.effects import Effects, is_collective, memory, require_same_draws
 from fpipe.tensors.fake_cache import ResultCache, is_plain
 from fpipe.tensors.layouts import LAYOUT_RULES, apply_layout, aten
+from fpipe.tensors.placed import HOLDERS, Placed, local_part
 from fpipe.torch_private import (
     DisableTorchFunction,
     DynamicOutputShapeException,
@@ -110,6 +112,9 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return args[0].device
         kwargs = kwargs or {}
+        if any(kind in HOLDERS for kind in types):
+            require_same_draws(func, args, kwargs)
+            return NotImplemented  # it calls operators on local tensors
         effects, self.effects = self.effects, None
         if effects is None:
             return self._result(func, types, args, kwargs)
@@ -236,7 +241,12 @@ def note_effects(mode: FakeTensorMode, effects: Effects) -> Iterator[None]:
 
 
 def fake(mode: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a fake tensor with a tensor's metadata and marks, on the same device; for one on meta, on `device`."""
+    """Return a fake tensor with a tensor's metadata and marks, on the same device; for one on meta, on `device`.
+
+    For a DTensor, return one whose local tensor is fake.
+    """
+    if isinstance(tensor, DTensor):
+        return Placed.of(tensor).place(fake(mode, local_part(tensor), device))
     home = device if tensor.device.type == "meta" else tensor.device
     with in_kernel_invocation_manager(mode):
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from fpipe.errors import InputError
-from fpipe.meshes.holdings import as_plain
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
+from fpipe.tensors.placed import local_part, without_partial
 from fpipe.training.norms import choose_gradients, compute_total
 
 
@@ -76,7 +76,7 @@ def clip_value(grads: State, value: float, donate: bool = False) -> State:
     {'bias': tensor([-1.0000,  0.5000])}
     """
     limit = require_bound("value", value)
-    clamped = {name: grad if donate else grad.clone() for name, grad in grads.items()}
+    clamped = {name: grad if donate else grad.clone() for name, grad in _add_parts(grads).items()}
     clip_grad_value_(_hold(clamped.values()), limit)
     return clamped
 
@@ -89,10 +89,15 @@ def require_bound(what: str, value: float) -> float:
     return number
 
 
+def _add_parts(grads: State) -> State:
+    """Return the gradients; those that are still to be summed over processes are summed."""
+    return {name: without_partial(grad) for name, grad in grads.items()}
+
+
 def _hold(grads: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors that have these, or the local tensors of DTensors, as their `.grad`."""
+    """Return tensors that have these, or their local tensors, as their `.grad`."""
     holders = []
-    for grad in map(as_plain, grads):
+    for grad in map(local_part, grads):
         holder = grad.detach()
         holder.grad = grad
         holders.append(holder)

@@ -22,14 +22,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from fpipe.errors import InputError
-from fpipe.meshes.holdings import as_plain
+from fpipe.meshes.border import require_same_placement
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.norm_table import NormTable, list_gradients
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.runtime.fingerprint import digest
 from fpipe.runtime.transport.agreement import Field
+from fpipe.tensors.placed import is_placed, local_part, whole_tensor, without_partial
 from fpipe.torch_private import foreach_norm
 from fpipe.training.patterns import as_patterns, select_names
 
@@ -78,9 +80,10 @@ def all_finite(pipe: Pipeline, grads: State) -> Tensor:
     """
     with pipe.ranks.enter_call("all_finite"):
         require_gradients_of(pipe, grads)
-        ends = [end for grad in grads.values() for end in _find_ends(as_plain(grad))]
+        ends = [end for grad in grads.values() for end in _find_ends(local_part(grad))]
         finite = torch.stack(ends).isfinite().all() if ends else torch.tensor(True, device=pipe.device)
         pipe.ranks.agree()
+        finite = agree_over_meshes(finite, grads.values())
         return pipe.ranks.gather_vectors(finite.to(pipe.device)[None]).all()
 
 
@@ -94,25 +97,29 @@ def choose_gradients(pipe: Pipeline, grads: State, names: str | Iterable[str]) -
 def compute_total(pipe: Pipeline, chosen: State, order: float, *arguments: str) -> Tensor:
     """Return the norm of the chosen gradients; called inside of a call of all ranks, which agree on the arguments."""
     order = float(order)
-    _require_order(order, pipe.copies.shards)
     shards = _find_shards(pipe, {name: chosen[name] for name in pipe.owned if name in chosen})
+    _require_order(order, pipe.copies.shards)
     norms = [_compute_norms(one, order) for one in shards.values()]
     table = _agree_on_table(pipe, shards, (f"order={order}", *arguments))
     rows = torch.cat([table.row(one, pipe.device) for one in norms])
     return table.combine(pipe.ranks.gather_vectors(rows), order)
 
 
-def _find_shards(pipe: Pipeline, grads: State) -> dict[int, State]:
-    """Return the plain tensors of the gradients, by the number of the shard that they are of; none if they are empty.
+def _find_shards(pipe: Pipeline, grads: State) -> dict[tuple[int, int], State]:
+    """Return the tensors of the gradients that count on this process, by the numbers of their part and of their shard.
 
-    Replicas have the same gradients; the first one's count.
+    They are plain. Only without a mesh around the pipeline are those that the model's modules have split DTensors, and
+    the processes of these combine the norms. Empty shards are left out, and all but the first of several equal tensors.
     """
-    copies = pipe.copies
-    if copies.shards == 1:
-        return {0: grads if 0 in copies.here else {}}
-    found = {copies.shard_of(copy): pipe.holdings.locals(grads, copy) for copy in copies.here[: copies.shards]}
-    counts = copies.here[0] < copies.shards
-    return {k: {name: one for name, one in own.items() if counts and one.numel()} for k, own in found.items()}
+    copies, held = pipe.copies, pipe.holdings
+    if copies.here[0] >= copies.shards:
+        return {(copies.part, copies.shard_of(copies.here[0])): {}}
+    if copies.mesh is None and copies.shards == 1:
+        return {(0, 0): grads}
+    complete = {name: without_partial(grad) for name, grad in grads.items()}
+    plain = {name: local_part(grad) for name, grad in complete.items() if held.counts(name)}
+    found = {copies.shard_of(copy): held.locals(plain, copy) for copy in copies.here[: copies.shards]}
+    return {(copies.part, k): {name: one for name, one in own.items() if one.numel()} for k, own in found.items()}
 
 
 def _require_order(order: float, shards: int) -> None:
@@ -127,44 +134,58 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
         raise InputError(
             f"grads: got {type(grads).__name__}, expected a dict by name. Pass the gradients that the step returned."
         )
-    params = pipe.training.params
+    params, placed = pipe.training.params, pipe.holdings.placed
     for name, grad in grads.items():
         if name not in params:
             raise InputError(
                 f"grads[{name!r}]: got a name that is none of this process's parameters, expected some of "
                 f"{list(params)[:8]}. Pass the gradients that a step of this pipeline returned."
             )
-        if not isinstance(grad, Tensor) or grad.shape != params[name].shape:
+        shape = placed[name].shape if name in placed else params[name].shape
+        if not isinstance(grad, Tensor) or grad.shape != shape or is_placed(grad) is not (name in placed):
             got = f"shape {list(grad.shape)}" if isinstance(grad, Tensor) else type(grad).__name__
+            kind = "DTensor" if name in placed else "tensor"
             raise InputError(
-                f"grads[{name!r}]: got {got}, expected a tensor of shape {list(params[name].shape)}. Pass the "
-                "gradients that a step of this pipeline returned."
+                f"grads[{name!r}]: got {got}, expected a {kind} of shape {list(shape)}. Pass the gradients that a step "
+                "of this pipeline returned."
             )
-    pipe.holdings.require("grads", grads)
+        if isinstance(grad, DTensor) and grad.device_mesh != placed[name].mesh:
+            require_same_placement(f"grads[{name!r}]", grad, pipe.holdings.placed_gradients.get(name))
 
 
-def _agree_on_table(pipe: Pipeline, shards: Mapping[int, State], arguments: Sequence[str]) -> NormTable:
+def _agree_on_table(pipe: Pipeline, shards: Mapping[tuple[int, int], State], arguments: Sequence[str]) -> NormTable:
     """Return where the norms of all processes go, once all ranks have agreed on the arguments of the call.
 
     Every rank learns the digests of all ranks' lists of gradients. If these were seen before, so were the lists.
     """
-    listed, known = json.dumps([(k, list_gradients(own.items())) for k, own in shards.items()]), pipe.caches.norm_tables
+    listed, known = (
+        json.dumps([(*at, list_gradients(own.items())) for at, own in shards.items()]),
+        pipe.caches.norm_tables,
+    )
     notes = tuple(pipe.ranks.agree(lambda: [Field.of("arguments", arguments)], note=digest([listed])))
     if notes not in known:
         rows = pipe.ranks.exchange_text(listed, "which gradients there are")
         if len(known) >= KEPT_TABLES:
             del known[next(iter(known))]
-        known[notes] = NormTable.of([pair for row in rows for pair in json.loads(row)], pipe.names, pipe.device)
+        known[notes] = NormTable.of([one for row in rows for one in json.loads(row)], pipe.names, pipe.device)
     return known[notes]
 
 
 def _compute_norms(grads: State, order: float) -> list[Tensor]:
     """Return the norm of each gradient; those of one dtype go together, which chooses the kernel on an accelerator."""
     found: dict[str, Tensor] = {}
-    for dtype in dict.fromkeys(grad.dtype for grad in grads.values()):
-        same = {name: grad.detach() for name, grad in grads.items() if grad.dtype == dtype}
+    for kind in dict.fromkeys((grad.dtype, is_placed(grad)) for grad in grads.values()):
+        same = {name: grad.detach() for name, grad in grads.items() if (grad.dtype, is_placed(grad)) == kind}
         found.update(zip(same, foreach_norm(list(same.values()), order), strict=True))
-    return [found[name] for name in grads]
+    return [whole_tensor(found[name]) for name in grads]
+
+
+def agree_over_meshes(finite: Tensor, grads: Iterable[Tensor]) -> Tensor:
+    """Return whether `finite` is true on all processes that hold parts of the gradients; these must all call this."""
+    for mesh in dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor)):
+        wrong = DTensor.from_local((~finite).float(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        finite = wrong.full_tensor() == 0
+    return finite
 
 
 def _find_ends(grad: Tensor) -> tuple[Tensor, ...]:

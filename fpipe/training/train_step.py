@@ -30,6 +30,7 @@ from torch import Tensor
 from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.ir.variant import Variant
+from fpipe.meshes.border import require_plain, wrap_state
 from fpipe.pipelines.argument_checks import require_backward
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.earlier_sums import join_sums
@@ -110,6 +111,7 @@ def train_step(
     (torch.Size([]), torch.Size([]), ['step', 'exp_avg', 'exp_avg_sq'])
     """
     require_backward(pipe.schedule)
+    require_plain("train_step", pipe.training.placed, "Call value_and_grad, clip and optimizer.update.")
     limit = None if max_norm is None else require_bound("max_norm", max_norm)
     variant = Variant(training=True, loss=True, outputs=outputs)
     with suspend_autocast(variant), pipe.ranks.enter_call("train_step"):
@@ -182,7 +184,7 @@ class Updater(NamedTuple):
 
     def within(self, pipe: Pipeline, plan: Plan, onto: State) -> Callable[..., Version]:
         """Return the update that every `U` of the program runs: of its stage, from the gradients of its rank."""
-        ((copy, part),) = plan.parts.items()
+        (part,) = plan.parts.values()
 
         def update(s: int, i: int, grads: Mapping[int, Any], shared: Mapping[tuple[int, int], Tensors]) -> Version:
             names = part.names_by_update.get((s, i), ())
@@ -190,7 +192,7 @@ class Updater(NamedTuple):
             if plan.copies.count == 1:
                 found = join_sums(onto, terms, plan)
             else:
-                reduced = pipe.holdings.join({copy: join_sums({}, terms, plan)}, plan.params)
+                reduced = wrap_state(join_sums({}, terms, plan), pipe.holdings.placed_gradients)
                 found = {
                     **onto,
                     **{name: onto[name] + grad if name in onto else grad for name, grad in reduced.items()},

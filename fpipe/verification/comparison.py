@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fpipe.errors import MismatchError
 from fpipe.ir.captured import Tensors
 from fpipe.ir.objective import Objective
+from fpipe.tensors.placed import local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import flatten, same_bits
+from fpipe.torch_private import finish_collective
 from fpipe.verification.one_device import CopySum
 
 ALIGNMENT = 64  # bytes; the alignment of a matrix affects how it is summed
@@ -126,7 +129,8 @@ def require_equal(got: Results, expected: Results, against: str, tolerance: floa
     magnitude.
     """
     count = 0
-    for name, mine, theirs in _leaf_pairs(got, expected):
+    for name, *pair in _leaf_pairs(got, expected):
+        mine, theirs = _local_pair(*pair)
         count += 1
         if mine is None or theirs is None:
             which = "nothing" if mine is None else "a tensor"
@@ -163,6 +167,15 @@ def _is_close(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
 
 def _difference(mine: Tensor, theirs: Tensor) -> float:
     return float((mine.double() - theirs.double()).abs().max())
+
+
+def _local_pair(mine: Tensor | None, theirs: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the local tensors of two DTensors, placed as the first; other tensors as they are."""
+    if isinstance(mine, DTensor) and isinstance(theirs, DTensor):
+        if mine.placements != theirs.placements:
+            theirs = theirs.redistribute(placements=mine.placements)
+        return finish_collective(local_part(mine)), finish_collective(local_part(theirs))
+    return mine, theirs
 
 
 def _leaf_pairs(got: Results, expected: Results) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:

@@ -12,13 +12,14 @@ from fpipe.batching.memory import require_apart
 from fpipe.batching.signature import Signature
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
+from fpipe.meshes.border import unwrap_state, wrap_state
 from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, merge_results
-from fpipe.pipelines.step import ValueAndGrad, scale_variant
+from fpipe.pipelines.step import ValueAndGrad, place_buffers, scale_variant
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
@@ -42,10 +43,11 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
         scale: float | None = None,
         total: float | None = None,
     ) -> tuple[Step, State]:
+        params, buffers = unwrap_state("params", params, known.placed), unwrap_state("buffers", buffers, known.placed)
         require_state("params", params, known.parameters)
         require_state("buffers", buffers, known.buffers)
         require_gradients()
-        sums = {} if onto is None else onto
+        sums = {} if onto is None else unwrap_state("onto", onto, known.placed_gradients)
         with suspend_autocast(variant) as cast:
             what = scale_variant(cast, scale)
             batch = pipe.batch(what, inputs, targets, total=total)
@@ -60,7 +62,8 @@ def make_reference_step(pipe: Pipeline, variant: Variant) -> ValueAndGrad:
                 results, state, made = run_on_one_device(plan, params, buffers, parts, keys, sums, first, start)
         new = {**buffers, **dict(zip(plan.assembly.whole.buffers, state, strict=True))}
         grads = join_sums(sums, made, plan) if plan.copies.count == 1 else add_reduced(sums, join_sums({}, made, plan))
-        return Step(*merge_results(plan, results), new), {name: grads[name] for name in params if name in grads}
+        out = place_buffers(Step(*merge_results(plan, results), new), plan)
+        return out, wrap_state({name: grads[name] for name in params if name in grads}, known.placed_gradients)
 
     return step
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fpipe.ir.variant import Variant
-from fpipe.meshes.holdings import gather_whole
 from fpipe.model.snapshot import restore_model
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.inputs import State
@@ -22,7 +21,7 @@ from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.step import make_training_step
 from fpipe.tensors import random
 from fpipe.verification.comparison import Results, Verification, require_equal, require_numbers, run_eagerly
-from fpipe.verification.model_state import descend, gather_state, lend_state, read_state
+from fpipe.verification.model_state import descend, gather_shards, gather_state, lend_state, read_state
 from fpipe.verification.one_device import CopySum, find_orders
 from fpipe.verification.reference import make_reference_step
 
@@ -74,7 +73,7 @@ def _verify_step(
     """Verify one step; return how much was equal, and the state after it: this process's share, and the whole."""
     pipe, variant, params = trial.pipe, trial.variant, share[0]
     step, grads = make_training_step(pipe, variant, None)(*share, *trial.batch, seed=seed)
-    got = Results(step.loss, step.outputs, {n: gather_whole(grad) for n, grad in grads.items()}, step.buffers)
+    got = Results(step.loss, step.outputs, gather_shards(pipe, grads), step.buffers)
     step, every = make_reference_step(pipe, variant)(*whole, *trial.batch, seed=seed)
     wanted = Results(step.loss, step.outputs, every, step.buffers).restrict(params)
     compared = require_equal(got, wanted, "the reference", trial.tolerance)

@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from fpipe.capture.modules import as_module
 from fpipe.errors import InputError
+from fpipe.meshes.border import require_same_placement
+from fpipe.tensors.placed import Placed, local_part
 from fpipe.tensors.spec import Spec
 from fpipe.tensors.tree import same_bits
+from fpipe.torch_private import finish_collective
 from fpipe.weights.initialization import Initializer, initialize, list_aliases, list_leaves
 from fpipe.weights.state import require_leaf
 
@@ -28,9 +31,16 @@ ValueSource: TypeAlias = nn.Module | Sequence[Any] | Mapping[str, Tensor]
 
 
 def load_values(
-    model: nn.Module, held: Collection[str], source: ValueSource, fill: Initializer | None = None, strict: bool = True
+    model: nn.Module,
+    held: Collection[str],
+    placed: Mapping[str, Placed],
+    source: ValueSource,
+    fill: Initializer | None = None,
+    strict: bool = True,
 ) -> dict[str, Tensor]:
     """Return copies of the values of a model's `held` leaves; `fill` initializes buffers that no state dict has.
+
+    `placed` says which leaves are DTensors, and how; the copies are of their local tensors.
 
     Raises `InputError` for a leaf without a value, or of another shape or dtype; for a leaf with two different values;
     and, if `strict`, for names that the model does not have.
@@ -45,8 +55,10 @@ def load_values(
         made = initialize(model, [name for name in missing if name in list_transient_buffers(model)], fill, seed=0)
     _require_none([name for name in missing if name not in made], list_transient_buffers(model))
     fakes = list_leaves(model)
+    specs = {name: Spec.of(local_part(fakes[name])) for name in held}
     return {
-        name: made[name] if name in made else _copy_value(values, found[name], Spec.of(fakes[name])) for name in held
+        name: made[name] if name in made else _copy_value(values, found[name], specs[name], placed.get(name))
+        for name in held
     }
 
 
@@ -72,9 +84,9 @@ def list_transient_buffers(model: nn.Module) -> set[str]:
     }
 
 
-def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec) -> Tensor:
+def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec, placed: Placed | None) -> Tensor:
     """Return a copy of the value that `source` has under these names; raise `InputError` if they differ."""
-    value, *others = [_read_value(source, alias, spec) for alias in places]
+    value, *others = [_read_value(source, alias, spec, placed) for alias in places]
     for alias, other in zip(places[1:], others, strict=True):
         if not same_bits(value, other):
             raise InputError(
@@ -85,8 +97,11 @@ def _copy_value(source: Mapping[str, Any], places: Sequence[str], spec: Spec) ->
         return spec.empty().copy_(value)
 
 
-def _read_value(source: Mapping[str, Any], name: str, spec: Spec) -> Tensor:
+def _read_value(source: Mapping[str, Any], name: str, spec: Spec, placed: Placed | None) -> Tensor:
     value = source[name]
+    if isinstance(value, Tensor):
+        require_same_placement(f"source[{name!r}]", value, placed)
+        value = finish_collective(local_part(value))
     require_leaf("source", name, value, spec)
     assert isinstance(value, Tensor), "checked"
     return value.detach()

@@ -28,7 +28,9 @@ from fpipe.capture.trace.settled_run import SettledRun, Settling
 from fpipe.ir.captured import Call, Captured, Value
 from fpipe.ir.objective import Objective
 from fpipe.ir.tape import Frame, Tape
+from fpipe.runtime.segments.placing import find_placed, fuse_placed, has_holders
 from fpipe.tensors.fake import fake
+from fpipe.tensors.placed import Arrivals, local_part, require_whole_result
 from fpipe.tensors.tree import flatten
 
 
@@ -57,8 +59,10 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
     recorder = run.recorder
     tensors, structure = flatten(run.outputs, opaque=True)
     values, tape = recorder.values, build_tape(recorder)
+    placed, arrivals = find_placed(values.tensors), Arrivals()
     _require_own_parameters(recorder, tape)
     outputs, loss = tuple(map(values.read, tensors)), None if run.loss is None else values.read(run.loss)
+    require_whole_result("loss", None if loss is None else placed.get(loss))
     results = (*outputs, *(() if loss is None else (loss,)), *recorder.reassignments.next_values.values())
     rehearsal = _rehearsal(model, settling, run, tape)
     with rehearsal.prepare() as rehearse:
@@ -72,13 +76,15 @@ def _assemble(model: FakeModel, settling: Settling, run: SettledRun) -> Captured
         loss=loss,
         outputs=outputs,
         structure=structure,
-        fakes={value: fake(model.mode, values.tensors[value], model.device) for value in sources},
+        fakes={value: fake(model.mode, local_part(values.tensors[value]), model.device) for value in sources},
         mode=model.mode,
         trainable=model.trainable,
         calls=tuple([_summarize(frame, builder) for frame in frames]),
         observed=build_observed(recorder),
         dynamic=model.trainable if any(frame.branching for frame in tape.frames) else frozenset(),
-        fuse=builder.fuse,
+        fuse=fuse_placed(builder.fuse, placed, arrivals) if has_holders(values.tensors.values()) else builder.fuse,
+        placed=placed,
+        arrivals=arrivals,
         reassigned=recorder.reassignments.next_values,
         moved=run.changed_attributes,
         differing=lambda positions: _numbers(frames, builder.differing_frames(positions)),

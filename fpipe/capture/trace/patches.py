@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
 from fpipe.capture.assumed_values import check_all, check_valid
@@ -139,6 +140,8 @@ class Replacements:
         yield *ARGUMENT_CHECK, self._record_calls(check_valid)
         yield *FUSED_ATTENTION, self._record_calls(attention)
         yield *CHECKPOINT, self._checkpoint
+        for name in ("to_local", "redistribute", "full_tensor"):  # these look at the local tensor, which no call made
+            yield DTensor, name, self._record_calls(current(DTensor, name))
         for owner, name in TRANSFORMS:
             yield owner, name, self._record_calls(current(owner, name))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fpipe.errors import InputError
 from fpipe.ir.captured import Operation, Tensors, Value
@@ -24,6 +25,7 @@ from fpipe.model.snapshot import restore_attributes
 from fpipe.runtime.segments.branching import attach
 from fpipe.runtime.segments.collected import InnerOutput, InnerOutputs
 from fpipe.runtime.segments.seats import Seat
+from fpipe.tensors.placed import Placed, local_part
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def drop_unread(operation: Operation, used: Collection[Value], fakes: Mapping[Va
 
 def _zeros_like(fake: Tensor) -> Tensor:
     """Return real zeros of the same shape and dtype: code that checks for fake tensors must find none in a step."""
-    return torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
+    shape = local_part(fake).shape
+    zeros = torch.zeros((), dtype=fake.dtype, device=fake.device).expand(shape)
+    return Placed.of(fake).place(zeros) if isinstance(fake, DTensor) else zeros
 
 
 def attach_outputs(frame: Frame, operation: Operation, parameters: Sequence[Seat]) -> Operation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fpipe
-from fpipe.meshes.holdings import as_plain
+from fpipe.tensors.placed import local_part, without_partial
 from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from tests.common import tensor_parallel
 from tests.common.sizes import NIGHTLY
 from tests.common.training import llama
 from tests.common.zoo import ZOO
@@ -71,6 +73,13 @@ def grouped_query_llama() -> Task:
     return Task(model, loss, [(ids.roll(k, 0), ids.roll(k + 1, 1)) for k in range(STEPS)])
 
 
+def split_gpt() -> Task:
+    """A GPT whose modules are split over `tp`, sequences between them too."""
+    ids, wanted = tensor_parallel.words()
+    data = [(torch.cat([ids, wanted]).roll(k, 0), torch.cat([wanted, ids]).roll(k, 0)) for k in range(STEPS)]
+    return Task(tensor_parallel.GPT(), tensor_parallel.entropy, data)
+
+
 TASKS = {"gpt": gpt, "llama": grouped_query_llama}
 
 
@@ -99,7 +108,7 @@ def train_without_a_pipeline(task: Task, mesh: DeviceMesh, copies: int, mine: in
         adam.zero_grad()
     named = dict(model.named_parameters())
     return Run(
-        {name: as_plain(p.detach()) for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms
+        {name: local_part(p.detach()) for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms
     )
 
 
@@ -111,7 +120,8 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, 
     params, buffers = pipe.init(model)
     adam, norms = fpipe.optimizer(torch.optim.AdamW, lr=RATE), []
     state = adam.init(params)
-    step, update = fpipe.value_and_grad(pipe), fpipe.train_step(pipe, adam, max_norm=LIMIT)
+    step = fpipe.value_and_grad(pipe)
+    update: Any = fpipe.train_step(pipe, adam, max_norm=LIMIT) if within else None
     for x, y in data:
         if within:
             _, params, state, norm = update(params, buffers, state, (x,), y)
@@ -120,7 +130,7 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, 
             grads, norm = fpipe.clip(pipe, grads, LIMIT)
             params, state = adam.update(grads, state, params)
         norms.append(norm)
-    return Run({name: as_plain(p.detach()) for name, p in params.items()}, state, norms)
+    return Run({name: local_part(p.detach()) for name, p in params.items()}, state, norms)
 
 
 def require_same_run(got: Run, wanted: Run) -> None:
@@ -129,7 +139,52 @@ def require_same_run(got: Run, wanted: Run) -> None:
     for name, p in got.params.items():
         assert same_bits(p, wanted.params[name]), name
         for slot in ("exp_avg", "exp_avg_sq"):
-            assert same_bits(as_plain(got.state[name][slot]), as_plain(wanted.state[name][slot])), (name, slot)
+            assert same_bits(local_part(got.state[name][slot]), local_part(wanted.state[name][slot])), (name, slot)
+
+
+def _make_split_case(family: str, **sizes: int) -> None:
+    """The same with modules that are split over `tp`: torch's own way is `fully_shard` of what it has parallelized."""
+    around = next(name for name in sizes if name not in ("pp", "tp"))
+
+    def run(rank: int, size: int) -> None:
+        mesh = mesh_of(**sizes)
+        made = split_gpt()
+        made = made._replace(model=tensor_parallel.by_sequence(made.model, mesh["tp"]))
+        wanted = train_split(made, mesh, around)
+        options = {"shard": fpipe.Sharded("fsdp", gathered=1)} if around == "fsdp" else {"dp": "dp"}
+        got = train_with_a_pipeline(made, mesh, FAMILIES[family](ranks=2, microbatches=MICROBATCHES), False, **options)
+        require_same_run(got, wanted)
+
+    run.__name__ = f"split_gpt_{family}_on_{'_'.join(f'{size}_{name}' for name, size in sizes.items())}"
+    case(run)
+
+
+def train_split(task: Task, mesh: DeviceMesh, around: str) -> Run:
+    """The training run of a parallelized model without a pipeline."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it returns a view, which nobody writes to
+    model, copies = tensor_parallel.by_sequence(tensor_parallel.GPT(), mesh["tp"]), mesh[around].size()
+    for module in (*model.blocks, model) if around == "fsdp" else ():
+        fully_shard(module, mesh=mesh["fsdp"])
+    adam, norms, mine = torch.optim.AdamW(model.parameters(), lr=RATE), [], mesh.get_local_rank(around)
+    for x, y in task.data:
+        rows = zip(*[one.chunk(copies)[mine].chunk(MICROBATCHES) for one in (x, y)], strict=True)
+        for i, (a, b) in enumerate(rows):
+            if around == "fsdp":
+                model.set_requires_gradient_sync(i == MICROBATCHES - 1)
+            (task.loss(model(a), b) / MICROBATCHES).backward()
+        for p in model.parameters() if around == "dp" else ():
+            p.grad = without_partial(p.grad)
+            dist.all_reduce(local_part(p.grad), group=mesh.get_group("dp"))
+            p.grad /= copies
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT).full_tensor())
+        adam.step()
+        adam.zero_grad()
+    named = dict(model.named_parameters())
+    return Run(
+        {name: local_part(p.detach()) for name, p in named.items()},
+        {name: adam.state[p] for name, p in named.items()},
+        norms,
+    )
 
 
 def _make_case(task: str, family: str, **sizes: int) -> None:
@@ -156,6 +211,11 @@ for _task in TASKS:
         _make_case(_task, _family, pp=2, dp=2)
         _make_case(_task, _family, pp=2, fsdp=2)
         _make_case(_task, _family, pp=2, dp=2, fsdp=2)
+
+
+for _family in FAMILIES:
+    _make_split_case(_family, pp=2, dp=2, tp=2)
+    _make_split_case(_family, pp=2, fsdp=2, tp=2)
 
 
 @case
@@ -221,7 +281,7 @@ def wrong_tensors_on_a_mesh_are_refused_on_all_ranks(rank, size):
     whole = params[name].full_tensor().detach().requires_grad_()
     spread = distribute_tensor(whole.detach(), mesh["fsdp"], [Replicate()]).requires_grad_()
     other = distribute_tensor(whole.detach(), mesh["pp"], [Shard(0)]).requires_grad_()
-    for value, words in ((whole, "got a plain tensor"), (spread, "Replicate()"), (other, "got a DTensor over")):
+    for value, words in ((whole, "got a plain tensor"), (spread, "Replicate()"), (other, "on mesh ('pp',)")):
         bad = {**params, name: value} if rank == size - 1 else params
         with raises(fpipe.InputError if rank == size - 1 else fpipe.TransportError, words):
             step(bad, buffers, (x,), y)

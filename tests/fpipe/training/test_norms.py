@@ -34,7 +34,7 @@ def test_norms_of_several_dtypes_are_combined_in_the_order_of_torch():
     """Few orders show in the last bit, so there are many tries."""
     for seed in range(40):
         grads = {f"p{k}": gradient([k + 2], DTYPES[k % 3], 100 * seed + k) for k in range(30)}
-        table = NormTable.of([(0, list_gradients(grads.items()))], grads, CPU)
+        table = NormTable.of([(0, 0, list_gradients(grads.items()))], grads, CPU)
         row = table.row([foreach_norm([grad], 2.0)[0] for grad in grads.values()], CPU)
         assert same_bits(table.combine(row[None], 2.0), torch.nn.utils.get_total_norm(list(grads.values())))
 
@@ -62,7 +62,9 @@ def test_a_table_gives_the_norm_of_one_device(drawn, order):
         {name: grad for name, owner, grad in reversed(listed) if owner == process and grad is not None}
         for process in range(processes)
     ]
-    table = NormTable.of([(0, list_gradients(share.items())) for share in shares], [name for name, *_ in listed], CPU)
+    table = NormTable.of(
+        [(0, 0, list_gradients(share.items())) for share in shares], [name for name, *_ in listed], CPU
+    )
     norms = [[foreach_norm([grad], order)[0] for grad in share.values()] for share in shares]
     rows = torch.stack([table.row(one, CPU) for one in norms])
     assert same_bits(table.combine(rows, order), torch.nn.utils.get_total_norm(list(present.values()), order))

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are split over processes: DTensors, made from plain local tensors and taken apart again.
+
+Problem. `torch.distributed.tensor.parallel.parallelize_module` turns parameters into DTensors. What a pipeline holds,
+adds and sends are plain tensors.
+
+Idea. Outside of a stage there are local tensors only. A `Placed` says how a local tensor is part of a whole; `enter`
+makes the DTensor that the modules expect, and `leave` returns the local tensor of a DTensor. Both are differentiable.
+A gradient that is still to be summed over processes (`Partial`) stays so, as it does in the `.grad` of a DTensor, and
+microbatches are added before processes are. Only a gradient whose local tensor has another shape than the value's is
+redistributed: autograd accepts no other, and the owner of a part needs that part only.
+
+Invariant: the gradient that reaches a value has the same placements in every microbatch. `Arrivals` notes them when the
+backward runs on fake tensors.
+
+Runs when a plan is made, and in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from fpipe.errors import CaptureError
+from fpipe.torch_private import AsyncCollectiveTensor, DisableTorchFunction, DTensorSpec, TensorMeta, finish_collective
+
+Placements: TypeAlias = tuple[Placement, ...]
+HOLDERS = (DTensor, AsyncCollectiveTensor)
+"""The classes of tensors that hold a local tensor: one part of a whole, or one that a collective still computes."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The place of a local tensor in a whole: the mesh, the placement along each of its dimensions, the whole's layout.
+
+    `shape` and `stride` are those of the whole.
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Placed:
+        """Return how the local tensor of `tensor` is placed."""
+        return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every process has the whole."""
+        return all(one.is_replicate() for one in self.placements)
+
+    def place(self, local: Tensor) -> Tensor:
+        """Return the DTensor that `local` is part of, without a graph; it shares its memory."""
+        whole = TensorMeta(torch.Size(self.shape), self.stride, local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=whole)
+        with DisableTorchFunction():  # DTensor.from_local does the same, but a recorder would see it
+            return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def move(self, placements: Placements) -> Placed:
+        """Return the same whole with other placements."""
+        return replace(self, placements=placements)
+
+    def __str__(self) -> str:
+        names = self.mesh.mesh_dim_names or ()
+        return f"a DTensor of shape {list(self.shape)} with placements {self.placements} on mesh {names or self.mesh}"
+
+
+class Arrivals:
+    """The placements of the gradients that reach placed values, by value: noted once, when a plan is made."""
+
+    def __init__(self) -> None:
+        self.placements: dict[int, Placements] = {}
+
+    def of(self, value: int, placed: Placed) -> Placed:
+        """Return how the gradient of a value is placed; like the value itself if it gets none."""
+        return placed.move(self.placements.get(value, placed.placements))
+
+    def local(self, value: int, placed: Placed, shape: torch.Size, grad: DTensor) -> Tensor:
+        """Return the local tensor of the gradient that reaches a value, whose own local tensor has this shape.
+
+        Raise `CaptureError` if its placements are not those of other uses of the value, which are added to it.
+        """
+        fits = local_part(grad).shape == shape
+        expected = self.placements.setdefault(value, grad.placements if fits else _without_partial(placed.placements))
+        if grad.placements != expected:
+            if any(one.is_partial() for one in expected):
+                raise CaptureError(
+                    f"a value that several stages use, {Placed.of(grad)}: got a gradient with these placements, "
+                    f"expected {expected} as in its other uses, since stages add local tensors. Cut the model "
+                    "elsewhere, or redistribute the value where it is used."
+                )
+            grad = grad.redistribute(placements=expected)
+        return finish_collective(local_part(grad))
+
+
+def _without_partial(placements: Placements) -> Placements:
+    return tuple(Replicate() if one.is_partial() else one for one in placements)
+
+
+class Enter(torch.autograd.Function):
+    """Makes a DTensor of a local tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, placed: Placed, value: int, arrivals: Arrivals) -> Tensor:
+        """Return the DTensor that `local` is part of."""
+        ctx.known, ctx.arrivals = (value, placed, local.shape), arrivals
+        ctx.set_materialize_grads(False)
+        return placed.place(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the local tensor of the gradient, with the placements that it arrives with."""
+        return None if grads[0] is None else ctx.arrivals.local(*ctx.known, grads[0]), None, None, None
+
+
+class Leave(torch.autograd.Function):
+    """Takes the local tensor out of a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, value: int, arrivals: Arrivals) -> Tensor:
+        """Return the local tensor, once it is complete."""
+        ctx.placed, ctx.value, ctx.arrivals = Placed.of(tensor), value, arrivals
+        ctx.set_materialize_grads(False)
+        local = finish_collective(local_part(tensor))
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the gradient as a DTensor with the placements that it left the value's user with."""
+        (grad,) = grads
+        return None if grad is None else ctx.arrivals.of(ctx.value, ctx.placed).place(grad), None, None
+
+
+class Finish(torch.autograd.Function):
+    """Waits for the collective that computes a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return the tensor, once it is complete."""
+        local = finish_collective(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Return the gradient itself."""
+        return grads[0]
+
+
+def enter(local: Tensor, placed: Placed, value: int, arrivals: Arrivals) -> Tensor:
+    """Return the DTensor that `local` is part of, differentiably; `value` is the number under which it is known."""
+    made: Any = Enter.apply(local, placed, value, arrivals)  # type: ignore[no-untyped-call]
+    return made  # type: ignore[no-any-return]
+
+
+def leave(tensor: Tensor, value: int, arrivals: Arrivals) -> Tensor:
+    """Return the plain local tensor of a tensor, differentiably; a plain tensor is returned as is."""
+    if type(tensor) is DTensor:
+        return Leave.apply(tensor, value, arrivals)  # type: ignore[no-any-return, no-untyped-call]
+    if type(tensor) is AsyncCollectiveTensor:
+        return Finish.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return tensor
+
+
+def require_whole_result(where: str, placed: Placed | None) -> None:
+    """Raise `CaptureError` for a result of which each process has only a part; `None` stands for a plain tensor."""
+    if placed is not None and not placed.is_complete:
+        raise CaptureError(
+            f"{where}: got {placed}, expected a plain tensor, or a DTensor that is whole on every process: a step "
+            "would return a part as if it were the whole. Return tensor.full_tensor()."
+        )
+
+
+def is_placed(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, without a graph and sharing its memory; any other tensor as is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def expand_like(leaf: Tensor, value: Tensor) -> Tensor:
+    """Return a tensor like a plain tensor or a DTensor, all of whose elements are the one in `value`, in its memory."""
+    local = value.expand(local_part(leaf).shape)
+    return Placed.of(leaf).place(local) if isinstance(leaf, DTensor) else local
+
+
+def without_partial(tensor: Tensor) -> Tensor:
+    """Return a DTensor summed over processes, if it is still to be; any other tensor as is."""
+    if not isinstance(tensor, DTensor) or not any(one.is_partial() for one in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=_without_partial(tensor.placements))
+
+
+def complete_part(placed: Placed, local: Tensor) -> Tensor:
+    """Return a local tensor summed over processes, if it is still to be."""
+    if not any(one.is_partial() for one in placed.placements):
+        return local
+    return finish_collective(local_part(without_partial(placed.place(local))))
+
+
+def complete_place(placed: Placed) -> Placed:
+    """Return the place of a tensor once it is summed over processes."""
+    return placed.move(_without_partial(placed.placements))
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, which all processes of its mesh must ask for; any other tensor as is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def storage_holder(tensor: Tensor) -> Tensor:
+    """Return the tensor whose storage has the elements of `tensor` on this process."""
+    tensor = local_part(tensor)
+    return tensor.elem if type(tensor) is AsyncCollectiveTensor else tensor
