@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,13 +31,13 @@ class Holdings:
 
     copies: Copies
 
-    @property
+    @cached_property
     def mesh(self) -> DeviceMesh | None:
-        """The device mesh of the DTensors; `None` if parameters are plain tensors."""
+        """The device mesh of the DTensors; `None` if parameters are plain tensors. Slicing a mesh takes long."""
         copies = self.copies
         return copies.mesh[copies.names] if copies.mesh is not None and copies.shards > 1 else None
 
-    @property
+    @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """The placements of the DTensors, by dimension of their mesh."""
         mesh, shards = self.mesh, self.copies.names[-1]
