@@ -61,7 +61,7 @@ class Packing:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor begins, and, last, where the flags of the optional ones begin."""
-        sizes = [-(-_count_bytes(spec) // ALIGNMENT) * ALIGNMENT for spec in self.specs]
+        sizes = [_round_up(_count_bytes(spec)) for spec in self.specs]
         return tuple(accumulate(sizes, initial=0))
 
     @cached_property
@@ -71,8 +71,8 @@ class Packing:
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
-        return self.offsets[-1] + len(self.optional)
+        """The number of bytes, rounded up, so that what comes after it in memory is aligned, too."""
+        return _round_up(self.offsets[-1] + len(self.optional))
 
     def write(self, buffer: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Write the tensors to a buffer of bytes."""
@@ -82,17 +82,25 @@ class Packing:
                 buffer[start : start + len(data)] = data
         if self.optional:
             there = [tensors[j] is not None for j in self.optional]
-            buffer[self.offsets[-1] :] = torch.tensor(there, dtype=torch.uint8, device=buffer.device)
+            self._flags(buffer).copy_(torch.tensor(there, dtype=torch.uint8, device=buffer.device))
+
+    def _flags(self, buffer: Tensor) -> Tensor:
+        start = self.offsets[-1]
+        return buffer[start : start + len(self.optional)]
 
     def read(self, buffer: Tensor) -> Tensors:
         """Return the tensors in a buffer, in row-major order: views of it. Wait for the device if some are optional."""
-        flags = iter(buffer[self.offsets[-1] : self.size].tolist() if self.optional else ())
+        flags = iter(self._flags(buffer).tolist() if self.optional else ())
         return tuple(
             None
             if isinstance(spec, OptionalSpec) and not next(flags)
             else buffer[start : start + _count_bytes(spec)].view(spec.dtype).view(spec.shape)
             for start, spec in zip(self.offsets, self.specs, strict=False)
         )
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _count_bytes(spec: Spec) -> int:
