@@ -80,9 +80,13 @@ class Packing:
             if tensor is not None and tensor.numel():
                 data = as_bytes(tensor)
                 buffer[start : start + len(data)] = data
+        self.write_flags(buffer, [tensor is not None for tensor in tensors])
+
+    def write_flags(self, buffer: Tensor, there: Sequence[bool]) -> None:
+        """Write which tensors are there."""
         if self.optional:
-            there = [tensors[j] is not None for j in self.optional]
-            self._flags(buffer).copy_(torch.tensor(there, dtype=torch.uint8, device=buffer.device))
+            flags = [there[j] for j in self.optional]
+            self._flags(buffer).copy_(torch.tensor(flags, dtype=torch.uint8, device=buffer.device))
 
     def _flags(self, buffer: Tensor) -> Tensor:
         start = self.offsets[-1]
@@ -92,9 +96,14 @@ class Packing:
         """Return the tensors in a buffer, in row-major order: views of it. Wait for the device if some are optional."""
         flags = iter(self._flags(buffer).tolist() if self.optional else ())
         return tuple(
-            None
-            if isinstance(spec, OptionalSpec) and not next(flags)
-            else buffer[start : start + _count_bytes(spec)].view(spec.dtype).view(spec.shape)
+            None if isinstance(spec, OptionalSpec) and not next(flags) else view
+            for spec, view in zip(self.specs, self.views(buffer), strict=True)
+        )
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Return the places of all tensors in a buffer, also of those that are absent."""
+        return tuple(
+            buffer[start : start + _count_bytes(spec)].view(spec.dtype).view(spec.shape)
             for start, spec in zip(self.offsets, self.specs, strict=False)
         )
 
@@ -154,6 +163,14 @@ class Pieces:
         """Return the sums of the copies of piece `k`, in their order; `None` where none has a tensor."""
         return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, copies), strict=True))
 
+    def add_packed(self, k: int, copies: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the same as `pack_one(k, add(k, copies), device)`, without a copy of the sums."""
+        packing, buffer = self.packings[k], torch.empty(self.widest, dtype=torch.uint8, device=device)
+        columns = zip(*map(packing.read, copies), strict=True)
+        sums = [_add_in_order(terms, out) for terms, out in zip(columns, packing.views(buffer), strict=True)]
+        packing.write_flags(buffer, [total is not None for total in sums])
+        return buffer
+
     def join(self, buffers: Sequence[Tensor]) -> Tensors:
         """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""
         pairs = zip(self.packings, buffers, strict=True)
@@ -181,12 +198,12 @@ def _flatten(spec: Spec, tensor: Tensor) -> Tensor:
     return spec.pack(spec.like(tensor)).view(spec.dtype)
 
 
-def _add_in_order(terms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the terms that are there, in new memory."""
+def _add_in_order(terms: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor | None:
+    """Return the sum of the terms that are there, in `out` or in new memory."""
     there = [term for term in terms if term is not None]
     if len(there) < 2:
-        return there[0].clone() if there else None
-    total: Tensor = there[0] + there[1]
+        return None if not there else there[0].clone() if out is None else out.copy_(there[0])
+    total: Tensor = torch.add(there[0], there[1], out=out)
     for term in there[2:]:
         total += term
     return total

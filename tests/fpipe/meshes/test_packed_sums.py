@@ -36,3 +36,14 @@ def test_pieces_next_to_each_other_in_memory_can_be_read(there):
     for k in range(3):
         *_, last = pieces.add(k, exchanged(pieces, k, *there))
         assert (last is not None) == any(there)
+
+
+@pytest.mark.parametrize("there", [*itertools.product([False, True], repeat=3)])
+def test_a_message_holds_the_same_sums(there):
+    pieces = Pieces(SPECS, 3, by_rows=False)
+    for k in range(3):
+        copies, packing = exchanged(pieces, k, *there), pieces.packings[k]
+        expected = pieces.add(k, copies)
+        found = packing.read(pieces.add_packed(k, copies, CPU)[: packing.size])
+        assert [one is None for one in found] == [one is None for one in expected]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True) if one is not None)
