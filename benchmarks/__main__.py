@@ -27,6 +27,7 @@ NAMES: Final = (
     "splitting",
     "overhead",
     "throughput",
+    "meshes",
     "llama",
     "prediction",
     "startup",

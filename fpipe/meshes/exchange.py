@@ -127,8 +127,7 @@ class Exchange:
 
     def _share_elements(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
         mine = self.links.replicas.rank
-        total = layout.elements.add(mine, values)
-        return self.links.replicas.share(message, layout.elements.pack_one(mine, total, layout.device))
+        return self.links.replicas.share(message, layout.elements.add_packed(mine, values, layout.device))
 
 
 def _nothing(message: MessageKey) -> LocalHandle:

@@ -120,12 +120,19 @@ class Holdings:
         places = [rows if dim == shards else within.get(dim, Replicate()) for dim in names]
         return Placed(mesh, tuple(places), whole, stride)
 
+    @cached_property
+    def _own_mesh(self) -> DeviceMesh:
+        """The part of the mesh that whole parameters are sharded over; slicing a mesh takes long."""
+        mesh, own = self.copies.mesh, self.copies.names
+        assert mesh is not None, "processes are on a mesh"
+        return mesh[own]
+
     def _find_mesh(self, name: str, split: Placed | None) -> DeviceMesh:
         """Return the part of the mesh that a sharded parameter is over; raise `InputError` if it is over another."""
         mesh, own = self.copies.mesh, self.copies.names
         assert mesh is not None, "processes are on a mesh"
         if split is None:
-            return mesh[own]
+            return self._own_mesh
         others = split.mesh.mesh_dim_names or ()
         every = mesh.mesh_dim_names or ()
         if not set(others) <= set(every) - set(own) or mesh[others] != split.mesh:

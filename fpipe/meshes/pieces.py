@@ -60,7 +60,7 @@ class Packing:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The start of each tensor, and, last, of the flags of the optional ones."""
-        sizes = [-(-_count_bytes(spec) // BOUNDARY) * BOUNDARY for spec in self.specs]
+        sizes = [_round_up(_count_bytes(spec)) for spec in self.specs]
         return tuple(accumulate(sizes, initial=0))
 
     @cached_property
@@ -70,8 +70,8 @@ class Packing:
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
-        return self.offsets[-1] + len(self.optional)
+        """The number of bytes, rounded up, so that what comes after it in memory is aligned, too."""
+        return _round_up(self.offsets[-1] + len(self.optional))
 
     def write(self, buffer: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Write the tensors to a buffer of bytes."""
@@ -79,19 +79,36 @@ class Packing:
             if tensor is not None and tensor.numel():
                 data = as_bytes(tensor)
                 buffer[start : start + len(data)] = data
+        self.write_flags(buffer, [tensor is not None for tensor in tensors])
+
+    def write_flags(self, buffer: Tensor, there: Sequence[bool]) -> None:
+        """Write which tensors are there."""
         if self.optional:
-            there = [tensors[j] is not None for j in self.optional]
-            buffer[self.offsets[-1] :] = torch.tensor(there, dtype=torch.uint8, device=buffer.device)
+            flags = [there[j] for j in self.optional]
+            self._flags(buffer).copy_(torch.tensor(flags, dtype=torch.uint8, device=buffer.device))
+
+    def _flags(self, buffer: Tensor) -> Tensor:
+        start = self.offsets[-1]
+        return buffer[start : start + len(self.optional)]
 
     def read(self, buffer: Tensor) -> Gradients:
         """Return the tensors in a buffer, in row-major order: views of it. Wait for the device if some are optional."""
-        flags = iter(buffer[self.offsets[-1] : self.size].tolist() if self.optional else ())
+        flags = iter(self._flags(buffer).tolist() if self.optional else ())
         return tuple(
-            None
-            if isinstance(spec, OptionalSpec) and not next(flags)
-            else buffer[start : start + _count_bytes(spec)].view(spec.dtype).view(spec.shape)
+            None if isinstance(spec, OptionalSpec) and not next(flags) else view
+            for spec, view in zip(self.specs, self.views(buffer), strict=True)
+        )
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Return the places of all tensors in a buffer, also of those that are absent."""
+        return tuple(
+            buffer[start : start + _count_bytes(spec)].view(spec.dtype).view(spec.shape)
             for start, spec in zip(self.offsets, self.specs, strict=False)
         )
+
+
+def _round_up(size: int) -> int:
+    return -(-size // BOUNDARY) * BOUNDARY
 
 
 def _count_bytes(spec: Spec) -> int:
@@ -145,6 +162,14 @@ class Pieces:
         """Return the sums of the copies of piece `k`, in their order; `None` where none has a tensor."""
         return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, copies), strict=True))
 
+    def add_packed(self, k: int, copies: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the same as `pack_one(k, add(k, copies), device)`, without a copy of the sums."""
+        packing, buffer = self.packings[k], torch.empty(self.widest, dtype=torch.uint8, device=device)
+        columns = zip(*map(packing.read, copies), strict=True)
+        sums = [_add_in_order(terms, out) for terms, out in zip(columns, packing.views(buffer), strict=True)]
+        packing.write_flags(buffer, [total is not None for total in sums])
+        return buffer
+
     def join(self, buffers: Sequence[Tensor]) -> Gradients:
         """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""
         pairs = zip(self.packings, buffers, strict=True)
@@ -172,12 +197,12 @@ def _flatten(spec: Spec, tensor: Tensor) -> Tensor:
     return spec.pack(spec.like(tensor)).view(spec.dtype)
 
 
-def _add_in_order(terms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the terms that are there, in new memory."""
+def _add_in_order(terms: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor | None:
+    """Return the sum of the terms that are there, in `out` or in new memory."""
     there = [term for term in terms if term is not None]
     if len(there) < 2:
-        return there[0].clone() if there else None
-    total: Tensor = there[0] + there[1]
+        return None if not there else there[0].clone() if out is None else out.copy_(there[0])
+    total: Tensor = torch.add(there[0], there[1], out=out)
     for term in there[2:]:
         total += term
     return total

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes that a process sends in collectives, without other processes: a fake group of four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.common.traffic import Traffic, measure_traffic, most
+
+
+@pytest.fixture(autouse=True)
+def four() -> Iterator[None]:
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_gather_sends_all_but_the_last_part_of_its_result():
+    found = measure_traffic(lambda: dist.all_gather_single(torch.empty(40), torch.empty(10)))
+    assert found == Traffic({"gather": 1}, {"gather": 3 * 40})
+
+
+def test_each_way_to_reduce_sends_its_bytes():
+    whole, part = torch.zeros(40), torch.zeros(10)
+    assert measure_traffic(lambda: dist.reduce_scatter_single(part, whole)).sent == {"reduce": 3 * 40}
+    assert measure_traffic(lambda: dist.all_to_all_single(torch.zeros(40), whole)).sent == {"reduce": 3 * 40}
+    assert measure_traffic(lambda: dist.all_reduce(whole)).sent == {"reduce": 2 * 3 * 40}
+
+
+def test_an_exchange_of_unequal_pieces_sends_those_of_the_others():
+    pieces, arriving = torch.zeros(12), torch.zeros(4 * 5)
+    found = measure_traffic(lambda: dist.all_to_all_single(arriving, pieces, [5] * 4, [4, 5, 3, 0]))
+    assert found.sent == {"reduce": 4 * (12 - 5)}
+
+
+def test_the_maximum_is_taken_of_each_figure():
+    found = most([Traffic({"gather": 1}, {"gather": 8}), Traffic({"gather": 2, "send": 1}, {"gather": 4, "send": 3})])
+    assert found == Traffic({"gather": 2, "send": 1}, {"gather": 8, "send": 3})
