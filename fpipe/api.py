@@ -112,13 +112,12 @@ def pipeline(
     - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
       new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
       plan that has not been used for longest.
-    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`. If
-      torch.distributed is not initialized, this process plays all of it. The pipeline runs along `pp`. What processes
-      do together along dimensions without a name here is up to the model's modules.
+    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`. The
+      pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
     - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.
     - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
       a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
-    - `rows`: `"whole"` if every process is passed whole batches; `"own"` if it is passed the rows that it trains on.
+    - `rows`: `"whole"` if every process is passed whole batches, `"own"` if only the rows that it trains on.
     - `reduce`: how losses without a `weight` are reduced over replicas and shards: `"mean"`, or `"sum"`.
     - `group`: if torch.distributed is initialized, the processes that are the ranks, one each: a process group, or one
       dimension of a device mesh, `mesh["pp"]`; defaults to all. Every process of the job must then build its pipeline
@@ -149,8 +148,8 @@ def pipeline(
     require_buildable(module, example, loss, schedule)
     require_count("plans", plans)
     where = parse_cuts(cuts, stages, unsplittable, schedule)
-    options, home = MeshOptions(mesh, pp, dp, shard, rows, reduce), find_home(example, targets)
-    place = find_place(options, group, schedule.ranks, home)
+    home = find_home(example, targets)
+    place = find_place(MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule.ranks, home)
     copies = place.copies
     count, over = schedule.microbatches * copies.pieces, schedule.microbatches * (copies.count if copies.mean else 1)
     batchings = {
@@ -232,7 +231,6 @@ def evaluate(pipe: Pipeline, record: Record | None = None) -> Callable[..., Step
     >>> bool(torch.isclose(step.loss, model(x).mean())), step.outputs.shape
     (True, torch.Size([6, 1]))
     """
-
     return make_evaluation_step(pipe, record)
 
 

@@ -186,7 +186,8 @@ def _require_no_dimensions(options: MeshOptions) -> None:
 
 
 def _require_dimensions(sizes: Mapping[str, int], dims: Dimensions) -> None:
-    used = {what: name for what, name in dims._asdict().items() if name is not None}
+    given = {"pp": dims.pp, "dp": dims.dp, "shard": dims.shard}
+    used = {what: name for what, name in given.items() if name is not None}
     for what, name in used.items():
         if name not in sizes:
             raise InputError(

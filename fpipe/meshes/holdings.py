@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed import get_process_group_ranks, get_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
@@ -24,7 +25,7 @@ from fpipe.errors import InputError
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.exchange import shard_spec
 from fpipe.meshes.pieces import take_rows
-from fpipe.tensors.placed import Placed, local_part
+from fpipe.tensors.placed import Placed, complete_place, local_part
 from fpipe.tensors.spec import Spec
 from fpipe.torch_private import StridedShard
 
@@ -36,13 +37,20 @@ class Holdings:
     """The form of the tensors that this process holds.
 
     - `params`: the specs of its parameters, before they are sharded.
-    - `split`, `split_gradients`: the places of those that the model's modules split, and of their gradients.
+    - `split`, `arriving`: the places of those that the model's modules split, and of a microbatch's gradients.
     """
 
     copies: PipelineCopies
     params: Mapping[str, Spec]
     split: Places
-    split_gradients: Places
+    arriving: Places
+
+    @cached_property
+    def split_gradients(self) -> Places:
+        """The places of the gradients that modules split; they are complete if copies have reduced them."""
+        if self.copies.count == 1:
+            return self.arriving
+        return {name: complete_place(place) for name, place in self.arriving.items()}
 
     @cached_property
     def placed(self) -> Places:
@@ -61,6 +69,22 @@ class Holdings:
             return self.params
         shards, (mine,) = self.copies.shards, self.copies.held_shards
         return {name: shard_spec(spec, shards, mine) for name, spec in self.params.items()}
+
+    def require_apart(self, processes: Sequence[int]) -> None:
+        """Raise `InputError` if modules split a parameter over processes that hold other stages, or other copies.
+
+        `processes` are those of this process's pipeline.
+        """
+        groups = [group for group in self.copies.groups if group is not None]
+        others = {*processes, *(one for group in groups for one in get_process_group_ranks(group))} - {get_rank()}
+        for name, place in self.split.items():
+            shared = sorted(others.intersection(place.mesh.mesh.flatten().tolist()))
+            if shared:
+                raise InputError(
+                    f"model, {name}: got {place}, over processes {shared} that hold other stages or other copies of "
+                    "the pipeline, expected another dimension of the mesh. Call parallelize_module with a dimension "
+                    "that is neither pp, dp nor shard."
+                )
 
     def adopt(self, name: str, value: Tensor) -> Tensor:
         """Return what this process holds of a parameter, in new memory if it is a part; all that it holds if split."""

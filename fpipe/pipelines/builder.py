@@ -87,6 +87,8 @@ class Builder:
         caches = Caches(self.caches.most, trainable=self.caches.trainable)
         pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, caches)
         require_exact_hooks(captures.hooks, sums)
+        if pipe.training.placed:
+            pipe.holdings.require_apart(self.ranks.processes)
         agree_on_plan(pipe, TRAINING)
         require_own_buffers(module, pipe.training.assembly.captured)
         require_trained(pipe.training.assembly, self.schedule)

@@ -33,7 +33,6 @@ from fpipe.report.footprint import measure_sizes
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
-from fpipe.tensors.placed import complete_place
 from fpipe.weights.holder import hold
 from fpipe.weights.initialization import Initializer, initialize, reset_parameters
 from fpipe.weights.loading import ValueSource, load_values
@@ -287,10 +286,7 @@ class Pipeline:
     def holdings(self) -> Holdings:
         """The form of the parameters that this process holds."""
         plan = self.training
-        grads = plan.placed_gradients
-        if self.copies.count > 1:  # they are complete once copies have reduced them
-            grads = {name: complete_place(place) for name, place in grads.items()}
-        return Holdings(self.copies, plan.params, plan.placed, grads)
+        return Holdings(self.copies, plan.params, plan.placed, plan.placed_gradients)
 
     @property
     def device(self) -> torch.device:

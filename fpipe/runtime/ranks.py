@@ -28,6 +28,10 @@ class Ranks(Protocol):
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this process."""
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The numbers in the job of the processes that are the ranks; none if this process is all of them."""
+
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Return the context for a function, named `call`, that all ranks call.
 

@@ -16,7 +16,8 @@ import fpipe
 PLACES = {
     "fpipe": """
 CaptureError Checkpoint CutError DeadlockError GraphError InputError LossScale MismatchError ModuleGraph Optimizer Part
-Pipeline PipelineError Pipelined ScheduleError SizeError StaticDecoder Step TransportError Verification VocabularyError
+Pipeline PipelineError Pipelined ScheduleError Sharded SizeError StaticDecoder Step TransportError Verification
+VocabularyError
 __version__ all_finite begin_save choose_likeliest clip clip_value costs evaluate export generate is_checkpoint load
 masters norm optimizer pipeline predict reference safetensors sample save stream timeline train_step value_and_grad
 verify
@@ -58,7 +59,8 @@ PAGES = [*sorted(HOME.glob("*.md")), *sorted((HOME / "docs").rglob("*.md"))]
 SIGNATURES = {
     "pipeline": (
         "model *example *loss *schedule *targets=None *cuts=None *stages=None *unsplittable=() *capture='trace' "
-        "*backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 *group=None"
+        "*backward='autograd' *tied='exact' *batch_dims=0 *output_dims=0 *weight=None *plans=32 *group=None "
+        "*mesh=None *pp='pp' *dp=None *shard=None *rows='whole' *reduce='mean'"
     ),
     "value_and_grad": "pipe outputs=False record=None sums=None",
     "evaluate": "pipe record=None",
@@ -186,7 +188,7 @@ def test_a_pipeline_keeps_its_attributes():
     assert text(pipe.init) == "source *fill=None *strict=True"
     assert text(pipe.initialise).startswith("function=<function reset_parameters at ")
     assert text(pipe.initialise).endswith("> *seed")
-    assert {"init", "initialise", "stages", "schedule", "program", "plan", "run"} <= set(dir(pipe))
+    assert {"init", "initialise", "stages", "schedule", "program", "plan"} <= set(dir(pipe))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ class DistributedRanks:
             )
         self.group, self.device = group, device
         self.ranks = (dist.get_rank(group),)
+        self.processes = tuple(dist.get_process_group_ranks(group))
         self.failure: str | None = None
         self.calls, self.call, self.deciding = 0, "", False
         replicas = _replicas(dist.get_process_group_ranks(group), device)

@@ -121,7 +121,8 @@ class LocalRanks:
     """All ranks of a schedule, in this process."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = tuple(range(ranks))
+        self.ranks: tuple[int, ...] = tuple(range(ranks))
+        self.processes: tuple[int, ...] = ()
 
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Wait until no other thread is inside."""
