@@ -112,8 +112,8 @@ def pipeline(
     - `plans`: how many plans are kept for kinds of batches other than the example, in train and eval mode together. A
       new kind of batch is captured and planned, which takes about as long as building the pipeline, and forgets the
       plan that has not been used for longest.
-    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`. The
-      pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
+    - `mesh`: instead of a group, a `DeviceMesh` with named dimensions, or their sizes by name, `{"pp": 4, "dp": 2}`.
+      The pipeline runs along `pp`. If torch.distributed is not initialized, this process plays all of the mesh.
     - `dp`: the dimension of replicas. Each trains on rows of its own, cut into the schedule's number of microbatches.
     - `shard`: the dimension over which parameters, gradients and optimizer state are sharded, as by `fully_shard`, or
       a `fpipe.Sharded`. Shards train on rows of their own, too. Parameters are DTensors.
