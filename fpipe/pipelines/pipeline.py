@@ -29,7 +29,7 @@ from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import ExchangeText, own_text
 from fpipe.report.description import describe
-from fpipe.report.footprint import measure_sizes
+from fpipe.report.footprint import measure_sizes, shard_sizes
 from fpipe.runtime.ranks import Ranks
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.stage import Stage
@@ -91,8 +91,8 @@ class Pipeline:
 
         Measured on fake tensors; nothing is allocated. `activation`: after a forward; `inputs`: after a checkpointed
         forward; `residual`: after the input half of a backward. Only memory of the microbatch counts, not the step's
-        batch, which is held throughout. `weight`: one version of the stage's parameters. Stages of other processes are
-        counted as if differentiated by autograd.
+        batch, which is held throughout. `weight`: one version of the stage's parameters, or its shard; `gathered`: the
+        rest of them. Stages of other processes are counted as if differentiated by autograd.
 
         >>> import torch, fpipe
         >>> from schedules import one_f_one_b
@@ -103,7 +103,7 @@ class Pipeline:
         ((64, 68), (160, 36))
         """
         with wait_for_turn(), hide_fakes():
-            return measure_sizes(self.training.assembly, self.schedule.placement)
+            return shard_sizes(measure_sizes(self.training.assembly, self.schedule.placement), self.copies.shards)
 
     @property
     def computes_loss(self) -> bool:

@@ -22,6 +22,7 @@ Runs when `pipe.sizes` is first read, or a pipeline first printed.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -65,6 +66,20 @@ def measure_sizes(assembly: Assembly, placement: Placement) -> Sizes:
         residual=tuple(one.residual for one in found),
         weight=_parameter_bytes(assembly, placement),
     )
+
+
+def shard_sizes(sizes: Sizes, shards: int) -> Sizes:
+    """Return the sizes of stages whose parameters are sharded: each rank holds its share, and gathers the rest.
+
+    >>> shard_sizes(Sizes(weight=(6, 5)), 2)
+    Sizes(activation=1, inputs=0, residual=None, weight=(3, 3), gathered=(3, 2))
+    """
+    assert isinstance(sizes.weight, tuple), "measured by stage"
+    own = tuple(-(-int(whole) // shards) for whole in sizes.weight)
+    if shards == 1:
+        return sizes
+    rest = tuple(int(whole) - mine for whole, mine in zip(sizes.weight, own, strict=True))
+    return replace(sizes, weight=own, gathered=rest)
 
 
 def measure_footprints(assembly: Assembly) -> tuple[Footprint, ...]:

@@ -27,6 +27,7 @@ MESHES_BY_DAY |= {"split_gpt_zb_v_on_2_pp_2_fsdp_2_tp"}
 
 NEEDS_FOUR = {name for name in CASES if "_on_2_pp_" in name} - NEEDS_EIGHT
 NEEDS_FOUR |= {name for name in CASES if "on_a_mesh" in name} | {"a_mesh_is_verified"}
+NEEDS_FOUR |= {"meshes_that_differ_are_refused_on_all_ranks"}
 NEEDS_FOUR |= {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle", "told_no_shapes"}
 
 ALONE = {"dies_in_the_middle"}

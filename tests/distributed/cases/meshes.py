@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -387,3 +388,74 @@ def predictions_on_a_mesh_are_those_of_one_process(rank, size):
     assert all(same_bits(out, rows[i]) for i, out in seen.items())
     with raises(fpipe.InputError, "got one with 2 copies"):
         fpipe.generate(pipe, length=12)
+
+
+@case
+def checkpoints_of_fully_shard_load_on_a_mesh(rank, size):
+    """What torch saves from a model that it has sharded is read into the shards of a pipeline, and the reverse."""
+    one = ZOO["mlp"]
+    model, (x,), y = one.make(16)
+    mesh, folder = mesh_of(pp=2, fsdp=2), f"{os.environ['REPORT']}/dcp"
+    theirs = copy.deepcopy(model)
+    fully_shard(theirs, mesh=mesh["fsdp"])
+    dcp.save(theirs.state_dict(), checkpoint_id=folder)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=one.loss, schedule=how, mesh=mesh, shard="fsdp")
+    params, _ = pipe.init({name: torch.zeros_like(p) for name, p in model.named_parameters()})
+    dcp.load(pipe.module(params, {}).state_dict(), checkpoint_id=folder)
+    named = dict(theirs.named_parameters())
+    for name, p in params.items():
+        assert (p.placements, p.device_mesh) == (named[name].placements, named[name].device_mesh)
+        assert same_bits(p.to_local(), named[name].to_local()), name
+
+
+@case
+def masters_on_a_mesh(rank, size):
+    """Parameters in bfloat16 and masters in float32 are shards of what one process that plays the mesh has."""
+    one = ZOO["mlp"]
+    model, (x,), y = one.make(16)
+    model, x, y = model.bfloat16(), x.bfloat16(), y.bfloat16()
+    how, loss = zb_h1(ranks=2, microbatches=2), one.loss
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=loss, schedule=how, mesh=mesh_of(pp=2, fsdp=2), shard="fsdp"
+    )
+    adam = fpipe.masters(fpipe.optimizer(torch.optim.AdamW, lr=RATE))
+    params, buffers = pipe.init(model)
+    state, step = adam.init(params), fpipe.value_and_grad(pipe, sums=torch.float32)
+    sums = None
+    for _ in range(3):
+        _, sums = step(params, buffers, (x,), y, onto=sums)
+    params, state = adam.update(sums, state, params)
+    whole = dict(model.named_parameters())
+    _, grads = fpipe.reference(pipe, sums=torch.float32)(whole, {}, (x,), y)
+    wanted, slots = adam.update({n: g + g + g for n, g in grads.items()}, adam.init(whole), whole)
+    for name, p in params.items():
+        assert same_bits(p.full_tensor(), wanted[name]), name
+        assert same_bits(state[name]["master"].full_tensor(), slots[name]["master"]), name
+
+
+@case
+def meshes_that_differ_are_refused_on_all_ranks(rank, size):
+    """One process replicates over a dimension that the others leave alone, or shard over."""
+    model, (x,), y = ZOO["mlp"].make(16)
+    mesh, how = mesh_of(pp=2, dp=2), one_f_one_b(ranks=2, microbatches=2)
+    for mine in ({"dp": "dp"}, {"shard": "dp"}, {"dp": "dp", "reduce": "sum"}, {"dp": "dp", "rows": "own"}):
+        options = mine if rank == 1 else {}
+        with raises(fpipe.TransportError, "differ"):
+            fpipe.pipeline(model, example=(x,), targets=y, loss=ZOO["mlp"].loss, schedule=how, mesh=mesh, **options)
+
+
+@case
+def parameters_split_over_the_pipeline_are_refused_on_a_mesh(rank, size):
+    model = tensor_parallel.column_and_row(tensor_parallel.GPT(), mesh_of(pp=2, dp=2)["pp"])
+    ids, wanted = tensor_parallel.words()
+    with raises(fpipe.InputError, "over processes", "that hold other stages"):
+        fpipe.pipeline(
+            model,
+            example=(ids,),
+            targets=wanted,
+            loss=tensor_parallel.entropy,
+            schedule=one_f_one_b(ranks=2, microbatches=2),
+            mesh=mesh_of(pp=2, dp=2),
+            dp="dp",
+        )

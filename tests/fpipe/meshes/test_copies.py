@@ -17,6 +17,7 @@ from schedules import (
     reduce_gradients,
     repeat,
     shard,
+    simulate,
     zb_h1,
     zb_v,
 )
@@ -216,3 +217,29 @@ def test_a_schedule_may_have_its_own_collectives():
     pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 2))
     assert pipe.schedule == how
     fpipe.verify(pipe, model, (x,), y)
+
+
+def test_sizes_are_those_of_shards():
+    model, (x,), y = ZOO["mlp"].make(16)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    whole = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how).sizes.weight
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 1, 2))
+    assert [a + b for a, b in zip(pipe.sizes.weight, pipe.sizes.gathered, strict=True)] == list(whole)
+    assert simulate(pipe.schedule, sizes=pipe.sizes).peak_memory
+
+
+def test_masters_of_shards():
+    """Parameters in bfloat16, their masters in float32, one per element."""
+    model, (x,), y = ZOO["mlp"].make(16)
+    model, x, y = model.bfloat16(), x.bfloat16(), y.bfloat16()
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model, example=(x,), targets=y, loss=mse, schedule=how, **options(2, 2, 2))
+    params, buffers = pipe.init(model)
+    adam = fpipe.masters(fpipe.optimizer(torch.optim.AdamW, lr=1e-3))
+    step, state = fpipe.value_and_grad(pipe, sums=torch.float32), adam.init(params)
+    _, grads = step(params, buffers, (x,), y)
+    assert all(grad.dtype is torch.float32 for grad in grads.values())
+    _, theirs = fpipe.reference(pipe, sums=torch.float32)(params, buffers, (x,), y)
+    assert all(same_bits(grads[name], theirs[name]) for name in theirs)
+    params, state = adam.update(grads, state, params)
+    assert all(p.dtype is torch.bfloat16 for p in params.values())
