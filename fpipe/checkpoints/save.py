@@ -29,6 +29,7 @@ from fpipe.checkpoints.manifest import Manifest, commit, next_save, write_sideca
 from fpipe.checkpoints.shards import copy_to_host, require_savable, write_shard
 from fpipe.checkpoints.slots import flatten_slots, require_slots
 from fpipe.errors import InputError
+from fpipe.meshes.border import require_plain
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.step import Start, unwrap_start
@@ -171,6 +172,9 @@ def require_whole_state(pipe: Pipeline, params: State, buffers: State | None) ->
 
     `None` stands for the buffers of a model without any.
     """
+    if pipe.copies.mesh is None:  # else, one process of the mesh writes
+        repair = "Build the pipeline with mesh=mesh instead of group=, or save with torch.distributed.checkpoint."
+        require_plain("params", pipe.training.placed, repair)
     expected: Mapping[str, Spec] = pipe.training.assembly.buffers
     if buffers is None and expected:
         raise InputError(

@@ -28,6 +28,7 @@ MESHES_BY_DAY |= {"split_gpt_zb_v_on_2_pp_2_fsdp_2_tp"}
 NEEDS_FOUR = {name for name in CASES if "_on_2_pp_" in name} - NEEDS_EIGHT
 NEEDS_FOUR |= {name for name in CASES if "on_a_mesh" in name} | {"a_mesh_is_verified"}
 NEEDS_FOUR |= {"meshes_that_differ_are_refused_on_all_ranks"}
+NEEDS_FOUR |= {"split_parameters_are_saved_from_a_mesh_and_loaded_whole"}
 NEEDS_FOUR |= {"a_model_on_meta", "data_parallel_pipelines", "dies_in_the_middle", "told_no_shapes"}
 
 ALONE = {"dies_in_the_middle"}
@@ -43,7 +44,8 @@ SCRIPTS_BY_DAY = {"a_script_that_can_classify_under_zb_v"}
 
 SCRIPTS_BY_NIGHT = {name for name in CASES if name.startswith("a_script_that_can")} - SCRIPTS_BY_DAY
 
-NEEDS_NIGHT = SCRIPTS_BY_NIGHT | {"updates_of_other_schedules_and_ties"}
+NEEDS_NIGHT = SCRIPTS_BY_NIGHT | {"updates_of_other_schedules_and_ties", "sequences_in_parts"}
+NEEDS_NIGHT |= {"a_split_llama", "split_blocks_that_run_again", "split_models_are_verified"}
 NEEDS_NIGHT |= {
     name for name, (model, front) in ZOO_CASES.items() if model not in BY_DAY and front not in ("trace", "modules")
 }
@@ -60,7 +62,8 @@ NEEDS_NIGHT_ON_FOUR = (
         *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
         "updates_of_other_schedules_and_ties",
         *("split_blocks_that_run_again", "split_models_are_verified", "split_models_are_trained", "a_split_llama"),
-        *("state_that_is_placed_otherwise", "what_a_split_model_cannot_do"),
+        *("state_that_is_placed_otherwise", "what_a_split_model_cannot_do", "columns_and_rows"),
+        *("recorded_stages_of_split_modules", "a_split_and_tied_embedding"),
         *("other_tensor_attributes", "two_pipelines_in_turns", "evaluation_everywhere", "recomputation"),
     }
 )

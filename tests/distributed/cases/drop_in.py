@@ -46,7 +46,8 @@ def drop_in_modules_follow_what_one_rank_sees(rank, size):
     whole = {name: p.grad for name, p in model.named_parameters()}
     assert ("0.weight" in whole) is (rank == 0)
     assert all((grad is None) is (name in ("0.weight", "0.bias")) for name, grad in whole.items())
-    assert same_bits(model.eval()(x), net(x).detach())
+    plain = torch.cat([net(rows).detach() for rows in x.chunk(4)])  # kernels depend on the number of rows
+    assert same_bits(model.eval()(x), plain)
     model.train()
     model.load_state_dict(net.state_dict())  # the names of other ranks are ignored
     with raises(RuntimeError, "Unexpected key(s)", "strange"):

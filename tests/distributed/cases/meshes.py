@@ -459,3 +459,27 @@ def parameters_split_over_the_pipeline_are_refused_on_a_mesh(rank, size):
             mesh=mesh_of(pp=2, dp=2),
             dp="dp",
         )
+
+
+@case
+def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
+    """A checkpoint of modules that torch has split over two processes is that of the plain model."""
+    ids, wanted = tensor_parallel.words()
+    mesh, folder = mesh_of(pp=2, tp=2), f"{os.environ['REPORT']}/split"
+    split = tensor_parallel.column_and_row(tensor_parallel.GPT(), mesh["tp"])
+    shared = {"example": (ids,), "targets": wanted, "loss": tensor_parallel.entropy}
+    pipe = fpipe.pipeline(split, schedule=zb_h1(ranks=2, microbatches=2), mesh=mesh, **shared)
+    params, buffers = pipe.init(split)
+    adam = fpipe.optimizer(torch.optim.SGD, lr=RATE, momentum=0.9)
+    _, grads = fpipe.value_and_grad(pipe)(params, buffers, (ids,), wanted)
+    params, state = adam.update(grads, adam.init(params), params)
+    fpipe.save(pipe, folder, params=params, buffers=buffers, state=state, step=1)
+    again = fpipe.load(pipe, folder)
+    for name, p in params.items():
+        assert same_bits(local_part(again.params[name]), local_part(p)), name
+        slots = (one[name]["momentum_buffer"] for one in (again.state, state))
+        assert same_bits(*map(local_part, slots)), name
+    plain = fpipe.pipeline(tensor_parallel.GPT(), schedule=one_f_one_b(4, 2), group=None, **shared)
+    whole = fpipe.load(plain, folder).params
+    here = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in params.items()}
+    assert all(same_bits(whole[name], p) for name, p in here.items() if name in whole)

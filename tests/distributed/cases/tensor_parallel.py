@@ -246,8 +246,8 @@ def state_that_is_placed_otherwise(rank, size):
         pipe.initialise(seed=0)
     with raises(fpipe.InputError, "train_step", "value_and_grad"):
         fpipe.train_step(pipe, fpipe.optimizer(torch.optim.SGD, lr=0.1))
-    with raises(fpipe.InputError, "torch.distributed.checkpoint"):
-        fpipe.load(pipe, "nowhere")
+    with raises(fpipe.InputError, "mesh=mesh instead of group="):
+        fpipe.save(pipe, "nowhere", params=params)
     with raises(fpipe.InputError, "inputs[0]", "got a DTensor"):
         step(params, buffers, (DTensor.from_local(ids, tp, [Replicate()]),), wanted)
 
