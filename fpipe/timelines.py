@@ -55,7 +55,8 @@ def timeline(pipe: Pipeline, spans: Iterable[Span]) -> tuple[Span, ...]:
         _require_own(mine, pipe.ranks.ranks)
         pipe.ranks.agree()
         rows = _span_rows(mine, pipe.ranks.measure_clock_offset())
-        every = [_span(row) for found in pipe.ranks.gather_rows(rows) for row in found.tolist()]
+        found = pipe.ranks.gather_rows(rows)
+        every = [_span(row) for place in pipe.ranks.places for row in found[place].tolist()]
     begin = min((span.start for span in every if not span.waits), default=0.0)
     moved = (_shift(span, begin) for span in sorted(every, key=lambda span: span.rank))
     return tuple(span for span in moved if not (span.waits and span.end <= 0))

@@ -32,6 +32,10 @@ class Ranks(Protocol):
     def processes(self) -> tuple[int, ...]:
         """The numbers in the job of the processes that are the ranks; none if this process is all of them."""
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The numbers of the ranks' processes among all that agree, which may be those of a mesh around them."""
+
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Return the context for a function, named `call`, that all ranks call.
 
@@ -73,7 +77,7 @@ class Ranks(Protocol):
         """Return how many seconds the clock of this process is ahead of the first rank's."""
 
     def gather_rows(self, rows: Tensor) -> list[Tensor]:
-        """Return the rows that each process passes, in rank order: CPU tensors with the same number of columns."""
+        """Return the rows that each process that agrees passes, in order: CPU tensors of as many columns."""
 
     def gather_vectors(self, vector: Tensor) -> Tensor:
         """Return the vectors of all processes, in rank order, as rows of a matrix on this process's device.

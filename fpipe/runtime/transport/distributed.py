@@ -57,6 +57,8 @@ class DistributedRanks:
             self.control = Control.of(list(members), _replicas(list(members), device), timeout)
         else:
             self.control = Control.of(dist.get_process_group_ranks(group), replicas, timeout)
+        everyone = dist.get_process_group_ranks(self.control.group)
+        self.places = tuple(everyone.index(process) for process in self.processes)
         self.members = _group_of(self.control, group, device)
         self.transport = DistributedTransport(group, device, replicas)
 

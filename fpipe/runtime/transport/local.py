@@ -123,6 +123,7 @@ class LocalRanks:
     def __init__(self, ranks: int) -> None:
         self.ranks: tuple[int, ...] = tuple(range(ranks))
         self.processes: tuple[int, ...] = ()
+        self.places: tuple[int, ...] = (0,)
 
     def enter_call(self, call: str) -> AbstractContextManager[None]:
         """Wait until no other thread is inside."""

@@ -483,3 +483,19 @@ def split_parameters_are_saved_from_a_mesh_and_loaded_whole(rank, size):
     whole = fpipe.load(plain, folder).params
     here = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in params.items()}
     assert all(same_bits(whole[name], p) for name, p in here.items() if name in whole)
+
+
+@case
+def timelines_on_a_mesh_are_those_of_one_copy(rank, size):
+    one = ZOO["mlp"]
+    model, (x,), y = one.make(16)
+    how = one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        model, example=(x,), targets=y, loss=one.loss, schedule=how, mesh=mesh_of(pp=2, fsdp=2), shard="fsdp"
+    )
+    spans = []
+    fpipe.value_and_grad(pipe, record=spans.append)(*pipe.init(model), (x,), y)
+    found = fpipe.timeline(pipe, spans)
+    passes = [(span.rank, span.action) for span in found if span.action.kind in ("F", "B")]
+    assert sorted(passes) == sorted((r, a) for r in range(2) for a in how.actions(r))
+    assert {span.action.kind for span in found} >= {"UNSHARD", "REDUCE_GRAD"}
