@@ -103,8 +103,10 @@ def begin_step(
     split = pipe.batch(variant, *batch, pipe.ranks.exchange_text, total)
     plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), start.onto if plan.copies.count == 1 else {}
-    sums = assign_sums(onto, plan, variant)
-    return plan, {copy: inputs._replace(starts=starts, onto=sums) for copy, inputs in given.items()}
+    return plan, {
+        copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant))  # copies add to sums of their own
+        for copy, inputs in given.items()
+    }
 
 
 def finish_step(
