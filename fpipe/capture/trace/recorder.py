@@ -230,13 +230,10 @@ class Recorder(TorchFunctionMode):
     ) -> Unit:
         name = getattr(invocation.function, "__name__", str(invocation.function))
         where = f"{self.stack.where}, {name}"
-        data = hide_group_names(invocation.function, filter(_is_data, invocation.leaves))
+        data = [*map(_describe_data, hide_group_names(invocation.function, filter(_is_data, invocation.leaves)))]
+        reads = (*invocation.reads, *used)
         return Unit(
-            self.stack.path,
-            (*invocation.reads, *used),
-            makes,
-            lambda *tensors: pick(invocation(tensors), picks, where),
-            does=f"{name}{[*map(_describe_data, data)]}",
+            self.stack.path, reads, makes, lambda *tensors: pick(invocation(tensors), picks, where), f"{name}{data}"
         )
 
     def _check_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
