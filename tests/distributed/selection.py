@@ -60,6 +60,7 @@ NEEDS_NIGHT_ON_FOUR = (
         *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
         "updates_of_other_schedules_and_ties",
         "norms_count_experts_of_all_processes_on_a_mesh",
+        *("smoothed_losses_of_a_split_head_on_a_mesh", "recomputation_in_replicas_of_split_models_on_a_mesh"),
         *("split_blocks_that_run_again", "split_models_are_verified", "split_models_are_trained", "a_split_llama"),
         *("state_that_is_placed_otherwise", "what_a_split_model_cannot_do"),
         *("other_tensor_attributes", "two_pipelines_in_turns", "evaluation_everywhere", "recomputation"),
