@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 
+from fpipe.capture.group_names import hide_group_names
 from fpipe.errors import CaptureError
 from fpipe.ir.captured import (
     BatchLeaf,
@@ -214,7 +215,7 @@ class _Graph:
 def _operator_text(node: fx.Node) -> str:
     """Return a node's operator and literal arguments as text."""
     literals = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, bool | int | float | str)]
-    return f"{getattr(node.target, '__name__', node.target)}{literals}"
+    return f"{getattr(node.target, '__name__', node.target)}{hide_group_names(node.target, literals)}"
 
 
 def _is_tuple(node: fx.Node) -> bool:

@@ -101,10 +101,14 @@ class Packing:
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Return the places of all tensors in a buffer, also of those that are absent."""
-        return tuple(
-            buffer[start : start + _count_bytes(spec)].view(spec.dtype).view(spec.shape)
-            for start, spec in zip(self.offsets, self.specs, strict=False)
-        )
+        return tuple(_view(buffer, start, spec) for start, spec in zip(self.offsets, self.specs, strict=False))
+
+
+def _view(buffer: Tensor, start: int, spec: Spec) -> Tensor:
+    """Return the place of a tensor in a buffer; an empty buffer may begin at an odd byte, so an empty tensor is new."""
+    size = _count_bytes(spec)
+    data = buffer[start : start + size].view(spec.dtype) if size else buffer.new_empty(0, dtype=spec.dtype)
+    return data.view(spec.shape)
 
 
 def _round_up(size: int) -> int:

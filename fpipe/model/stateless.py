@@ -26,7 +26,7 @@ from fpipe.errors import CaptureError
 from fpipe.model.copying import FunctionCopies
 from fpipe.tensors.attributes import as_parameter
 from fpipe.tensors.placed import local_part
-from fpipe.torch_private import disabled_torch_function, mark_as_parameter
+from fpipe.torch_private import disabled_torch_function, mark_as_parameter, process_groups
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -34,7 +34,7 @@ Module = TypeVar("Module", bound=nn.Module)
 def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     """Return a deep copy of `model` with `replace(tensor)` for every parameter and buffer; shared ones stay shared.
 
-    Raise `CaptureError` if the model cannot be copied.
+    Process groups are not copied. Raise `CaptureError` if the model cannot be copied.
     """
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -47,6 +47,8 @@ def skeleton(model: Module, replace: Callable[[Tensor], Tensor]) -> Module:
     memo.update((id(one), on_meta(one)) for one in computed)
     sparse = [one for one in held if isinstance(one, Tensor) and one.layout is not torch.strided]
     memo.update((id(one), one.clone()) for one in sparse)  # deepcopy cannot copy these
+    groups = process_groups() if torch.distributed.is_available() else ()
+    memo.update((id(group), group) for group in groups)  # deepcopy cannot copy these, either
     functions = FunctionCopies(model)
     memo.update(functions.made)
     try:

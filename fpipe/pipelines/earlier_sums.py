@@ -132,5 +132,7 @@ def add_reduced(onto: EarlierSums, grads: EarlierSums) -> dict[str, Tensor]:
 
 
 def is_untouched(total: Tensor) -> bool:
-    """Return whether all elements are -0."""
-    return total.layout is torch.strided and bool((total == 0).all()) and bool(torch.signbit(total).all())
+    """Return whether all elements are -0; false if there are none, as in an empty shard, which does not tell."""
+    if total.layout is not torch.strided or not total.numel():
+        return False
+    return bool((total == 0).all()) and bool(torch.signbit(total).all())

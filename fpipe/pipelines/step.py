@@ -104,7 +104,8 @@ def begin_step(
     plan, given = agree_to_step(pipe, variant, start.params, start.buffers, split, call)
     starts, onto = start_backward(plan.local_stages, call.scale), start.onto if plan.copies.count == 1 else {}
     return plan, {
-        copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant)) for copy, inputs in given.items()
+        copy: inputs._replace(starts=starts, onto=assign_sums(onto, plan, variant))  # copies add to sums of their own
+        for copy, inputs in given.items()
     }
 
 

@@ -24,6 +24,7 @@ NEEDS_EIGHT = {name for name in CASES if name.endswith(("_on_2_pp_2_dp_2_fsdp", 
 
 MESHES_BY_DAY = {"gpt_zb_v_on_2_pp_2_dp", "llama_interleaved_on_2_pp_2_fsdp", "gpt_zb_h1_on_2_pp_2_dp_2_fsdp"}
 MESHES_BY_DAY |= {"split_gpt_zb_v_on_2_pp_2_fsdp_2_tp"}
+MESHES_BY_DAY |= {"experts_zb_v_on_2_pp_2_ep", "parts_of_sequences_zb_v_on_2_pp_2_cp"}
 
 NEEDS_FOUR = {name for name in CASES if "_on_2_pp_" in name} - NEEDS_EIGHT
 NEEDS_FOUR |= {name for name in CASES if "on_a_mesh" in name} | {"a_mesh_is_verified"}
@@ -61,6 +62,8 @@ NEEDS_NIGHT_ON_FOUR = (
         *("norms_count_every_parameter_once", "tied_copies_do_not_drift", "a_batch_that_the_model_cannot_take"),
         *("a_head_that_is_read_late", "functions_are_described_alike", "another_body_of_a_schedule", "a_second_thread"),
         "updates_of_other_schedules_and_ties",
+        "norms_count_experts_of_all_processes_on_a_mesh",
+        *("smoothed_losses_of_a_split_head_on_a_mesh", "recomputation_in_replicas_of_split_models_on_a_mesh"),
         *("split_blocks_that_run_again", "split_models_are_verified", "split_models_are_trained", "a_split_llama"),
         *("state_that_is_placed_otherwise", "what_a_split_model_cannot_do", "columns_and_rows"),
         *("recorded_stages_of_split_modules", "a_split_and_tied_embedding"),

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe.capture.assumed_values import ASSUMPTIONS, UNKNOWN, call_or_raise, check_all, check_valid
 from fpipe.capture.generators import Generators
+from fpipe.capture.group_names import hide_group_names
 from fpipe.capture.places import current_line
 from fpipe.capture.trace.call_stack import CallStack
 from fpipe.capture.trace.draws import Draws
@@ -229,12 +230,10 @@ class Recorder(TorchFunctionMode):
     ) -> Unit:
         name = getattr(invocation.function, "__name__", str(invocation.function))
         where = f"{self.stack.where}, {name}"
+        data = [*map(_describe_data, hide_group_names(invocation.function, filter(_is_data, invocation.leaves)))]
+        reads = (*invocation.reads, *used)
         return Unit(
-            self.stack.path,
-            (*invocation.reads, *used),
-            makes,
-            lambda *tensors: pick(invocation(tensors), picks, where),
-            does=f"{name}{[*map(_describe_data, filter(_is_data, invocation.leaves))]}",
+            self.stack.path, reads, makes, lambda *tensors: pick(invocation(tensors), picks, where), f"{name}{data}"
         )
 
     def _check_operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

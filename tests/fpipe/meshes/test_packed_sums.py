@@ -47,3 +47,11 @@ def test_a_message_holds_the_same_sums(there):
         found = packing.read(pieces.add_packed(k, copies, CPU)[: packing.size])
         assert [one is None for one in found] == [one is None for one in expected]
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True) if one is not None)
+
+
+def test_a_shard_may_have_no_bytes_at_all():
+    """A message of no bytes for each process: torch puts the second of them at an odd byte."""
+    packing = Pieces((Spec.of(torch.ones(1, 3)),), count=2, by_rows=True).packings[1]
+    assert packing.size == 0
+    arrived = torch.empty(2, 0, dtype=torch.uint8).unbind()
+    assert [tensor.shape for buffer in arrived for tensor in packing.read(buffer)] == [(0, 3), (0, 3)]
