@@ -36,6 +36,7 @@ from fpipe.torch_private import foreach_norm
 from fpipe.training.patterns import as_patterns, select_names
 
 KEPT_TABLES = 32
+SPREAD = 1e-3  # of the norms of equal gradients, which other kernels may round otherwise
 
 
 def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable[str] = "*") -> Tensor:
@@ -100,7 +101,7 @@ def compute_total(pipe: Pipeline, chosen: State, order: float, *arguments: str) 
     shards = _find_shards(pipe, {name: chosen[name] for name in pipe.owned if name in chosen})
     _require_order(order, pipe.copies.shards)
     norms = [_compute_norms(one, order) for one in shards.values()]
-    table = _agree_on_table(pipe, shards, (f"order={order}", *arguments))
+    table = _agree_on_table(pipe, shards, chosen, (f"order={order}", *arguments))
     rows = torch.cat([table.row(one, pipe.device) for one in norms])
     return table.combine(pipe.ranks.gather_vectors(rows), order)
 
@@ -153,7 +154,9 @@ def require_gradients_of(pipe: Pipeline, grads: State) -> None:
             require_same_placement(f"grads[{name!r}]", grad, pipe.holdings.placed_gradients.get(name))
 
 
-def _agree_on_table(pipe: Pipeline, shards: Mapping[tuple[int, int], State], arguments: Sequence[str]) -> NormTable:
+def _agree_on_table(
+    pipe: Pipeline, shards: Mapping[tuple[int, int], State], grads: State, arguments: Sequence[str]
+) -> NormTable:
     """Return where the norms of all processes go, once all ranks have agreed on the arguments of the call.
 
     Every rank learns the digests of all ranks' lists of gradients. If these were seen before, so were the lists.
@@ -167,8 +170,32 @@ def _agree_on_table(pipe: Pipeline, shards: Mapping[tuple[int, int], State], arg
         rows = pipe.ranks.exchange_text(listed, "which gradients there are")
         if len(known) >= KEPT_TABLES:
             del known[next(iter(known))]
+        _require_equal_copies(pipe, grads)
         known[notes] = NormTable.of([one for row in rows for one in json.loads(row)], pipe.names, pipe.device)
     return known[notes]
+
+
+def _require_equal_copies(pipe: Pipeline, grads: State) -> None:
+    """Raise `InputError`, on every rank, for plain gradients that differ along dimensions that fpipe has no name for.
+
+    They count once. Checked when there are such gradients as in no call before, since it waits for the device.
+    """
+    copies, held = pipe.copies, pipe.holdings
+    if copies.mesh is None or copies.mesh.size() == pipe.schedule.ranks * copies.count:
+        return
+    norms = {name: float(local_part(grad).detach().norm()) for name, grad in grads.items() if name not in held.split}
+    found: dict[tuple[int, str], list[float]] = {}
+    for text in pipe.ranks.exchange_text(json.dumps([copies.here[0], norms]), "norms of gradients"):
+        copy, mine = json.loads(text)
+        for name, one in mine.items():
+            found.setdefault((copy, name), []).append(one)
+    for (_, name), same in found.items():
+        if max(same) - min(same) > SPREAD * max(same):
+            raise InputError(
+                f"grads[{name!r}]: got plain tensors of norms {sorted(set(same))} on processes that hold the same "
+                "stages of one copy, expected equal tensors, which count once. Reduce them over the other dimensions "
+                "of the mesh first; or, if each process has parameters of its own, as experts are, make them DTensors."
+            )
 
 
 def _compute_norms(grads: State, order: float) -> list[Tensor]:

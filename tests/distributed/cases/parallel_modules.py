@@ -11,7 +11,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import one_f_one_b, zb_v
 from tests.common import contexts, experts
 from tests.common.tensor_parallel import Plain, local, whole
-from tests.distributed.cases.checks import gather
+from tests.distributed.cases.checks import gather, raises
 from tests.distributed.cases.meshes import mesh_of
 from tests.distributed.cases.registry import case
 
@@ -106,3 +106,16 @@ def norms_count_experts_of_all_processes_on_a_mesh(rank, size):
     torch.testing.assert_close(fpipe.norm(pipe, grads) / 2, total)
     clipped, before = fpipe.clip(pipe, grads, 0.1)
     torch.testing.assert_close((before / 2, fpipe.norm(pipe, clipped)), (total, torch.tensor(0.1)))
+
+
+@case
+def norms_of_plain_experts_are_refused_on_a_mesh(rank, size):
+    """Each process has experts of its own as plain tensors, of which one would count for all."""
+    mesh = mesh_of(pp=2, ep=2)
+    inputs, y = own_tokens(mesh)
+    how = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
+    model = experts.Mixture(ROOMY, mesh["ep"])
+    pipe = fpipe.pipeline(model, example=inputs, targets=y, loss=experts.loss, schedule=how, mesh=mesh)
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), inputs, y)
+    with raises(fpipe.InputError, "got plain tensors of norms", "make them DTensors"):
+        fpipe.norm(pipe, grads)
