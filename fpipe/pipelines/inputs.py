@@ -94,13 +94,12 @@ class Weights:
             del by_stage[s]
 
     def _complete(self, s: int, grads: Gradients) -> Gradients:
-        """Return the gradients of a stage; those that are still to be summed over the model's modules are."""
+        """Return the gradients of a stage, dense; those that are still to be summed over the model's modules are."""
         placed, names = self.plan.placed_gradients, self.plan.assembly.stages[s].grads
-        if not placed:
-            return grads
-        pairs = zip(names, grads, strict=True)
+        dense = [one.to_dense() if one is not None and one.is_sparse else one for one in grads]
         return tuple(
-            [complete_part(placed[name], one) if one is not None and name in placed else one for name, one in pairs]
+            complete_part(placed[name], one) if one is not None and name in placed else one
+            for name, one in zip(names, dense, strict=True)
         )
 
 

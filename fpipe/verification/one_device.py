@@ -77,8 +77,10 @@ class CopySum:
         self.parts[copy].add(own, term)
 
     def total(self) -> Tensor | None:
-        """Return the sum of all terms, if there are any."""
+        """Return the sum of all terms, if there are any; dense if there are several copies."""
         totals = [part.total() for part in self.parts]
+        if len(totals) > 1:
+            totals = [one.to_dense() if one is not None and one.is_sparse else one for one in totals]
         replicas = [totals[k : k + self.shards] for k in range(0, len(totals), self.shards)]
         return reduce(_add, [reduce(_add, shards) for shards in replicas])
 

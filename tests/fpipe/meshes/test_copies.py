@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import fpipe
 from fpipe.tensors.tree import same_bits
@@ -243,3 +244,14 @@ def test_masters_of_shards():
     assert all(same_bits(grads[name], theirs[name]) for name in theirs)
     params, state = adam.update(grads, state, params)
     assert all(p.dtype is torch.bfloat16 for p in params.values())
+
+
+@pytest.mark.parametrize("shape", ["dp", "three shards"])
+def test_sparse_gradients_are_reduced_dense(shape):
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    ids, how = torch.arange(24).reshape(12, 2) % 10, one_f_one_b(ranks=2, microbatches=2)
+    loss = {"loss": lambda out: out.square().mean(), "schedule": how}
+    pipe = fpipe.pipeline(model, example=(ids,), **loss, **options(2, *SHAPES[shape]))
+    _, grads = fpipe.value_and_grad(pipe)(*pipe.init(model), (ids,))
+    assert grads["0.weight"].layout is torch.strided
+    fpipe.verify(pipe, model, (ids,))
