@@ -27,7 +27,7 @@ class Elsewhere(LocalRanks):
 
     def __init__(self, late, rows):
         super().__init__(1)
-        self.late, self.rows = late, rows
+        self.late, self.rows, self.places = late, rows, (0, 1)
 
     def measure_clock_offset(self):
         return self.late

@@ -144,7 +144,8 @@ def test_an_invalid_loss_is_refused(loss):
 def test_a_schedule_without_a_backward_needs_no_loss():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(4, 4)
     pipe = pipeline(None, model, forward_only(ranks=2, microbatches=2))
-    assert torch.equal(fpipe.evaluate(pipe)(*pipe.init(model), (x,)).outputs, model(x))
+    rows = [model(part) for part in x.chunk(2)]  # kernels depend on the number of rows
+    assert torch.equal(fpipe.evaluate(pipe)(*pipe.init(model), (x,)).outputs, torch.cat(rows))
 
 
 def without_grad(outputs):
