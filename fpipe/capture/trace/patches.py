@@ -49,6 +49,8 @@ TRANSFORMS = (
 )
 SEEDING = (Place(torch, "manual_seed"), Place(torch.random, "manual_seed"))
 """The places where forwards find the function that seeds the generators."""
+LOCAL_READS = tuple(Place(DTensor, name) for name in ("to_local", "redistribute", "full_tensor"))
+"""The methods of DTensors that look at the local tensor, which no recorded call has made."""
 UNSEEN = (CheckpointNode, SAVED_INPUTS)
 """Autograd functions that checkpointing itself applies; they are not recorded."""
 
@@ -140,9 +142,7 @@ class Replacements:
         yield *ARGUMENT_CHECK, self._record_calls(check_valid)
         yield *FUSED_ATTENTION, self._record_calls(attention)
         yield *CHECKPOINT, self._checkpoint
-        for name in ("to_local", "redistribute", "full_tensor"):  # these look at the local tensor, which no call made
-            yield DTensor, name, self._record_calls(current(DTensor, name))
-        for owner, name in TRANSFORMS:
+        for owner, name in (*LOCAL_READS, *TRANSFORMS):
             yield owner, name, self._record_calls(current(owner, name))
 
     def _call_module(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from fpipe.capture.assumed_values import FINITE
 from fpipe.capture.eager_types import hide_fakes
 from fpipe.capture.fast_paths import allow_fast_paths
-from fpipe.capture.trace.patches import SEEDING, TRANSFORMS
+from fpipe.capture.trace.patches import LOCAL_READS, SEEDING, TRANSFORMS
 from fpipe.capture.trace.recorder import SEALING
 from fpipe.ir.modes import contexts, current_modes
 from fpipe.ir.tape import CallResult, Frame, Tape, constants_at, tensors_at
@@ -73,6 +73,7 @@ ENDING = (
     *(FUSED_ATTENTION, (torch.jit.ScriptFunction, "__call__")),
     (torch.autograd.graph.saved_tensors_hooks, "__enter__"),
     CHECKPOINT,
+    *LOCAL_READS,
     *TRANSFORMS,
 )
 """The other places that a recording patches; a call there ends a replay. Autocast is compared with each torch call."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -129,7 +128,6 @@ def test_a_replay_may_end_wherever_a_recorder_watches_torch():
     watched = {(owner, name) for owner, name, _ in watching.replacements()}
     module, cast = ("__call__", "__setattr__", "register_buffer"), ("__enter__", "__exit__")
     others = {(nn.Module, name) for name in module} | {(torch.autocast, name) for name in cast}
-    others |= {(DTensor, name) for name in ("full_tensor", "redistribute", "to_local")}
     assert watched == {*ENDING, *others, (torch.autograd.Function, "apply")}
 
 
