@@ -89,7 +89,7 @@ class PipelineCopies:
     @property
     def phases(self) -> int:
         """The number of messages that a reduction takes."""
-        return (self.shards > 1) + min(self.replicas - 1, 2)
+        return (self.shards > 1) + 2 * (self.replicas > 1)
 
     def shard_of(self, copy: int) -> int:
         """Return the number of a copy's shard."""

@@ -3,8 +3,8 @@
 
 A reduction takes one message if weights are sharded: each process gets its shard of all gradients, and adds them in the
 order of shards. If there are replicas, it takes two more: each process gets a piece of the gradients of all replicas,
-adds them in the order of replicas, and shares the sum. Two replicas send each other all they have instead, which is one
-message of as many bytes. Per process, these are the bytes of a reduce-scatter and of an all-reduce.
+adds them in the order of replicas, and shares the sum. Per process, these are the bytes of a reduce-scatter and of an
+all-reduce.
 
 Invariant: sums are added in the order of copies, replica by replica the sums over shards. So their bits depend neither
 on the backend nor on how stages are cut.
@@ -58,11 +58,6 @@ class StageLayout:
         return self.totals if self.shards == 1 else self.rows.packings[self.shard].specs
 
     @cached_property
-    def whole(self) -> Pieces:
-        """This process's gradients in one piece, which two replicas send each other."""
-        return Pieces(self.local, 1, by_rows=False)
-
-    @cached_property
     def elements(self) -> Pieces:
         """The pieces of this process's gradients that the replicas add up."""
         return Pieces(self.local, self.replicas, by_rows=False)
@@ -88,8 +83,7 @@ class Exchange:
         self.links, self.layouts, self.shards = links, layouts, shards
         self.put, self.remove, self.complete = enter, leave, complete
         self.phases = [self._scatter_rows] * (links.shards.count > 1)
-        self.phases += [self._share_whole] * (links.replicas.count == 2)
-        self.phases += [self._scatter_elements, self._share_elements] * (links.replicas.count > 2)
+        self.phases += [self._scatter_elements, self._share_elements] * (links.replicas.count > 1)
 
     def unshard(self, stage: int, number: int) -> Handle:
         """Post an all-gather of the stage's weights."""
@@ -120,18 +114,12 @@ class Exchange:
         layout = self.layouts[stage]
         if not layout.totals:
             return ()
-        if self.links.replicas.count > 2:
+        if self.links.replicas.count > 1:
             return layout.elements.join(values)
-        if self.links.replicas.count == 2:
-            return layout.whole.unflatten(layout.whole.add(0, values))
         return layout.rows.add(layout.shard, values)
 
     def _scatter_rows(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
         return self.links.shards.exchange(message, layout.rows.pack(values, layout.device), layout.rows.sizes)
-
-    def _share_whole(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
-        local = layout.rows.add(layout.shard, values) if self.links.shards.count > 1 else values
-        return self.links.replicas.share(message, layout.whole.pack(local, layout.device))
 
     def _scatter_elements(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
         local = layout.rows.add(layout.shard, values) if self.links.shards.count > 1 else values

@@ -180,11 +180,6 @@ class Pieces:
         columns = zip(*[packing.read(buffer[: packing.size]) for packing, buffer in pairs], strict=True)
         return tuple(self._join(spec, column) for spec, column in zip(self.specs, columns, strict=True))
 
-    def unflatten(self, flat: Gradients) -> Gradients:
-        """Return tensors of their strides, in the same memory, given the elements of each in memory order."""
-        pairs = zip(map(_present, self.specs), flat, strict=True)
-        return tuple(None if one is None else spec.unpack(one.view(torch.uint8)) for spec, one in pairs)
-
     def _join(self, spec: Spec, parts: Sequence[Tensor | None]) -> Tensor | None:
         there = [part for part in parts if part is not None]
         if not there:
