@@ -95,7 +95,7 @@ class Costs:
     - `C`, `R`: a checkpointed forward and a recomputation; `None` means the time of `F`.
     - `OVERLAP_F`: the time a forward adds to the backward it overlaps with; `None` means the time of `F`, so no gain.
     - `UNSHARD`, `REDUCE_GRAD`: the time to gather a stage's weights, and to reduce its gradient. A rank's collectives
-    run one after the other, beside its other actions.
+      run one after the other, beside its other actions.
     - `comm`: the time of a transfer between ranks, from the end of the action that makes a value, or of its fused pair,
       to its arrival: a number, or a `Link`. Transfers overlap with compute.
     - `jitter`: multiplies every action's time by a number drawn uniformly from `1 - jitter` to `1 + jitter`, by `seed`.
