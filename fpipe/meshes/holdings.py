@@ -70,6 +70,15 @@ class Holdings:
         shards, (mine,) = self.copies.shards, self.copies.held_shards
         return {name: shard_spec(spec, shards, mine) for name, spec in self.params.items()}
 
+    def require_rows(self) -> None:
+        """Raise `InputError` for a parameter that can't be sharded, since it has no dimensions."""
+        for name, spec in self.params.items() if self.copies.shards > 1 else ():
+            if not spec.shape:
+                raise InputError(
+                    f"params[{name!r}]: got a parameter without dimensions, expected at least one, along which it is "
+                    "sharded. Give it the shape (1,), or leave out shard."
+                )
+
     def require_apart(self, processes: Sequence[int]) -> None:
         """Raise `InputError` if modules split a parameter over processes that hold other stages, or other copies.
 
@@ -132,11 +141,6 @@ class Holdings:
     def _shard(self, name: str, spec: Spec, split: Placed | None) -> Placed:
         """Return the place of a sharded parameter: over the dimensions of replicas, of shards, and of its modules."""
         whole = spec.shape if split is None else split.shape
-        if not spec.shape:
-            raise InputError(
-                f"params[{name!r}]: got a parameter without dimensions, expected at least one, along which it is "
-                "sharded. Give it the shape (1,), or leave out shard."
-            )
         stride = torch.empty(whole, device="meta").stride()
         mesh, within = self._find_mesh(name, split), {} if split is None else _by_dimension(split)
         names, shards = mesh.mesh_dim_names or (), self.copies.names[-1]

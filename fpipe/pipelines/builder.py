@@ -87,6 +87,7 @@ class Builder:
         caches = Caches(self.caches.most, trainable=self.caches.trainable)
         pipe = Pipeline(planner, self.ranks, lambda model: self._rebuild(model, kept), prepare_steps, caches)
         require_exact_hooks(captures.hooks, sums)
+        pipe.holdings.require_rows()
         if pipe.training.placed:
             pipe.holdings.require_apart(self.ranks.processes)
         agree_on_plan(pipe, TRAINING)

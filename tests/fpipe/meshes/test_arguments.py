@@ -68,3 +68,18 @@ def test_onto_of_another_shape_is_refused():
     name = next(iter(state[0]))
     with pytest.raises(fpipe.InputError, match="onto"):
         step(*state, (x,), y, onto={name: torch.zeros(3)})
+
+
+def test_a_parameter_without_dimensions_is_not_sharded():
+    class Scaled(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    x, mesh = torch.ones(4, 4), {"pp": 1, "fsdp": 2}
+    how = one_f_one_b(ranks=1, microbatches=2)
+    with pytest.raises(fpipe.InputError, match=r"params.'scale'.: got a parameter without dimensions"):
+        fpipe.pipeline(Scaled(), example=(x,), loss=torch.mean, schedule=how, mesh=mesh, shard="fsdp")
