@@ -2,7 +2,7 @@
 """The collectives of a step: the processes that hold the same stages gather weights, and reduce gradients.
 
 A reduction takes one message if weights are sharded: each process gets its shard of all gradients, and adds them in the
-order of shards. If there are replicas, it takes two more: each process gets a slice of the gradients of all replicas,
+order of shards. If there are replicas, it takes two more: each process gets a portion of the gradients of all replicas,
 adds them in the order of replicas, and sends the sum to all. Per process, these are the bytes of a reduce-scatter, and
 of an all-reduce.
 
@@ -22,7 +22,7 @@ import torch
 
 from fpipe.autodiff.accumulation import Gradients
 from fpipe.meshes.copies import CopyLinks
-from fpipe.meshes.flat import Flat
+from fpipe.meshes.flat_buffer import FlatBuffer
 from fpipe.meshes.peers import make_room
 from fpipe.meshes.pieces import Pieces
 from fpipe.runtime.transport.interface import Handle, MessageKey, Payload
@@ -60,9 +60,9 @@ class StageLayout:
         return self.totals if self.shards == 1 else self.rows.packings[self.shard].specs
 
     @cached_property
-    def flat(self) -> Flat:
-        """The slices of this process's gradients that the replicas add up."""
-        return Flat(self.local, self.replicas)
+    def flat(self) -> FlatBuffer:
+        """The portions of this process's gradients that the replicas add up."""
+        return FlatBuffer(self.local, self.replicas)
 
 
 class Exchange:
@@ -85,7 +85,7 @@ class Exchange:
         self.links, self.layouts, self.shards = links, layouts, shards
         self.put, self.remove, self.complete = enter, leave, complete
         self.phases = [self._scatter_rows] * (links.shards.count > 1)
-        self.phases += [self._scatter_slices, self._share_slices] * (links.replicas.count > 1)
+        self.phases += [self._scatter_portions, self._share_portions] * (links.replicas.count > 1)
 
     def unshard(self, stage: int, number: int) -> Handle:
         """Post an all-gather of the stage's weights."""
@@ -125,19 +125,19 @@ class Exchange:
         arriving = make_room(peers, leaving[peers.rank])
         return peers.exchange(message, leaving, arriving, tuple(piece for (piece,) in arriving))
 
-    def _scatter_slices(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+    def _scatter_portions(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
         local = layout.rows.add(layout.shard, values) if self.links.shards.count > 1 else values
         peers, buffer = self.links.replicas, layout.flat.pack(local, layout.device)
         leaving = layout.flat.parts(buffer)
         arriving = make_room(peers, leaving[peers.rank])
         return peers.exchange(message, leaving, arriving, (buffer, *arriving))
 
-    def _share_slices(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+    def _share_portions(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
         buffer, *arrived = values
         peers = self.links.replicas
         layout.flat.add(peers.rank, buffer, arrived)
-        slices = [(data,) for data, _ in layout.flat.parts(buffer)]
-        return peers.exchange(message, [slices[peers.rank]] * peers.count, slices, (buffer,))
+        portions = [(data,) for data, _ in layout.flat.parts(buffer)]
+        return peers.exchange(message, [portions[peers.rank]] * peers.count, portions, (buffer,))
 
 
 def _nothing(message: MessageKey) -> LocalHandle:

@@ -118,16 +118,16 @@ class DistributedPeers:
         return dist.P2POp(kind, tensor, group=self.group, group_peer=peer)
 
 
-Finish: TypeAlias = Callable[[Sequence[Payload]], Payload]
+OnArrival: TypeAlias = Callable[[Sequence[Payload]], Payload]
 """Takes what every member of a group has sent a member, and returns what that member's handle gives."""
 
 
 class Posted(NamedTuple):
-    """What a member has posted for a message: its handle, what leaves for each, and how it takes what arrives."""
+    """A member's part of a message: its handle, what leaves for each member, and how it takes what arrives."""
 
     handle: LocalHandle
     leaving: Sequence[Payload]
-    finish: Finish
+    finish: OnArrival
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class Meeting:
     count: int
     posted: dict[MessageKey, dict[int, Posted]] = field(default_factory=dict)
 
-    def post(self, rank: int, message: MessageKey, leaving: Sequence[Payload], finish: Finish) -> LocalHandle:
+    def post(self, rank: int, message: MessageKey, leaving: Sequence[Payload], finish: OnArrival) -> LocalHandle:
         """Post what member `rank` has for each; the last to come completes the handles of all."""
         there = self.posted.setdefault(message, {})
         assert rank not in there, "every member posts a message once"

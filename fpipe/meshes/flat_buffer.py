@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients side by side in one buffer, which is cut into slices of bytes: one for each process to add up.
+"""Gradients side by side in one buffer, which is cut into portions of bytes: one for each process to add up.
 
 Problem. Replicas add up all gradients of a stage. Sending them tensor by tensor takes a message each, and cutting each
 tensor takes copies to put the pieces together again.
 
-Idea. The gradients of a stage are copied into one buffer, in memory order. Each process receives its slice of everyone
-else's buffer, adds it to its own in place, and sends the sum to all. What arrives is the whole buffer of sums; the
-gradients are views of it.
+Idea. The gradients of a stage are copied into one buffer, in memory order. Each process receives its portion of the
+buffers of all others, adds them to its own in place, and sends the sum to all. So the buffer ends as one of sums, and
+the gradients are views of it.
 
 Invariant: layouts depend on metadata alone, so every process derives the same ones.
 
@@ -28,13 +28,13 @@ from fpipe.autodiff.accumulation import Gradients
 from fpipe.meshes.pieces import BOUNDARY, Packing, present
 from fpipe.tensors.spec import Spec
 
-Part: TypeAlias = tuple[Tensor, Tensor]
-"""What a process sends another: a slice of its buffer, and the flags that say which optional tensors are there."""
+Portion: TypeAlias = tuple[Tensor, Tensor]
+"""What a process sends another: a portion of its buffer, and the flags that say which optional tensors are there."""
 
 
 @dataclass(frozen=True)
-class Flat:
-    """The layout of tensors with these specs in one buffer, cut into `count` slices."""
+class FlatBuffer:
+    """The layout of tensors with these specs in one buffer, cut into `count` portions."""
 
     specs: tuple[Spec, ...]
     count: int
@@ -46,7 +46,7 @@ class Flat:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """The first byte of each slice, and the one after the last; no element is in two slices."""
+        """The first byte of each portion, and the one after the last; no element is in two portions."""
         end = self.packing.offsets[-1]
         step = -(-end // (self.count * BOUNDARY)) * BOUNDARY
         return tuple(min(end, k * step) for k in range(self.count + 1))
@@ -59,13 +59,13 @@ class Flat:
         self.packing.write(buffer, flat)
         return buffer
 
-    def parts(self, buffer: Tensor) -> tuple[Part, ...]:
+    def parts(self, buffer: Tensor) -> tuple[Portion, ...]:
         """Return what goes to each process: views of the buffer."""
         flags = self.packing.flags(buffer)
         return tuple((buffer[start:end], flags) for start, end in zip(self.bounds, self.bounds[1:], strict=False))
 
-    def add(self, k: int, buffer: Tensor, parts: Sequence[Part]) -> None:
-        """Add up the slices `k` of all processes, in their order, into the buffer, which holds the `k`-th of them."""
+    def add(self, k: int, buffer: Tensor, parts: Sequence[Portion]) -> None:
+        """Add up the portions `k` of all processes, in their order, into the buffer, which holds the `k`-th of them."""
         there = [self.packing.read_flags(flags) for _, flags in parts]
         for j, dtype, here in self._cut(k):
             terms = [data[here].view(dtype) for (data, _), held in zip(parts, there, strict=True) if held[j]]
@@ -73,7 +73,7 @@ class Flat:
         self.packing.write_flags(buffer, [any(held) for held in zip(*there, strict=True)])
 
     def _cut(self, k: int) -> Iterator[tuple[int, torch.dtype, slice]]:
-        """Yield the tensors that have elements in slice `k`: number, dtype, and where in the slice they are."""
+        """Yield the tensors that have elements in portion `k`: number, dtype, and where in the portion they are."""
         first, end = self.bounds[k], self.bounds[k + 1]
         for j, (spec, start) in enumerate(zip(self.packing.specs, self.packing.offsets, strict=False)):
             here = max(first, start), min(end, start + spec.shape[0] * spec.dtype.itemsize)
