@@ -34,7 +34,7 @@ STEPS, LIMIT, MICROBATCHES, RATE = 20 if NIGHTLY else 3, 0.3, 2, 0.01
 
 
 class Run(NamedTuple):
-    """The end of a training run, by the parameters' names: plain tensors of this process, and norms by step."""
+    """The end of a training run, by the parameters' names: what this process holds, and norms by step."""
 
     params: Mapping[str, torch.Tensor]
     state: Mapping[str, Mapping[str, Any]]
@@ -108,9 +108,7 @@ def train_without_a_pipeline(task: Task, mesh: DeviceMesh, copies: int, mine: in
         adam.step()
         adam.zero_grad()
     named = dict(model.named_parameters())
-    return Run(
-        {name: local_part(p.detach()) for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms
-    )
+    return Run({name: p.detach() for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms)
 
 
 def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, **options: Any) -> Run:
@@ -131,14 +129,14 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, 
             grads, norm = fpipe.clip(pipe, grads, LIMIT)
             params, state = adam.update(grads, state, params)
         norms.append(norm)
-    return Run({name: local_part(p.detach()) for name, p in params.items()}, state, norms)
+    return Run({name: p.detach() for name, p in params.items()}, state, norms)
 
 
 def require_same_run(got: Run, wanted: Run) -> None:
     """Require the same bits of everything that this process holds."""
     assert all(map(same_bits, got.norms, wanted.norms)), (got.norms, wanted.norms)
     for name, p in got.params.items():
-        assert same_bits(p, wanted.params[name]), name
+        assert same_bits(local_part(p), local_part(wanted.params[name])), name
         for slot in ("exp_avg", "exp_avg_sq"):
             assert same_bits(local_part(got.state[name][slot]), local_part(wanted.state[name][slot])), (name, slot)
 
@@ -182,7 +180,7 @@ def train_split(task: Task, mesh: DeviceMesh, around: str) -> Run:
         adam.zero_grad()
     named = dict(model.named_parameters())
     return Run(
-        {name: local_part(p.detach()) for name, p in named.items()},
+        {name: p.detach() for name, p in named.items()},
         {name: adam.state[p] for name, p in named.items()},
         norms,
     )
