@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import fpipe
-from tests.common import tensor_parallel
+from tests.common.tensor_parallel import whole
 from tests.distributed.cases.meshes import (
     FAMILIES,
     LIMIT,
     MICROBATCHES,
     RATE,
+    SPLITS,
     TASKS,
     Task,
     mesh_of,
-    split_gpt,
     train_with_a_pipeline,
 )
 from tests.distributed.cases.registry import case
@@ -53,10 +52,6 @@ def flatten(params: Any, state: Any) -> dict[str, Tensor]:
     return {name: whole(tensor.detach()) for name, tensor in (params | moments).items()}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def require_near(task: Task, wanted: dict[str, Tensor], mesh: DeviceMesh, family: str) -> None:
     """Require parameters and moments of a run on the mesh to be near those of one device."""
     how = FAMILIES[family](ranks=2, microbatches=MICROBATCHES)
@@ -74,12 +69,13 @@ def require_near(task: Task, wanted: dict[str, Tensor], mesh: DeviceMesh, family
 def _make_case(**sizes: int) -> None:
     def run(rank: int, size: int) -> None:
         mesh = mesh_of(**sizes)
-        for make in (split_gpt,) if "tp" in sizes else TASKS.values():
+        for name in SPLITS if "tp" in sizes else TASKS:
+            make = SPLITS[name].make if "tp" in sizes else TASKS[name]
             wanted = train_on_one_device(in_double(make()))
             for family in FAMILIES:
                 task = in_double(make())
                 if "tp" in sizes:
-                    task = task._replace(model=tensor_parallel.by_sequence(task.model, mesh["tp"]))
+                    task = task._replace(model=SPLITS[name].over(task.model, mesh["tp"]))
                 require_near(task, wanted, mesh, family)
 
     run.__name__ = f"one_device_in_double_on_{'_'.join(f'{size}_{name}' for name, size in sizes.items())}"
