@@ -142,7 +142,11 @@ def require_same_run(got: Run, wanted: Run) -> None:
 
 
 def clip_apart(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
-    """Clip as `clip_grad_norm_` does, which refuses plain gradients beside DTensors, and DTensors of several meshes."""
+    """Clip by the norm of all norms, as torch does on one device and on a mesh of one dimension.
+
+    Its own `clip_grad_norm_` refuses plain gradients beside DTensors. On a mesh of two dimensions, it divides the norm
+    of what is replicated by sqrt(n) and adds up n squares, which may change the last bit.
+    """
     grads = [p.grad for p in parameters]
     total = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(grad)) for grad in grads]))
     for grad in grads:
@@ -151,16 +155,15 @@ def clip_apart(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor
 
 
 class Split(NamedTuple):
-    """A task whose modules are split over `tp`, how they are, and how torch clips their gradients."""
+    """A task whose modules are split over `tp`, and how they are."""
 
     make: Callable[[], Task]
     over: Callable[[Any, DeviceMesh], nn.Module]
-    clip: Callable[..., torch.Tensor]
 
 
 SPLITS = {
-    "split_gpt": Split(split_gpt, tensor_parallel.by_sequence, nn.utils.clip_grad_norm_),
-    "split_llama": Split(grouped_query_llama, tensor_parallel.split_llama, clip_apart),
+    "split_gpt": Split(split_gpt, tensor_parallel.by_sequence),
+    "split_llama": Split(grouped_query_llama, tensor_parallel.split_llama),
 }
 
 
@@ -199,7 +202,7 @@ def train_split(split: Split, mesh: DeviceMesh, around: str) -> Run:
             p.grad = without_partial(p.grad)
             dist.all_reduce(local_part(p.grad), group=mesh.get_group("dp"))
             p.grad /= copies
-        norms.append(whole(split.clip(model.parameters(), LIMIT)))
+        norms.append(clip_apart(model.parameters(), LIMIT))
         adam.step()
         adam.zero_grad()
     named = dict(model.named_parameters())
