@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import fpipe
 from tests.common.collectives import CUTS, LAYERS, Later, Layer, Reduced, build, require_same
+from tests.common.sizes import covering
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -16,9 +17,7 @@ def alone(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backward", ["autograd", "graph"])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("layer", LAYERS)
+@covering(layer=LAYERS, cut=[*CUTS], backward=["autograd", "graph"])
 def test_a_step_with_collectives_is_exact(layer, cut, backward):
     if (layer, cut) == (Later, "cut inside"):
         pytest.skip("refused, see below")
