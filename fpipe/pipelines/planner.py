@@ -21,8 +21,9 @@ from fpipe.batching.batch import SplitBatch
 from fpipe.batching.merge import Merge
 from fpipe.batching.signature import Microbatch, Signature
 from fpipe.capture.eager_types import hide_fakes
+from fpipe.cutting.repetition import ExtraBuffers
 from fpipe.errors import CaptureError, CutError, InputError, PipelineError
-from fpipe.ir.variant import Variant
+from fpipe.ir.variant import TRAINING, Variant
 from fpipe.meshes.copies import ALONE, PipelineCopies
 from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
@@ -140,9 +141,21 @@ class Planner:
             self.assemblies[variant, microbatch] = self._assemble(variant, microbatch)
         return self.assemblies[variant, microbatch]
 
+    def _extra_buffers(self, variant: Variant, microbatch: Microbatch) -> ExtraBuffers | None:
+        """Return the buffers that stages may hold for what they repeat: those of the example's first microbatch.
+
+        For this one, return `None`: whatever it needs. So each rank holds the same buffers for every kind of batch.
+        """
+        first = self._microbatches(TRAINING, self.captures.batchings[True].example)[0]
+        if (variant, microbatch) == (TRAINING, first):
+            return None
+        return self._cached_assembly(TRAINING, first).extra_buffers
+
     def _assemble(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         placement = self.schedule.placement
-        assembly = assemble(*self.captures.of(variant, microbatch), variant.outputs, placement, self.summed)
+        captured, positions = self.captures.of(variant, microbatch)
+        extra = self._extra_buffers(variant, microbatch)
+        assembly = assemble(captured, positions, variant.outputs, placement, self.summed, extra)
         if variant.scaled:
             assembly = take_scale(assembly)
         if variant.sums is not None:
