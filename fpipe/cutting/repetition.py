@@ -10,11 +10,14 @@ once for each microbatch. The stage where the value is made does not run invaria
 
 The rule. A value is repeated, rather than sent, if
 
-- its units read and write at most `RATIO` times its bytes, plus `FREE`, and
-- the leaves of the batch and the buffers that they read have at most its bytes, plus `FREE`.
+- its units read and write at most `RATIO` times its bytes, plus `ALLOWANCE`,
+- the leaves of the batch and the buffers that they read have at most its bytes, plus `ALLOWANCE`, and
+- if nothing is differentiated, it has at least `LAUNCH` bytes for each of these units.
 
-Memory is about that much faster than a link between ranks. `FREE` is what memory delivers in the time that any message
-takes. The rule sees shapes and dtypes only, so all ranks decide alike.
+Memory is about `RATIO` times as fast as a link between ranks. `ALLOWANCE` is what memory delivers in the time that any
+message takes. `LAUNCH` is what a link delivers in the time that it takes to launch an operation: when one token is
+decoded at a time, stages do little else, and what crosses is small. The rule sees shapes and dtypes only, so all ranks
+decide alike.
 
 Buffers that are read where units are repeated live there, too. All plans of a pipeline must agree on that, so the first
 one decides for the others.
@@ -37,10 +40,12 @@ from fpipe.cutting.removal import find_absent, written_groups
 from fpipe.cutting.traffic import measure, stored_bytes
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Observed, Unit, Value
 
-RATIO = 16
-"""Memory over links: 3,350 over 50 to 450 GB/s for an H100, and some 10 over 3 GB/s for CPUs over Gloo."""
-FREE = 2**20
+RATIO = 32
+"""Memory over links: an H100 has 3,350 GB/s of memory, 50 of InfiniBand, and 450 of NVLink."""
+ALLOWANCE = 2**20
 """Bytes that memory delivers in the time that any message takes: about 50 microseconds."""
+LAUNCH = 2**14
+"""Bytes that a link delivers in the time that it takes to launch an operation: 5 microseconds at 3 GB/s."""
 
 ExtraBuffers: TypeAlias = tuple[frozenset[str], ...]
 """The names of the buffers that each stage holds for the units that it repeats."""
@@ -131,10 +136,12 @@ class _Choice:
         history, size = self.history[value], stored_bytes(self.fakes[value])
         if any(self.fakes[made].requires_grad for k in history for made in self.captured.units[k].makes):
             return False
+        if not self.captured.backward and size < LAUNCH * len(history):
+            return False
         read = {v for k in history for v in self.captured.units[k].reads}
         sources = [v for v in read if isinstance(self.captured.sources.get(v), BatchLeaf | Buffer)]
         held = sum(stored_bytes(self.fakes[v]) for v in sources)
-        return sum(self.traffic[k] for k in history) <= RATIO * size + FREE and held <= size + FREE
+        return sum(self.traffic[k] for k in history) <= RATIO * size + ALLOWANCE and held <= size + ALLOWANCE
 
     def _has_buffers(self, s: int, value: Value) -> bool:
         """Return whether stage `s` may hold the buffers that are read to make a value."""
@@ -169,7 +176,7 @@ class _Choice:
     def _split(self, values: Sequence[Value]) -> tuple[Collection[int], tuple[Value, ...], Collection[int]]:
         """Return the units to run once in a step, the values that they make for all microbatches, and other units.
 
-        Intermediate values larger than `FREE` are not kept for the step, but made each time.
+        Intermediate values larger than `ALLOWANCE` are not kept for the step, but made each time.
         """
         makers, invariant = self.purity.makers, self.purity.invariant
         groups = written_groups(self.captured, self.observed)
@@ -177,7 +184,7 @@ class _Choice:
         while True:
             reads = {v for k in each for v in self.captured.units[k].reads}
             shared = [v for v in sorted({*reads, *values}) if makers.get(v) in invariant and makers[v] not in each]
-            large = {makers[v] for v in shared if v not in values and stored_bytes(self.fakes[v]) > FREE}
+            large = {makers[v] for v in shared if v not in values and stored_bytes(self.fakes[v]) > ALLOWANCE}
             if not large:
                 return self.purity.history(shared), tuple(shared), each
             each |= large.union(*(group for group in groups if not group.isdisjoint(large)))

@@ -32,7 +32,8 @@ from fpipe.pipelines.garbage import postpone_collection
 from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.resolver import ExchangeText, Resolver
 from fpipe.runtime.turns import wait_for_turn
-from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale, widen_sums
+from fpipe.stages.assembly import Assembly, assemble
+from fpipe.stages.conversion import differentiate, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
 from fpipe.stages.stage import Stage
 from fpipe.tensors import random
@@ -49,6 +50,7 @@ class Planner:
     - `summed`: the parameters whose gradients are summed over stages.
     - `backend`: differentiates the stages; `None` for autograd.
     - `copies`: the copies of the pipeline, this process's among them.
+    - `extra`: the buffers that stages may hold for what they repeat, if those of another pipeline do; else `None`.
     """
 
     schedule: Schedule
@@ -58,6 +60,7 @@ class Planner:
     summed: frozenset[str] = frozenset()
     backend: Backend | None = None
     copies: PipelineCopies = ALONE
+    extra: ExtraBuffers | None = None
     plans: dict[BatchKind, Plan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
 
@@ -146,6 +149,8 @@ class Planner:
 
         For this one, return `None`: whatever it needs. So each rank holds the same buffers for every kind of batch.
         """
+        if self.extra is not None:
+            return self.extra
         first = self._microbatches(TRAINING, self.captures.batchings[True].example)[0]
         if (variant, microbatch) == (TRAINING, first):
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage computes before its forwards: values that it repeats instead of receiving them.
+"""The prologue of a stage: computes values before its forwards that it would otherwise receive.
 
 Problem. Masks and rotary tables follow from the batch, from constants and from buffers. Every stage that needs them
 can make them itself, and those that are the same for all microbatches only once in a step.
@@ -31,7 +31,7 @@ StageForward: TypeAlias = Callable[[Tensors, Tensors, Tensors, int], Any]
 
 
 class Entering(tuple[Tensor, ...]):
-    """What enters a stage: its leaves of the batch, what its prologue computed, and then what it received."""
+    """The inputs of a stage, its prologue's results among them: leaves of the batch, these, and what it received."""
 
     def __add__(self, received: tuple[Any, ...]) -> Entering:
         return Entering((*self, *received))
@@ -84,7 +84,7 @@ class Prologue:
 
 
 class Feed:
-    """What enters a stage in one step, apart from what it receives: `feed(i)` is that of microbatch `i`.
+    """The inputs of a stage in one step, apart from what it receives: `feed(i)` returns those of microbatch `i`.
 
     - `rows`: the stage's leaves of each microbatch; empty if it reads none. `buffers`: its buffers.
     """

@@ -13,9 +13,9 @@ On tuples of tensors:
 then what it gets from earlier stages. What its prologue computes from these leaves may stand between the two (see
 `Entering`); otherwise, it is computed first. `outputs` are its results, then what it gives to later stages, including
 values that it only passes on. No argument is modified except `onto`; residuals and deferred state are consumed by their
-single use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. The microbatch's gradients
-are added to it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its residuals are
-`None`.
+single use. `onto` is the sum of the gradients so far, in memory that the stage owns, or `()`. The microbatch's
+gradients are added to it, and the sum is returned. A stage in which nothing needs a gradient keeps nothing: its
+residuals are `None`.
 
 `fpipe.autodiff` implements the functions.
 
