@@ -65,12 +65,12 @@ def _is_local(purity: Purity, partition: Sequence[int], value: Value) -> bool:
 
 
 def written_groups(captured: Captured, observed: Observed) -> list[set[int]]:
-    """Return, for all memory that is written in place, the units that make or write it."""
+    """Return, for all memory that is written in place, the units that make or write it, up to the last that writes."""
+    last = {memory: k for k, unit in enumerate(captured.units) for memory in observed.written[unit]}
     found = defaultdict[int, set[int]](set)
-    written = frozenset().union(*observed.written.values())
     for k, unit in enumerate(captured.units):
-        for memory in {*observed.written[unit], *(observed.storage[value] for value in unit.makes)} & written:
-            found[memory].add(k)
+        for memory in {*observed.written[unit], *(observed.storage[value] for value in unit.makes)} & last.keys():
+            found[memory].update({k} if k <= last[memory] else ())
     return [*found.values()]
 
 
