@@ -6,10 +6,10 @@
 Models of 70, 9, 4 and 7 billion parameters and a GPT-2, on the meta device, so that nothing is allocated: Llama 70B,
 Gemma 2 9B, Gemma 3 4B, Falcon 7B with ALiBi, and GPT-2 large, with their numbers of heads and widths but 8 layers, in
 four stages of two layers each. A microbatch is one row of 4,096 tokens (1,024 for GPT-2, its longest) with padding, so
-that there is a mask; bfloat16, and float32 for Llama. The first row of each model is what its first stage sends for a
-microbatch, the second what its second stage keeps of one until the backward. The column of the incumbent has the same
-of the same stages, if each value is sent from the stage that makes it to those that use it, as
-`torch.distributed.pipelining` does; there is then also `once a step`, what a stage holds for all microbatches.
+that there is a mask; bfloat16, and float32 for Llama, too. The rows of a model: what its first stage sends for a
+microbatch, and what the second keeps of one until its backward, if it is recomputed, and if it isn't. The column of the
+incumbent has the same of the same stages, if each value is sent from the stage that makes it to those that use it, as
+`torch.distributed.pipelining` does. What a stage holds once for all microbatches is at most a few MiB here.
 
 Then the processor time of a step of a Llama of 8 layers and width 256, 256 tokens, four stages in one process, over
 that of the same stages which send all values; interleaved, medians.
@@ -95,15 +95,19 @@ def sending(make: Callable[[], fpipe.Pipeline]) -> fpipe.Pipeline:
 
 def size(specs: Iterator[Spec]) -> float:
     """Return the MiB of tensors, as sent: a broadcast dimension counts once."""
-    return sum(spec.dtype.itemsize * prod(n if s else 1 for n, s in zip(spec.shape, spec.stride, strict=True)) for spec in specs) / MIB
+    return (
+        sum(
+            spec.dtype.itemsize * prod(n if s else 1 for n, s in zip(spec.shape, spec.stride, strict=True))
+            for spec in specs
+        )
+        / MIB
+    )
 
 
 def figures(cut: Assembly) -> tuple[float, float, float]:
-    """Return what the first stage sends, what the second keeps of a microbatch, and what it holds once a step, in MiB."""
-    sent = size(spec for one in cut.stages[0].gives for spec in one.specs)
-    prologue = cut.stages[1].prologue
-    once = size(spec for k, spec in enumerate(prologue.specs) if k in prologue.kept)
-    return sent, measure_footprints(cut)[1].activation / MIB, once
+    """Return the MiB that the first stage sends for a microbatch, and the second keeps of one: recomputed, or not."""
+    sent, kept = size(spec for one in cut.stages[0].gives for spec in one.specs), measure_footprints(cut)[1]
+    return sent, kept.inputs / MIB, kept.activation / MIB
 
 
 def bytes_of(title: str, config: Any, layers: str, tokens: int) -> Iterator[str]:
@@ -114,11 +118,10 @@ def bytes_of(title: str, config: Any, layers: str, tokens: int) -> Iterator[str]
     def make() -> fpipe.Pipeline:
         return build(model, layers, tokens, "meta")
 
-    (sent, kept, once), (before, held, _) = (figures(one.training.assembly) for one in (make(), sending(make)))
-    where = f"{title}, a row of {tokens:,} tokens"
-    yield row(f"sent over the first cut, {where}", "MiB", sent, before, most(1, of="ratio"))
-    yield row(f"kept by a stage of two layers, {where}", "MiB", kept, held, most(1, of="ratio"))
-    yield row(f"held by it for all microbatches, {where}", "MiB", once, None)
+    pairs = zip(*(figures(one.training.assembly) for one in (make(), sending(make))), strict=True)
+    what = ("sent over the first cut", "kept by a stage that is recomputed", "kept by a stage of two layers")
+    for title_of_row, (ours, theirs) in zip(what, pairs, strict=True):
+        yield row(f"{title_of_row}, {title}, {tokens:,} tokens", "MiB", ours, theirs, most(1, of="ratio"))
 
 
 def time_of_step() -> str:

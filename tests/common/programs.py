@@ -53,7 +53,7 @@ class Program:
     uses: tuple[frozenset[int], ...]
 
     def is_pure(self, k: int) -> bool:
-        """Return whether value `k` depends on what follows from the batch alone; so does `x`, the first hidden state."""
+        """Return whether value `k` depends on nothing impure; the first hidden state is a leaf of the batch."""
         one = self.asides[k]
         impure = one.kind in IMPURE and (one.kind, one.layer) != ("hidden", 0)
         return not impure and all(map(self.is_pure, one.operands))
@@ -122,7 +122,7 @@ class Sided(nn.Module):
             "leaf": lambda: leaf * 2,
             "positions": lambda: torch.arange(WIDTH) / WIDTH,
             "constant": lambda: self.constant + 1,
-            "still": lambda: self.still.exp(),
+            "still": self.still.exp,
             "weight": lambda: self.layers[0].weight.detach().mean(0),
             "moving": lambda: moving + 1,
             "random": lambda: nn.functional.dropout(torch.ones(WIDTH), 0.5),

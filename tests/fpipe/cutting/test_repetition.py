@@ -72,9 +72,7 @@ ONCE, EACH, NEVER = (1, 0), (0, 1), (0, 0)
     ids=lambda value: "-".join(a.kind for a in value.asides) if isinstance(value, Program) else "",
 )
 def test_what_follows_from_the_batch_is_computed_for_each_microbatch_and_all_else_once(program, expected, capture):
-    pipe, model, inputs, targets = build(
-        sided(program), one_f_one_b(ranks=LAYERS, microbatches=2), 4, capture=capture
-    )
+    pipe, model, inputs, targets = build(sided(program), one_f_one_b(ranks=LAYERS, microbatches=2), 4, capture=capture)
     assert computed(pipe) == expected
     assert sent(pipe) == [1 + (expected[1] == NEVER)] * 3 + [0]
     seed = SEED if program.is_random else None
@@ -107,6 +105,14 @@ def masked(make, *use):
 def built(make, *use, rows=6, **options):
     how = options.pop("how", one_f_one_b(ranks=3, microbatches=3))
     return build(masked(make, *use), how, rows, ("b", "c"), capture=options.pop("capture", "trace"), **options)
+
+
+def built_from(model, loss=mse):
+    """A pipeline of this model."""
+    inputs, targets = masked(None).batch(6)
+    how = one_f_one_b(ranks=3, microbatches=3)
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, cuts=["b", "c"])
+    return pipe, model, inputs, targets
 
 
 def require_equal(pipe, model, inputs, targets):
@@ -161,8 +167,18 @@ def test_these_are_computed_by_each_stage(what, backward):
 
 
 def test_a_value_that_a_later_stage_writes_is_sent():
-    """The second stage writes to it; on one device, so would the others see it."""
-    pipe, *given = built(lambda self, x, mask: mask * 2, lambda self, y, t: y * 1 if y.dim() else t.add_(1))
+    """Its units would write twice."""
+
+    class Later(Masked):
+        def forward(self, x, mask):
+            t = mask * 2
+            y = self.b(self.a(x))
+            t.add_(1)
+            return self.c(y * t)
+
+    pipe, *given = built_from(Later(None))
+    assert computed(pipe) == [NEVER] * 3
+    assert sent(pipe) == [2, 1, 0]
     require_equal(pipe, *given)
 
 
@@ -174,12 +190,9 @@ def test_a_value_that_is_written_after_its_first_use_is_not_repeated():
             t.add_(1)
             return self.c(self.b(y) * t) * t
 
-    case = masked(None)
-    model, (inputs, targets) = Late(None), case.batch(6)
-    how = one_f_one_b(ranks=3, microbatches=3)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["b", "c"])
+    pipe, *given = built_from(Late(None))
     assert computed(pipe) == [NEVER] * 3
-    require_equal(pipe, model, inputs, targets)
+    require_equal(pipe, *given)
 
 
 def test_outputs_that_a_stage_can_compute_are_those_of_each_microbatch():
@@ -187,27 +200,19 @@ def test_outputs_that_a_stage_can_compute_are_those_of_each_microbatch():
 
     class Returning(Masked):
         def forward(self, x, mask):
-            positions = torch.arange(WIDTH) * self.table
+            positions = torch.arange(20_000) * self.table.mean()
             return super().forward(x, mask), positions, mask[:, :2]
 
-    case = masked(lambda self, x, mask: torch.arange(WIDTH) * self.table)
-    model, (inputs, targets) = Returning(case.build().make), case.batch(6)
-    pipe = fpipe.pipeline(
-        model,
-        example=inputs,
-        targets=targets,
-        loss=lambda out, y: mse(out[0], y) + out[1].mean(),
-        schedule=one_f_one_b(ranks=3, microbatches=3),
-        cuts=["b", "c"],
-    )
-    expected = torch.arange(WIDTH) * model.table
-    assert fpipe.verify(pipe, model, inputs, targets)
+    model = Returning(lambda self, x, mask: mask * 2)
+    pipe, *given = built_from(model, lambda out, y: mse(out[0], y) + out[1].mean())
+    assert fpipe.verify(pipe, *given).eager
+    expected = torch.arange(20_000) * model.table.mean()
 
     def change(i, outputs):
         assert torch.equal(outputs[1], expected)
         outputs[1].zero_()
 
-    fpipe.stream(pipe, change)(*pipe.init(model), inputs)
+    fpipe.stream(pipe, change)(*pipe.init(model), given[1])
 
 
 def test_what_is_computed_once_uses_the_buffers_of_the_step():
@@ -238,7 +243,9 @@ class Counting(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("make", "calls"), [(lambda s, x, m: torch.cos(s.table), 3), (lambda s, x, m: torch.cos(m), 9)])
+@pytest.mark.parametrize(
+    ("make", "calls"), [(lambda s, x, m: torch.cos(s.table), 3), (lambda s, x, m: torch.cos(m), 9)]
+)
 def test_invariant_values_are_computed_once_a_step_on_each_stage(make, calls):
     pipe, model, inputs, targets = built(make)
     state, step = pipe.init(model), fpipe.value_and_grad(pipe)
@@ -267,9 +274,7 @@ def test_a_module_with_hooks_is_still_called_for_each_microbatch(has_hook):
         model = WithTable()
     if has_hook:
         model.tables.register_forward_hook(lambda module, args, out: seen.append(len(seen)))
-    inputs, targets = masked(None).batch(6)
-    how = one_f_one_b(ranks=3, microbatches=3)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=mse, schedule=how, cuts=["b", "c"])
+    pipe, _, inputs, targets = built_from(model)
     state = pipe.init(model)
     seen.clear()
     with Counting(torch.cos) as counting:
