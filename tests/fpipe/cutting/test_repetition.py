@@ -107,11 +107,11 @@ def built(make, *use, rows=6, **options):
     return build(masked(make, *use), how, rows, ("b", "c"), capture=options.pop("capture", "trace"), **options)
 
 
-def built_from(model, loss=mse):
+def built_from(model, loss=mse, **options):
     """A pipeline of this model."""
     inputs, targets = masked(None).batch(6)
-    how = one_f_one_b(ranks=3, microbatches=3)
-    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, schedule=how, cuts=["b", "c"])
+    options |= {"schedule": one_f_one_b(ranks=3, microbatches=3), "cuts": ["b", "c"]}
+    pipe = fpipe.pipeline(model, example=inputs, targets=targets, loss=loss, **options)
     return pipe, model, inputs, targets
 
 
@@ -146,10 +146,31 @@ def test_these_are_sent(what):
     require_equal(pipe, *given)
 
 
+class Branching(nn.Module):
+    """Decides by its values what to compute: it runs as a whole."""
+
+    def forward(self, mask):
+        return mask * 2 if mask.mean() > 0.5 else mask * 3
+
+
+class WithBranching(Masked):
+    def __init__(self):
+        super().__init__(lambda self, x, mask: self.branching(mask))
+        self.branching = Branching()
+
+
+def test_what_is_made_in_a_call_that_runs_as_a_whole_is_sent():
+    pipe, *given = built_from(WithBranching(), unsplittable=["branching"])
+    assert computed(pipe) == [NEVER] * 3
+    assert sent(pipe) == [2, 2, 0]
+    require_equal(pipe, *given)
+
+
 REPEATED = {
     "a view of the batch": lambda self, x, mask: mask[:, :1],
     "an answer to a question": lambda self, x, mask: read(mask),
     "selected rows": lambda self, x, mask: mask[mask > 0.5].mean() + self.table,
+    "a function of functions": lambda self, x, mask: torch.func.vmap(lambda row: row * self.table)(mask),
     "a value that is written in place": lambda self, x, mask: (mask * 2).add_(1).mul_(self.table),
     "a table under autocast": lambda self, x, mask: torch.autocast("cpu", torch.bfloat16)(torch.mm)(
         mask, torch.ones(WIDTH, WIDTH)
