@@ -170,7 +170,7 @@ REPEATED = {
     "a view of the batch": lambda self, x, mask: mask[:, :1],
     "an answer to a question": lambda self, x, mask: read(mask),
     "selected rows": lambda self, x, mask: mask[mask > 0.5].mean() + self.table,
-    "a function of functions": lambda self, x, mask: torch.func.vmap(lambda row: row * self.table)(mask),
+    "a function of functions": lambda self, x, mask: torch.func.vmap(torch.mul, (0, None))(mask, self.table),
     "a value that is written in place": lambda self, x, mask: (mask * 2).add_(1).mul_(self.table),
     "a table under autocast": lambda self, x, mask: torch.autocast("cpu", torch.bfloat16)(torch.mm)(
         mask, torch.ones(WIDTH, WIDTH)
