@@ -18,35 +18,59 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from fpipe.ir.captured import BatchLeaf, Captured, Observed, Parameter, Value
+from fpipe.ir.observation import observe
 
 
 @dataclass(frozen=True)
 class Purity:
-    """The pure units of a captured model, by position; `invariant` are those among them that are invariant.
+    """The pure units of a model cut at `partition`, by position; `invariant` are those among them that are invariant.
 
-    `makers` is, by value, the position of the unit that makes it.
+    `makers` is, by value, the position of the unit that makes it; `results` leave from the last stage.
     """
 
     captured: Captured
     observed: Observed
+    partition: tuple[int, ...]
+    results: tuple[Value, ...]
     pure: frozenset[int]
     invariant: frozenset[int]
     makers: dict[Value, int]
 
     @classmethod
-    def of(
-        cls, captured: Captured, observed: Observed, partition: Sequence[int], results: Iterable[Value] = ()
-    ) -> Purity:
+    def of(cls, captured: Captured, observed: Observed, partition: Sequence[int], results: tuple[Value, ...]) -> Purity:
         """Return the pure units of a model that is cut at `partition`.
 
-        Units that make `results`, which leave the pipeline, or views of them, are not invariant: each microbatch has
-        its own results.
+        Units that make `results` or views of them are not invariant: each microbatch has its own results.
         """
         makers = {value: k for k, unit in enumerate(captured.units) for value in unit.makes}
         pure = _Search(captured, observed, partition).pure()
-        return cls(captured, observed, pure, _invariant(captured, observed, pure, results), makers)
+        invariant = _invariant(captured, observed, pure, results)
+        return cls(captured, observed, tuple(partition), results, pure, invariant, makers)
+
+    def stage_of(self, k: int) -> int:
+        """Return the stage of unit `k`."""
+        return bisect_right(self.partition, k)
+
+    @cached_property
+    def reads(self) -> tuple[frozenset[Value], ...]:
+        """The values that each stage reads, results included."""
+        ends = pairwise([0, *self.partition, len(self.captured.units)])
+        found = [{v for unit in self.captured.units[start:stop] for v in unit.reads} for start, stop in ends]
+        found[-1].update(self.results)
+        return tuple(map(frozenset, found))
+
+    def readers(self, value: Value) -> list[int]:
+        """Return the stages that read a value after the one that makes it."""
+        return [s for s in range(self.stage_of(self.makers[value]) + 1, len(self.reads)) if value in self.reads[s]]
+
+    @cached_property
+    def histories(self) -> dict[Value, tuple[int, ...]]:
+        """The values that pure units make for later stages, with the units that they were computed from."""
+        pure = [v for v, k in self.makers.items() if k in self.pure and v != self.captured.loss]
+        return {value: self.history((value,)) for value in pure if self.readers(value)}
 
     @cached_property
     def _backwards(self) -> list[int]:
@@ -151,3 +175,11 @@ def _invariant(
                 varying |= {storage[value] for value in unit.makes} | observed.written[unit]
         if before == len(varying):
             return frozenset(found)
+
+
+def find_repeatable(captured: Captured, partition: Sequence[int]) -> frozenset[int]:
+    """Return the units that stages of a model cut at `partition` may repeat, whatever that costs, by position."""
+    if not partition:
+        return frozenset()
+    histories = Purity.of(captured, observe(captured), partition, captured.outputs).histories
+    return frozenset(k for units in histories.values() for k in units)

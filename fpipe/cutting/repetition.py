@@ -27,10 +27,8 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TypeAlias
 
 from torch import Tensor
@@ -87,11 +85,7 @@ def choose_repetitions(
 
 
 class _Choice:
-    """The choice for one captured model.
-
-    - `reads`: the values that each stage reads, results included.
-    - `history`: for each value that pure units make for a later stage, these units. `traffic`, `fakes`: see `measure`.
-    """
+    """The choice for one captured model; for `traffic` and `fakes`, see `measure`."""
 
     def __init__(
         self,
@@ -101,35 +95,18 @@ class _Choice:
         results: tuple[Value, ...],
         extra: ExtraBuffers | None,
     ) -> None:
-        self.captured, self.observed, self.partition, self.extra = captured, observed, partition, extra
-        self.results = results
-        self.bounds = [range(*ends) for ends in pairwise([0, *partition, len(captured.units)])]
+        self.captured, self.observed, self.extra = captured, observed, extra
         self.purity = Purity.of(captured, observed, partition, results)
-        self.reads = [self._reads(s, frozenset()) for s in range(len(self.bounds))]
-        pure = [v for v, k in self.purity.makers.items() if k in self.purity.pure and v != captured.loss]
-        self.history = {value: self.purity.history((value,)) for value in pure if self._readers(value)}
+        self.history, self.stages = self.purity.histories, range(len(partition) + 1)
         self.traffic, self.fakes = measure(captured, sorted({k for units in self.history.values() for k in units}))
-
-    def _reads(self, s: int, absent: frozenset[int]) -> set[Value]:
-        """Return the values that a stage reads, except in its `absent` units."""
-        found = {v for k in self.bounds[s] if k not in absent for v in self.captured.units[k].reads}
-        return found.union(self.results) if s == len(self.bounds) - 1 else found
-
-    def _readers(self, value: Value) -> list[int]:
-        """Return the stages that read a value after the one that makes it."""
-        home = bisect_right(self.partition, self.purity.makers[value])
-        return [s for s in range(home + 1, len(self.bounds)) if value in self.reads[s]]
 
     def repetitions(self) -> tuple[Repetition, ...]:
         """Return what each stage repeats; see `choose_repetitions`."""
         worthwhile = [value for value in self.history if self._is_worthwhile(value)]
-        wanted = {(s, v) for v in worthwhile for s in self._readers(v) if self._has_buffers(s, v)}
-        sent = [v for v in self.history if any((s, v) not in wanted for s in self._readers(v))]
-        repeated = {value for _, value in wanted}
-        absent = find_absent(
-            self.captured, self.observed, self.purity, self.partition, repeated, (*sent, *self.results)
-        )
-        return tuple(self._repetition(s, {v for t, v in wanted if t == s}, absent) for s in range(len(self.bounds)))
+        wanted = {(s, v) for v in worthwhile for s in self.purity.readers(v) if self._has_buffers(s, v)}
+        sent = [v for v in self.history if any((s, v) not in wanted for s in self.purity.readers(v))]
+        absent = find_absent(self.purity, {value for _, value in wanted}, sent)
+        return tuple(self._repetition(s, {v for t, v in wanted if t == s}, absent) for s in self.stages)
 
     def _is_worthwhile(self, value: Value) -> bool:
         """Return whether repeating the units that make a value costs less than sending it; see the module's text."""
@@ -146,7 +123,8 @@ class _Choice:
     def _has_buffers(self, s: int, value: Value) -> bool:
         """Return whether stage `s` may hold the buffers that are read to make a value."""
         buffers = self._buffers(self.history[value])
-        return self.extra is None or all(v in self.reads[s] or name in self.extra[s] for v, name in buffers.items())
+        held = self.purity.reads[s]
+        return self.extra is None or all(v in held or name in self.extra[s] for v, name in buffers.items())
 
     def _buffers(self, units: Iterable[int]) -> dict[Value, str]:
         """Return the names of the buffers that units read, by value."""
@@ -156,8 +134,8 @@ class _Choice:
 
     def _repetition(self, s: int, wanted: Collection[Value], absent: frozenset[int]) -> Repetition:
         """Return what stage `s` repeats to get the values `wanted`, and those that its `absent` units made."""
-        here, makers = absent.intersection(self.bounds[s]), self.purity.makers
-        values = tuple(sorted(v for v in self._reads(s, here) if v in wanted or makers.get(v) in here))
+        here, makers = frozenset(k for k in absent if self.purity.stage_of(k) == s), self.purity.makers
+        values = sorted(v for v in self._reads_without(s, here) if v in wanted or makers.get(v) in here)
         once, shared, each = self._split(values)
         named = frozenset[str]() if self.extra is None else self.extra[s]
         placed = {v for v, one in self.captured.sources.items() if isinstance(one, Buffer) and one.name in named}
@@ -169,6 +147,16 @@ class _Choice:
             frozenset(self._units(here)),
             frozenset({*placed, *self._buffers([*once, *each, *here])}),
         )
+
+    def _reads_without(self, s: int, absent: Collection[int]) -> set[Value]:
+        """Return the values that stage `s` reads, except in its `absent` units."""
+        if not absent:
+            return set(self.purity.reads[s])
+        present = [
+            unit for k, unit in enumerate(self.captured.units) if self.purity.stage_of(k) == s and k not in absent
+        ]
+        found = {v for unit in present for v in unit.reads}
+        return found.union(self.purity.results) if s == self.stages[-1] else found
 
     def _units(self, positions: Iterable[int]) -> tuple[Unit, ...]:
         return tuple(self.captured.units[k] for k in sorted(positions))

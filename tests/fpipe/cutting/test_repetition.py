@@ -302,3 +302,27 @@ def test_a_module_with_hooks_is_still_called_for_each_microbatch(has_hook):
         fpipe.value_and_grad(pipe)(*state, inputs, targets)
     assert len(seen) == 3 * has_hook
     assert counting.count == (5 if has_hook else 3)
+
+
+SCALE = 2.0
+
+
+class Scaled(nn.Module):
+    def forward(self, table):
+        return torch.cos(table) * SCALE
+
+
+class WithScaled(Masked):
+    def __init__(self):
+        super().__init__(lambda self, x, mask: self.scaled(self.table))
+        self.scaled = Scaled()
+
+
+def test_what_repeated_code_reads_must_stay(monkeypatch):
+    """Other stages don't call the module, so they would not see another value."""
+    pipe, model, inputs, targets = built_from(WithScaled())
+    state, step = pipe.init(model), fpipe.value_and_grad(pipe)
+    step(*state, inputs, targets)
+    monkeypatch.setattr(f"{__name__}.SCALE", 3.0)
+    with pytest.raises(fpipe.InputError, match="SCALE"):
+        step(*state, inputs, targets)
