@@ -8,10 +8,10 @@ Idea. A stage's own functions are run once on fake tensors. All memory that they
 The stage keeps whatever is still alive once everything but the result is dropped: saved by autograd, in a closure, or
 on a custom function's context. So every kind of stage is measured in the same way.
 
-Only memory that comes and goes with a microbatch counts, once per stage. Parameters, buffers, constants and the leaves
-of the batch stay for the whole step under any schedule, so they don't count; a microbatch is mostly a view of its
-batch. Values from other stages count, as if they came from another rank. Gradients, results and messages in transit
-don't: no stage keeps them.
+Only memory that comes and goes with a microbatch counts, once per stage. Parameters, buffers, constants, the leaves of
+the batch, and what a stage computes once for all microbatches stay for the whole step under any schedule, so they don't
+count; a microbatch is mostly a view of its batch. Values from other stages count, as if they came from another rank.
+Gradients, results and messages in transit don't: no stage keeps them.
 
 Limits. Fake tensors miss workspaces whose size only the kernel knows, such as that of oneDNN's LSTM. Compiled functions
 are measured as the graphs that they were compiled from.
@@ -35,6 +35,7 @@ from fpipe.capture.assumed_values import assume_values
 from fpipe.ir.captured import BatchLeaf, Buffer, Parameter, Source, Tensors
 from fpipe.runtime.executor import StageCrossing
 from fpipe.stages.assembly import Assembly
+from fpipe.stages.prologue import Feed
 from fpipe.stages.stage import Stage
 from fpipe.tensors.random import preserve_generators
 from fpipe.tensors.spec import OptionalSpec
@@ -99,11 +100,12 @@ def measure_footprints(assembly: Assembly) -> tuple[Footprint, ...]:
 def _measure_footprint(stage: Stage, fakes: Mapping[Source, Tensor]) -> Footprint:
     """Return one stage's footprint. Memory that is alive after everything is dropped is not the microbatch's."""
     params = stage.leaves({name: fakes[Parameter(name)] for name in stage.parameters})
-    batch = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
+    leaves = tuple([fakes[BatchLeaf(leaf)] for leaf in stage.batch])
+    feed = Feed(stage.prologue, [leaves], tuple([fakes[Buffer(name)] for name in stage.buffers]))
     with _MemoryWatch() as made:
         given = _versions(stage, fakes), _make_arrivals(stage.gets)
         inputs = made.alive()
-        _, _, residuals = stage.forward(params, given[0], (*batch, *given[1]), 0)
+        _, _, residuals = stage.forward(params, given[0], feed(0) + given[1], 0)
         del given, _
         activation = made.alive()
         _, deferred = stage.backward_input(residuals, _make_arrivals(stage.pulled_by))
