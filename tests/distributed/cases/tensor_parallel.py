@@ -100,8 +100,9 @@ def sequences_in_parts(rank, size):
     """Sequence parallelism; gradients of norms are still to be summed over processes, as in the eager module."""
     model = by_sequence(GPT(), grid(size)["tp"])
     want = eager(model)
-    for how in schedules(size).values():
-        _, grads = require_exact(model, how, size, want)
+    for name, how in schedules(size).items():
+        if NIGHTLY or name == "ZB-V":
+            _, grads = require_exact(model, how, size, want)
     require_close(grads)
     placements = {name: grad.placements for name, grad in grads.items()}
     assert any(one == (Partial(),) for name, one in placements.items() if "norm" in name)
