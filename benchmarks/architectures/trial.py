@@ -179,7 +179,8 @@ def _dropped(names: Sequence[str], variant: Variant, capture: str, found: Trial)
 
 def _begins(pipe: fpipe.Pipeline) -> list[str]:
     """Return the modules at which stages after the first begin."""
-    return [section.units[0].path or "(root)" for section in pipe.training.assembly.sections[1:]]
+    cut = pipe.training.assembly
+    return [cut.captured.units[position].path or "(root)" for position in cut.partition]
 
 
 def _line(error: BaseException) -> str:

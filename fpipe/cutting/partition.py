@@ -10,7 +10,7 @@ Runs when a pipeline is built; `cut_at_marks` runs when the model is captured fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,8 +20,10 @@ from fpipe.capture.advice import LOSS
 from fpipe.cutting.balance import Positions, Refusal, balance
 from fpipe.cutting.calls import Calls, Mark, Selector, describe_selector, is_pattern, selects
 from fpipe.cutting.clashes import refusals
+from fpipe.cutting.purity import Purity
 from fpipe.errors import CutError
 from fpipe.ir.captured import Call, Captured, Parameter
+from fpipe.ir.observation import observe
 from schedules import Schedule
 
 SLACK = 1.1
@@ -62,7 +64,8 @@ class Cuts(NamedTuple):
         barriers = _barriers(calls, self.unsplittable)
         if isinstance(self.where, Explicit):
             return cut_explicitly(calls, self.where.at, barriers)
-        return cut_evenly(captured, calls, self.where, barriers, refusals)
+        pure = Purity.of(captured, observe(captured), (), ()).pure
+        return cut_evenly(captured, calls, self.where, barriers, refusals, pure)
 
     def whole(self, model: nn.Module, loss: Any) -> tuple[str, ...]:
         """Return the names of the unsplittable modules, including the loss if it is one."""
@@ -154,14 +157,15 @@ def cut_evenly(
     where: Evenly,
     barriers: Sequence[Barrier],
     refusing: Callable[[Captured], Callable[[Positions], Refusal | None]],
+    pure: Collection[int] = (),
 ) -> Positions:
     """Return cuts for which the largest stage has as few parameters as possible.
 
     Cut where calls of modules begin or end, or only where the calls that `where` selects begin; never inside
     `barriers`, nor where `refusing` refuses. If nothing is selected, let the largest stage be up to a tenth larger, and
-    among these choices minimize the number of values that cross cuts, then the sum of squared sizes. The loss has a
-    stage to itself only if there is no other choice: without it, that stage would have nothing to compute. Raise
-    `CutError` if there are too few places.
+    among these choices minimize the number of values that cross cuts, except those of `pure` units, which stages make
+    themselves; then the sum of squared sizes. The loss has a stage to itself only if there is no other choice: without
+    it, that stage would have nothing to compute. Raise `CutError` if there are too few places.
     """
     if where.stages == 1:
         return ()
@@ -171,7 +175,7 @@ def cut_evenly(
     if len(places) < where.stages - 1:
         raise CutError(_too_few(where, len(places), hit))
     sizes = [size + 1 for size in _parameters(captured)]
-    crossing, slack = (_crossing(captured), SLACK) if not where.among else ([0] * len(sizes), 1.0)
+    crossing, slack = (_crossing(captured, pure), SLACK) if not where.among else ([0] * len(sizes), 1.0)
     refusal, end, reason = refusing(captured), _end_of_model(captured), ""
     for allowed in ([k for k in places if k < end], places):
         chosen = balance(allowed, sizes, where.stages, refusal, crossing, slack)
@@ -235,12 +239,12 @@ def _too_few(where: Evenly, count: int, barriers: Sequence[Barrier], refused: st
     )
 
 
-def _crossing(captured: Captured) -> list[int]:
-    """Return, by position, how many values made before it are read at or after it."""
+def _crossing(captured: Captured, pure: Collection[int]) -> list[int]:
+    """Return, by position, how many values made before it are read at or after it, but not those of `pure` units."""
     change = [0] * (len(captured.units) + 2)
     last = {value: k for k, unit in enumerate(captured.units) for value in unit.reads}
     for made, unit in enumerate(captured.units):
-        for value in unit.makes:
+        for value in unit.makes if made not in pure else ():
             change[made + 1] += 1
             change[max(last.get(value, made), made) + 1] -= 1
     return list(accumulate(change))

@@ -73,6 +73,17 @@ class Purity:
         return {value: self.history((value,)) for value in pure if self.readers(value)}
 
     @cached_property
+    def written_groups(self) -> list[set[int]]:
+        """For all memory that is written in place, the units that make or write it, up to the last that writes."""
+        units, storage, written = self.captured.units, self.observed.storage, self.observed.written
+        last = {memory: k for k, unit in enumerate(units) for memory in written[unit]}
+        found = defaultdict[int, set[int]](set)
+        for k, unit in enumerate(units):
+            for memory in {*written[unit], *(storage[value] for value in unit.makes)} & last.keys():
+                found[memory].update({k} if k <= last[memory] else ())
+        return [*found.values()]
+
+    @cached_property
     def _backwards(self) -> list[int]:
         return sorted(self.pure, reverse=True)
 

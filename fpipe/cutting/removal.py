@@ -10,11 +10,10 @@ Runs when a plan is made: once per kind of batch.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from fpipe.cutting.purity import Purity
-from fpipe.ir.captured import Call, Captured, Observed, Value
+from fpipe.ir.captured import Call, Value
 
 
 def find_absent(purity: Purity, repeated: Collection[Value], leaving: Iterable[Value]) -> frozenset[int]:
@@ -24,7 +23,7 @@ def find_absent(purity: Purity, repeated: Collection[Value], leaving: Iterable[V
     """
     captured = purity.captured
     whole = [*_whole_calls(captured.calls_at(purity.partition), purity)]
-    groups = [*written_groups(captured, purity.observed), *({*range(call.start, call.stop)} for call in whole)]
+    groups = [*purity.written_groups, *({*range(call.start, call.stop)} for call in whole)]
     hooked = {k for call in whole if call.has_hooks for k in range(call.start, call.stop)}
     kept = {*leaving, *purity.results, *captured.reassigned.values()}
     early = {v for v in repeated if purity.makers[v] in purity.invariant and _is_local(purity, v)}
@@ -52,16 +51,6 @@ def _is_local(purity: Purity, value: Value) -> bool:
     """Return whether everything that a value was computed from is made in the stage that makes it."""
     first, last = purity.history((value,))[0], purity.makers[value]
     return purity.stage_of(first) == purity.stage_of(last)
-
-
-def written_groups(captured: Captured, observed: Observed) -> list[set[int]]:
-    """Return, for all memory that is written in place, the units that make or write it, up to the last that writes."""
-    last = {memory: k for k, unit in enumerate(captured.units) for memory in observed.written[unit]}
-    found = defaultdict[int, set[int]](set)
-    for k, unit in enumerate(captured.units):
-        for memory in {*observed.written[unit], *(observed.storage[value] for value in unit.makes)} & last.keys():
-            found[memory].update({k} if k <= last[memory] else ())
-    return [*found.values()]
 
 
 def _whole_calls(calls: Iterable[Call], purity: Purity) -> Iterator[Call]:

@@ -34,7 +34,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from fpipe.cutting.purity import Purity
-from fpipe.cutting.removal import find_absent, written_groups
+from fpipe.cutting.removal import find_absent
 from fpipe.cutting.traffic import measure, stored_bytes
 from fpipe.ir.captured import BatchLeaf, Buffer, Captured, Observed, Unit, Value
 
@@ -95,7 +95,7 @@ class _Choice:
         results: tuple[Value, ...],
         extra: ExtraBuffers | None,
     ) -> None:
-        self.captured, self.observed, self.extra = captured, observed, extra
+        self.captured, self.extra = captured, extra
         self.purity = Purity.of(captured, observed, partition, results)
         self.history, self.stages = self.purity.histories, range(len(partition) + 1)
         self.traffic, self.fakes = measure(captured, sorted({k for units in self.history.values() for k in units}))
@@ -167,7 +167,6 @@ class _Choice:
         Intermediate values larger than `ALLOWANCE` are not kept for the step, but made each time.
         """
         makers, invariant = self.purity.makers, self.purity.invariant
-        groups = written_groups(self.captured, self.observed)
         each = {k for k in self.purity.history(values) if k not in invariant}
         while True:
             reads = {v for k in each for v in self.captured.units[k].reads}
@@ -175,4 +174,4 @@ class _Choice:
             large = {makers[v] for v in shared if v not in values and stored_bytes(self.fakes[v]) > ALLOWANCE}
             if not large:
                 return self.purity.history(shared), tuple(shared), each
-            each |= large.union(*(group for group in groups if not group.isdisjoint(large)))
+            each |= large.union(*(group for group in self.purity.written_groups if not group.isdisjoint(large)))

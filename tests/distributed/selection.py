@@ -16,6 +16,7 @@ NEEDS_TWO = {
     "fused_pairs_in_a_vee",
     "two_stages_on_each_rank",
     "wrapped_models",
+    "masks_in_a_vee",
     "batches_of_other_shapes",
     "state_of_another_rank",
     *(name for name in CASES if name.startswith(("gpt_dropout", "all_frozen", "constants", "own_loss", "recurrent"))),

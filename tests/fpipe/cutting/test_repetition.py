@@ -304,6 +304,42 @@ def test_a_module_with_hooks_is_still_called_for_each_microbatch(has_hook):
     assert counting.count == (5 if has_hook else 3)
 
 
+class Scale(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+
+    def forward(self, x):
+        return x * self.weight.sum()
+
+
+class Masks(nn.Module):
+    def forward(self, mask):
+        return mask * 2, mask * 3
+
+
+class Towards(nn.Module):
+    """Layers of 190, 10 and 200 parameters; masks for the last are made after the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.masks, self.b, self.c = Scale(190), Masks(), Scale(10), Scale(200)
+
+    def forward(self, x, mask):
+        y = self.a(x)
+        one, two = self.masks(mask)
+        return self.c(self.b(y) * 1) * one * two
+
+
+def test_even_cuts_count_only_values_that_are_sent():
+    """In the middle, three values are needed later, of which one is sent: not more than before the masks are made."""
+    inputs, targets = masked(None).batch(6)
+    how = one_f_one_b(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(Towards(), example=inputs, targets=targets, loss=mse, schedule=how)
+    assert [stage.parameters for stage in pipe.stages] == [("a.weight", "b.weight"), ("c.weight",)]
+    assert sent(pipe) == [1, 0]
+
+
 SCALE = 2.0
 
 
