@@ -31,8 +31,8 @@ from benchmarks.common.turns import timed, without_collection
 from fpipe.ir.variant import TRAINING
 from fpipe.pipelines.inputs import scatter
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.running import run_plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.recording import Record
 from fpipe.runtime.transport.interface import Transport
@@ -46,7 +46,7 @@ Step = Callable[[], object]
 
 
 def run_unrecorded(
-    pipe: Pipeline, plan: Plan, inputs: Mapping[int, Inputs], record: Record | None = None
+    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: Record | None = None
 ) -> dict[int, dict[int, Outcome]]:
     """Run a plan as `run_copies` would if it could not record."""
     ((copy, own),) = inputs.items()

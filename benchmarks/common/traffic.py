@@ -35,9 +35,12 @@ class Traffic(NamedTuple):
     sent: dict[str, int]
 
 
-def measure_traffic(step: Callable[[], object]) -> Traffic:
-    """Return the traffic of a step of this process. Raise `KeyError` for a collective that is not in the table."""
-    with _Counting() as found:
+def measure_traffic(step: Callable[[], object], copies: dist.ProcessGroup | None = None) -> Traffic:
+    """Return the traffic of a step of this process; messages within the group of `copies` count as reductions.
+
+    Raise `KeyError` for a collective that is not in the table.
+    """
+    with _Counting(copies) as found:
         step()
     return Traffic(dict(found.calls), dict(found.sent))
 
@@ -54,14 +57,16 @@ def most(found: Sequence[Traffic]) -> Traffic:
 class _Counting(TorchDispatchMode):
     """Count the operators of torch.distributed."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: dist.ProcessGroup | None) -> None:
         super().__init__()
+        self.copies = copies
         self.calls, self.sent = Counter[str](), Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count an operator and run it."""
         if func.namespace == "c10d":
             kind, sent = KINDS[func._opname]
+            kind = "reduce" if kind == "send" and dist.ProcessGroup.unbox(args[1]) == self.copies else kind
             self.calls[kind] += 1
             self.sent[kind] += sent(*args)
         return func(*args, **kwargs or {})

@@ -24,10 +24,10 @@ from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_to_step
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import broadcast_results, merge_results, spread_results
 from fpipe.pipelines.running import run_copies
 from fpipe.pipelines.step import Start, unwrap_start
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
 
 
@@ -107,7 +107,7 @@ def stream(pipe: Pipeline, take: Callable[[int, Any], None]) -> Callable[..., No
 
 def _prepare(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, inputs: Any, seed: int | None
-) -> tuple[Plan, dict[int, Inputs]]:
+) -> tuple[StepPlan, dict[int, Inputs]]:
     """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the call."""
     params, buffers, _ = unwrap_start(pipe, Start(params, buffers, {}))
     batch = pipe.batch(variant, inputs, None, pipe.ranks.exchange_text)

@@ -26,9 +26,9 @@ from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.inputs import State, make_keys
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import merge_results
 from fpipe.pipelines.running import run_plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.ranks import Ranks
 from fpipe.tensors import random
@@ -47,16 +47,16 @@ class Session:
     def __init__(self, pipe: Pipeline, variant: Variant, held: State, seed: int | None) -> None:
         self.pipe, self.variant, self.held, self.seed = pipe, variant, held, seed
         self.caches: list[State] = []
-        self.leaves: dict[Plan, Sequence[Mapping[int, Any]]] = {}
+        self.leaves: dict[StepPlan, Sequence[Mapping[int, Any]]] = {}
 
-    def plan(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, SplitBatch]:
+    def plan(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, SplitBatch]:
         """Return the plan for these inputs, cached for each kind of them, and the inputs split into groups."""
         batch = self.pipe.batch(self.variant, inputs, None, self.pipe.ranks.exchange_text)
         agreement = agree_on_plan(self.pipe, self.variant, batch.signature, CommonArguments(self.seed))
         self.pipe.caches.use((self.variant, batch.signature))
         return agreement.plan, batch
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Plan, Tensor | None]:
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[StepPlan, Tensor | None]:
         """Run the decoder; return its plan, and on the rank of the last stage the logits of all sequences."""
         plan, batch = self.plan(inputs)
         outcomes = run_plan(self.pipe, plan, self._inputs(plan, batch))
@@ -64,7 +64,7 @@ class Session:
         results = {i: values for outcome in outcomes.values() for i, values in outcome.results.items()}
         return plan, merge_results(plan, results)[1] if results else None
 
-    def _inputs(self, plan: Plan, batch: SplitBatch) -> Inputs:
+    def _inputs(self, plan: StepPlan, batch: SplitBatch) -> Inputs:
         stages, parts = [cut.stages for cut in plan.assemblies], batch.take()
         if not self.caches:
             self.caches = [_make_caches(plan) for _ in stages]
@@ -78,16 +78,16 @@ class Session:
             keys=make_keys(plan, self.seed),
         )
 
-    def _leaves(self, plan: Plan) -> Sequence[Mapping[int, Any]]:
+    def _leaves(self, plan: StepPlan) -> Sequence[Mapping[int, Any]]:
         local = [stage.index for stage in plan.local_stages]
         by_cut = {cut: {s: cut.stages[s].leaves(self.held) for s in local} for cut in plan.cuts}
         return [by_cut[cut] for cut in plan.assemblies]
 
-    def _buffers(self, plan: Plan, cache: State) -> Mapping[int, Any]:
+    def _buffers(self, plan: StepPlan, cache: State) -> Mapping[int, Any]:
         found = {**self.held, **cache}
         return {stage.index: tuple([found[name] for name in stage.buffers]) for stage in plan.local_stages}
 
-    def _keep(self, plan: Plan, outcomes: Mapping[int, Outcome]) -> None:
+    def _keep(self, plan: StepPlan, outcomes: Mapping[int, Outcome]) -> None:
         """Keep the caches that the groups leave, for their next tokens."""
         for outcome in outcomes.values():
             for cache, by_stage in zip(self.caches, outcome.buffers, strict=True):
@@ -96,7 +96,7 @@ class Session:
                     cache.update({n: v for n, v in zip(names, values, strict=True) if not n.startswith(PREFIX)})
 
 
-def _make_caches(plan: Plan) -> State:
+def _make_caches(plan: StepPlan) -> State:
     """Return empty caches for one group: those of this process's layers."""
     own = {name: spec for name, spec in plan.buffers.items() if not name.startswith(PREFIX)}
     return {name: torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for name, spec in own.items()}

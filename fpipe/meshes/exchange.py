@@ -2,9 +2,9 @@
 """The collectives of a step: the processes that hold the same stages gather weights, and reduce gradients.
 
 A reduction takes one message if weights are sharded: each process gets its shard of all gradients, and adds them in the
-order of shards. If there are replicas, it takes two more: each process gets a piece of the gradients of all replicas,
-adds them in the order of replicas, and shares the sum. Per process, these are the bytes of a reduce-scatter and of an
-all-reduce.
+order of shards. If there are replicas, it takes two more: each process gets a portion of the gradients of all replicas,
+adds them in the order of replicas, and sends the sum to all. Per process, these are the bytes of a reduce-scatter, and
+of an all-reduce.
 
 Invariant: sums are added in the order of copies, replica by replica the sums over shards. So their bits depend neither
 on the backend nor on how stages are cut.
@@ -22,6 +22,8 @@ import torch
 
 from fpipe.autodiff.accumulation import Gradients
 from fpipe.meshes.copies import CopyLinks
+from fpipe.meshes.flat_buffer import FlatBuffer
+from fpipe.meshes.peers import make_room
 from fpipe.meshes.pieces import Pieces
 from fpipe.runtime.transport.interface import Handle, MessageKey, Payload
 from fpipe.runtime.transport.local import LocalHandle
@@ -45,12 +47,12 @@ class StageLayout:
     @cached_property
     def parameters(self) -> Pieces:
         """The shards of the parameters."""
-        return Pieces(self.weights, self.shards, by_rows=True)
+        return Pieces(self.weights, self.shards)
 
     @cached_property
     def rows(self) -> Pieces:
         """The shards of the gradients."""
-        return Pieces(self.totals, self.shards, by_rows=True)
+        return Pieces(self.totals, self.shards)
 
     @cached_property
     def local(self) -> tuple[Spec, ...]:
@@ -58,9 +60,9 @@ class StageLayout:
         return self.totals if self.shards == 1 else self.rows.packings[self.shard].specs
 
     @cached_property
-    def elements(self) -> Pieces:
-        """The pieces of this process's gradients that the replicas add up."""
-        return Pieces(self.local, self.replicas, by_rows=False)
+    def flat(self) -> FlatBuffer:
+        """The portions of this process's gradients that the replicas add up."""
+        return FlatBuffer(self.local, self.replicas)
 
 
 class Exchange:
@@ -83,7 +85,7 @@ class Exchange:
         self.links, self.layouts, self.shards = links, layouts, shards
         self.put, self.remove, self.complete = enter, leave, complete
         self.phases = [self._scatter_rows] * (links.shards.count > 1)
-        self.phases += [self._scatter_elements, self._share_elements] * (links.replicas.count > 1)
+        self.phases += [self._scatter_portions, self._share_portions] * (links.replicas.count > 1)
 
     def unshard(self, stage: int, number: int) -> Handle:
         """Post an all-gather of the stage's weights."""
@@ -115,19 +117,27 @@ class Exchange:
         if not layout.totals:
             return ()
         if self.links.replicas.count > 1:
-            return layout.elements.join(values)
+            return layout.flat.unpack(values[0])
         return layout.rows.add(layout.shard, values)
 
     def _scatter_rows(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
-        return self.links.shards.exchange(message, layout.rows.pack(values, layout.device), layout.rows.sizes)
+        peers, leaving = self.links.shards, [(one,) for one in layout.rows.pack(values, layout.device)]
+        arriving = make_room(peers, leaving[peers.rank])
+        return peers.exchange(message, leaving, arriving, tuple(piece for (piece,) in arriving))
 
-    def _scatter_elements(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+    def _scatter_portions(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
         local = layout.rows.add(layout.shard, values) if self.links.shards.count > 1 else values
-        return self.links.replicas.exchange(message, layout.elements.pack(local, layout.device), layout.elements.sizes)
+        peers, buffer = self.links.replicas, layout.flat.pack(local, layout.device)
+        leaving = layout.flat.parts(buffer)
+        arriving = make_room(peers, leaving[peers.rank])
+        return peers.exchange(message, leaving, arriving, (buffer, *arriving))
 
-    def _share_elements(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
-        mine = self.links.replicas.rank
-        return self.links.replicas.share(message, layout.elements.add_packed(mine, values, layout.device))
+    def _share_portions(self, layout: StageLayout, message: MessageKey, values: Payload) -> Handle:
+        buffer, *arrived = values
+        peers = self.links.replicas
+        layout.flat.add(peers.rank, buffer, arrived)
+        portions = [(data,) for data, _ in layout.flat.parts(buffer)]
+        return peers.exchange(message, [portions[peers.rank]] * peers.count, portions, (buffer,))
 
 
 def _nothing(message: MessageKey) -> LocalHandle:
@@ -139,4 +149,4 @@ def _nothing(message: MessageKey) -> LocalHandle:
 
 def shard_spec(spec: Spec, shards: int, k: int) -> Spec:
     """Return the spec of shard `k` of a tensor."""
-    return spec if shards == 1 else Pieces((spec,), shards, by_rows=True).packings[k].specs[0]
+    return spec if shards == 1 else Pieces((spec,), shards).packings[k].specs[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of processes that exchange bytes: over torch.distributed, or within one process.
 
-Both kinds only move bytes: `share` sends the same to all, `exchange` a piece to each. Nothing is reduced on the way.
+Both kinds only move bytes: `share` sends the same to all, `exchange` tensors to each. Nothing is reduced on the way.
 Every process of a group posts the same messages in the same order.
 
 The same code serves Gloo and NCCL; over NCCL it has not been run yet.
@@ -11,9 +11,9 @@ Runs in every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,23 +39,34 @@ class Peers(Protocol):
     def share(self, message: MessageKey, data: Tensor) -> Handle:
         """Post bytes for all; the handle gives those of every process. All pass as many."""
 
-    def exchange(self, message: MessageKey, data: Tensor, sizes: Sequence[int]) -> Handle:
-        """Post bytes for each process, one piece after the other; the handle gives the pieces for this one."""
+    def exchange(
+        self, message: MessageKey, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
+    ) -> Handle:
+        """Post tensors for each process, and room for those of each; the handle gives `result` once all are there.
+
+        A process sends itself nothing.
+        """
+
+
+def make_room(peers: Peers, own: Payload) -> tuple[Payload, ...]:
+    """Return room for what every process sends this one, which has its own part already."""
+    return tuple(own if k == peers.rank else tuple(map(torch.empty_like, own)) for k in range(peers.count))
 
 
 class CollectiveHandle:
-    """A posted collective of torch.distributed: its work, what it sends, and what it fills."""
+    """A posted collective of torch.distributed: its works, what it sends, and what it gives."""
 
     end, is_done = "GROUP", False
 
-    def __init__(self, message: MessageKey, work: dist.Work, sent: Tensor, data: Sequence[Tensor]) -> None:
-        self.message, self.work, self.sent, self.data = message, work, sent, tuple(data)
+    def __init__(self, message: MessageKey, works: Sequence[dist.Work], sent: Payload, data: Payload) -> None:
+        self.message, self.works, self.sent, self.data = message, works, sent, data
 
     def wait(self) -> None:
         """Block until every process has sent its part; raise `TransportError` if one does not."""
         kind, stage, number, _ = self.message
         try:
-            self.work.wait()
+            for work in self.works:
+                work.wait()
         except RuntimeError as error:
             raise TransportError(
                 f"{stage}{kind}{number}: got {error}, expected the bytes of every process of the group. Look at the "
@@ -89,16 +100,34 @@ class DistributedPeers:
         """Post an all-gather."""
         rows = data.new_empty(self.count, len(data))
         work = post_all_gather(rows.view(-1), data, self.group)
-        return CollectiveHandle(message, work, data, rows.unbind())
+        return CollectiveHandle(message, (work,), (data,), rows.unbind())
 
-    def exchange(self, message: MessageKey, data: Tensor, sizes: Sequence[int]) -> CollectiveHandle:
-        """Post an all-to-all."""
-        mine = sizes[self.rank]
-        rows = data.new_empty(self.count, mine)
-        arriving = [mine] * self.count
-        work = dist.all_to_all_single(rows.view(-1), data, arriving, list(sizes), group=self.group, async_op=True)
-        assert work is not None, "this process is in the group"
-        return CollectiveHandle(message, work, data, rows.unbind())
+    def exchange(
+        self, message: MessageKey, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
+    ) -> CollectiveHandle:
+        """Post sends and receives: first those of the next process, so that no process is everyone's first."""
+        operations = list[dist.P2POp]()
+        for step in range(1, self.count):
+            target, source = (self.rank + step) % self.count, (self.rank - step) % self.count
+            operations += [self._operation(dist.isend, tensor, target) for tensor in leaving[target] if len(tensor)]
+            operations += [self._operation(dist.irecv, tensor, source) for tensor in arriving[source] if len(tensor)]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return CollectiveHandle(message, works, (leaving, arriving), result)
+
+    def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self.group, group_peer=peer)
+
+
+OnArrival: TypeAlias = Callable[[Sequence[Payload]], Payload]
+"""Takes what every member of a group has sent a member, and returns what that member's handle gives."""
+
+
+class Posted(NamedTuple):
+    """A member's part of a message: its handle, what leaves for each member, and how it takes what arrives."""
+
+    handle: LocalHandle
+    leaving: Sequence[Payload]
+    finish: OnArrival
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +135,18 @@ class Meeting:
     """The meeting point of a group within this process: what each member has posted for a message, until all have."""
 
     count: int
-    posted: dict[MessageKey, dict[int, tuple[LocalHandle, Sequence[Tensor]]]] = field(default_factory=dict)
+    posted: dict[MessageKey, dict[int, Posted]] = field(default_factory=dict)
 
-    def post(self, rank: int, message: MessageKey, pieces: Sequence[Tensor]) -> LocalHandle:
-        """Post the pieces of member `rank`, one for each; the last to come completes the handles of all."""
-        handle, there = LocalHandle("GROUP", message), self.posted.setdefault(message, {})
+    def post(self, rank: int, message: MessageKey, leaving: Sequence[Payload], finish: OnArrival) -> LocalHandle:
+        """Post what member `rank` has for each; the last to come completes the handles of all."""
+        there = self.posted.setdefault(message, {})
         assert rank not in there, "every member posts a message once"
-        there[rank] = handle, pieces
+        there[rank] = posted = Posted(LocalHandle("GROUP", message), leaving, finish)
         if len(there) == self.count:
             del self.posted[message]
-            for k, (waiting, _) in there.items():
-                waiting.finish(tuple(there[other][1][k] for other in range(self.count)))
-        return handle
+            for k, one in there.items():
+                one.handle.finish(one.finish([there[other].leaving[k] for other in range(self.count)]))
+        return posted.handle
 
 
 @dataclass(frozen=True)
@@ -134,8 +163,17 @@ class LocalPeers:
 
     def share(self, message: MessageKey, data: Tensor) -> LocalHandle:
         """Post the same bytes for all."""
-        return self.meeting.post(self.rank, message, [data] * self.count)
+        return self.meeting.post(self.rank, message, [(data,)] * self.count, lambda all_: tuple(one for (one,) in all_))
 
-    def exchange(self, message: MessageKey, data: Tensor, sizes: Sequence[int]) -> LocalHandle:
-        """Post a piece for each."""
-        return self.meeting.post(self.rank, message, torch.split(data, list(sizes)))
+    def exchange(
+        self, message: MessageKey, leaving: Sequence[Payload], arriving: Sequence[Payload], result: Payload
+    ) -> LocalHandle:
+        """Post tensors for each; those of the others are copied into the room for them."""
+
+        def finish(arrived: Sequence[Payload]) -> Payload:
+            for k in range(self.count):
+                for room, tensor in zip(arriving[k], arrived[k], strict=True) if k != self.rank else ():
+                    room.copy_(tensor)
+            return result
+
+        return self.meeting.post(self.rank, message, leaving, finish)

@@ -10,7 +10,7 @@ the pieces adds them in the order of the processes. That takes as many bytes as 
 bits on any backend, for any cut and schedule, and in one process.
 
 A tensor is cut by rows, as `fully_shard` and `Shard(0)` do it: with ceil(rows / count) rows each, and fewer or none in
-the last pieces. Or it is cut by elements, in memory order, if the pieces will be put together again.
+the last pieces.
 
 Invariant: layouts depend on metadata alone, so every process derives the same ones.
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -85,23 +85,25 @@ class Packing:
         """Write which tensors are there."""
         if self.optional:
             flags = [there[j] for j in self.optional]
-            self._flags(buffer).copy_(torch.tensor(flags, dtype=torch.uint8, device=buffer.device))
+            self.flags(buffer).copy_(torch.tensor(flags, dtype=torch.uint8, device=buffer.device))
 
-    def _flags(self, buffer: Tensor) -> Tensor:
+    def flags(self, buffer: Tensor) -> Tensor:
+        """Return the bytes of a buffer that say which optional tensors are there."""
         start = self.offsets[-1]
         return buffer[start : start + len(self.optional)]
 
+    def read_flags(self, flags: Tensor) -> tuple[bool, ...]:
+        """Return which tensors are there. Wait for the device if some are optional."""
+        given = iter(flags.tolist() if self.optional else ())
+        return tuple([not isinstance(spec, OptionalSpec) or bool(next(given)) for spec in self.specs])
+
     def read(self, buffer: Tensor) -> Gradients:
         """Return the tensors in a buffer, in row-major order: views of it. Wait for the device if some are optional."""
-        flags = iter(self._flags(buffer).tolist() if self.optional else ())
+        there = self.read_flags(self.flags(buffer))
         return tuple(
-            None if isinstance(spec, OptionalSpec) and not next(flags) else view
-            for spec, view in zip(self.specs, self.views(buffer), strict=True)
+            _view(buffer, start, spec) if is_there else None
+            for start, spec, is_there in zip(self.offsets, self.specs, there, strict=False)
         )
-
-    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Return the places of all tensors in a buffer, also of those that are absent."""
-        return tuple(_view(buffer, start, spec) for start, spec in zip(self.offsets, self.specs, strict=False))
 
 
 def _view(buffer: Tensor, start: int, spec: Spec) -> Tensor:
@@ -121,11 +123,10 @@ def _count_bytes(spec: Spec) -> int:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Tensors with these specs, cut into `count` pieces; `by_rows`, or by elements in memory order."""
+    """Tensors with these specs, cut by rows into `count` pieces."""
 
     specs: tuple[Spec, ...]
     count: int
-    by_rows: bool
 
     @cached_property
     def packings(self) -> tuple[Packing, ...]:
@@ -133,28 +134,22 @@ class Pieces:
         return tuple(Packing(tuple(self._cut_spec(spec, k) for spec in self.specs)) for k in range(self.count))
 
     def _cut_spec(self, spec: Spec, k: int) -> Spec:
-        rows = spec.shape[0] if self.by_rows else prod(spec.shape)
-        first, end = row_range(rows, self.count, k)
-        shape = (end - first, *(spec.shape[1:] if self.by_rows else ()))
+        first, end = row_range(spec.shape[0], self.count, k)
+        shape = (end - first, *spec.shape[1:])
         return replace(spec, shape=shape, stride=tuple(prod(shape[d + 1 :]) for d in range(len(shape))))
-
-    @property
-    def sizes(self) -> list[int]:
-        """The bytes of each piece."""
-        return [packing.size for packing in self.packings]
 
     @property
     def widest(self) -> int:
         """The bytes of the largest piece, which is the first."""
         return self.packings[0].size
 
-    def pack(self, tensors: Gradients, device: torch.device) -> Tensor:
-        """Return all pieces of these whole tensors, one after the other."""
-        buffer = torch.empty(sum(self.sizes), dtype=torch.uint8, device=device)
-        flat = [None if one is None else one if self.by_rows else _flatten(s, one) for s, one in self._pairs(tensors)]
-        for k, (packing, part) in enumerate(zip(self.packings, torch.split(buffer, self.sizes), strict=True)):
-            packing.write(part, [None if one is None else take_rows(one, self.count, k) for one in flat])
-        return buffer
+    def pack(self, tensors: Gradients, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the pieces of these whole tensors, which are next to each other in memory."""
+        sizes = [packing.size for packing in self.packings]
+        parts = torch.split(torch.empty(sum(sizes), dtype=torch.uint8, device=device), sizes)
+        for k, (packing, part) in enumerate(zip(self.packings, parts, strict=True)):
+            packing.write(part, [None if one is None else take_rows(one, self.count, k) for one in tensors])
+        return parts
 
     def pack_one(self, k: int, tensors: Gradients, device: torch.device) -> Tensor:
         """Return piece `k`, given its tensors, in a buffer with room for the widest."""
@@ -166,14 +161,6 @@ class Pieces:
         """Return the sums of the copies of piece `k`, in their order; `None` where none has a tensor."""
         return tuple(_add_in_order(terms) for terms in zip(*map(self.packings[k].read, copies), strict=True))
 
-    def add_packed(self, k: int, copies: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the same as `pack_one(k, add(k, copies), device)`, without a copy of the sums."""
-        packing, buffer = self.packings[k], torch.empty(self.widest, dtype=torch.uint8, device=device)
-        columns = zip(*map(packing.read, copies), strict=True)
-        sums = [_add_in_order(terms, out) for terms, out in zip(columns, packing.views(buffer), strict=True)]
-        packing.write_flags(buffer, [total is not None for total in sums])
-        return buffer
-
     def join(self, buffers: Sequence[Tensor]) -> Gradients:
         """Return the whole tensors, in new memory of their strides, given every piece in a buffer of its own."""
         pairs = zip(self.packings, buffers, strict=True)
@@ -184,29 +171,20 @@ class Pieces:
         there = [part for part in parts if part is not None]
         if not there:
             return None
-        spec, whole = _present(spec), torch.cat(there)
-        return spec.like(whole) if self.by_rows else spec.unpack(whole.view(torch.uint8))
-
-    def _pairs(self, tensors: Gradients) -> zip[tuple[Spec, Any]]:
-        return zip(map(_present, self.specs), tensors, strict=True)
+        return present(spec).like(torch.cat(there))
 
 
-def _present(spec: Spec) -> Spec:
+def present(spec: Spec) -> Spec:
     """Return the spec of a tensor when it is there."""
     return spec.whole if isinstance(spec, OptionalSpec) else spec
 
 
-def _flatten(spec: Spec, tensor: Tensor) -> Tensor:
-    """Return the elements in memory order, as one dimension."""
-    return spec.pack(spec.like(tensor)).view(spec.dtype)
-
-
-def _add_in_order(terms: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor | None:
-    """Return the sum of the terms that are there, in `out` or in new memory."""
+def _add_in_order(terms: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the terms that are there, in new memory."""
     there = [term for term in terms if term is not None]
     if len(there) < 2:
-        return None if not there else there[0].clone() if out is None else out.copy_(there[0])
-    total: Tensor = torch.add(there[0], there[1], out=out)
+        return there[0].clone() if there else None
+    total = there[0] + there[1]
     for term in there[2:]:
         total += term
     return total

@@ -26,7 +26,7 @@ from torch import Tensor
 from fpipe.batching.signature import Signature
 from fpipe.ir.variant import Variant
 from fpipe.pipelines.norm_table import NormTable
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.transport.agreement import Field
 
 BatchKind: TypeAlias = tuple[Variant, Signature]
@@ -41,7 +41,7 @@ class Agreement(NamedTuple):
     - `fields`: the fields of the batch, which they compare again in every step.
     """
 
-    plan: Plan
+    plan: StepPlan
     digest: int
     fields: tuple[Field, ...]
 

@@ -30,7 +30,7 @@ from fpipe.autodiff.accumulation import Gradients
 from fpipe.batching.memory import find_overlap
 from fpipe.errors import InputError
 from fpipe.ir.variant import Variant
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.stages.stage import Stage
 from fpipe.tensors.spec import OptionalSpec, Spec
 from fpipe.weights.state import require_leaf
@@ -39,7 +39,7 @@ EarlierSums: TypeAlias = Mapping[str, Tensor]
 
 
 def require_sums(
-    onto: EarlierSums, params: EarlierSums, plan: Plan, variant: Variant, specs: Mapping[str, Spec]
+    onto: EarlierSums, params: EarlierSums, plan: StepPlan, variant: Variant, specs: Mapping[str, Spec]
 ) -> None:
     """Raise `InputError`, naming the leaf, unless a step can add to `onto` in place; `specs` are the parameters'."""
     if not isinstance(onto, Mapping):
@@ -75,7 +75,7 @@ def _require_writable(name: str, leaf: Tensor, spec: Spec) -> None:
         )
 
 
-def assign_sums(onto: EarlierSums, plan: Plan, variant: Variant) -> dict[tuple[int, int], Gradients]:
+def assign_sums(onto: EarlierSums, plan: StepPlan, variant: Variant) -> dict[tuple[int, int], Gradients]:
     """Return the sums that ranks of this process begin with, per rank and stage.
 
     If gradients are added in a dtype of their own, all sums begin with something, which gives them their dtype.
@@ -101,7 +101,7 @@ def negative_zeros(spec: Spec) -> Tensor:
     return spec.allocate().fill_(-0.0)
 
 
-def _first_uses(plan: Plan) -> Iterator[tuple[Stage, Collection[str]]]:
+def _first_uses(plan: StepPlan) -> Iterator[tuple[Stage, Collection[str]]]:
     """Yield each stage with the parameters of which no earlier stage computes a gradient."""
     earlier = set[str]()
     for stage in plan.assembly.stages:
@@ -109,7 +109,7 @@ def _first_uses(plan: Plan) -> Iterator[tuple[Stage, Collection[str]]]:
         earlier.update(stage.grads)
 
 
-def join_sums(onto: EarlierSums, grads: EarlierSums, plan: Plan) -> dict[str, Tensor]:
+def join_sums(onto: EarlierSums, grads: EarlierSums, plan: StepPlan) -> dict[str, Tensor]:
     """Return the step's sums, and the earlier ones of parameters to which it added nothing.
 
     Data may have decided that a parameter gets no gradient. If its sum began with -0, it is dropped.

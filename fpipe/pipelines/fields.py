@@ -26,7 +26,7 @@ from fpipe.meshes.copies import PipelineCopies
 from fpipe.pipelines.autocast import DEVICE_TYPES
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.fingerprint import describe_value, digest, digest_tensor
 from fpipe.runtime.transport.agreement import Field
 from schedules import Schedule
@@ -127,7 +127,7 @@ def _describe_spec(spec: Any) -> str:
     return f"{spec} of strides {list(spec.stride)}"
 
 
-def plan_fields(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signature) -> Iterator[Field]:
+def plan_fields(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[Field]:
     """Yield the fields of a pipeline and of its plan for one kind of batch."""
     captures, how = pipe.captures, pipe.schedule
     batching = captures.batchings[variant.loss]
@@ -155,7 +155,7 @@ def _environment_fields() -> Iterator[Field]:
     yield Field.of("settings", [*_setting_lines(), f"matmul precision: {torch.get_float32_matmul_precision()}"])
 
 
-def _unit_lines(pipe: Pipeline, plan: Plan) -> Iterator[str]:
+def _unit_lines(pipe: Pipeline, plan: StepPlan) -> Iterator[str]:
     yield type(pipe.model).__qualname__
     for cut in plan.cuts:
         for unit in cut.captured.units:
@@ -163,13 +163,13 @@ def _unit_lines(pipe: Pipeline, plan: Plan) -> Iterator[str]:
         yield from (f"buffer {buffer} becomes {new}" for buffer, new in cut.captured.reassigned.items())
 
 
-def _parameter_lines(plan: Plan) -> list[str]:
+def _parameter_lines(plan: StepPlan) -> list[str]:
     parameters, buffers, trained = plan.assembly.parameters, plan.assembly.buffers, plan.assembly.captured.trainable
     found = [f"{name}: {spec}, {'trained' if name in trained else 'frozen'}" for name, spec in parameters.items()]
     return [*found, *(f"buffer {name}: {spec}" for name, spec in buffers.items())]
 
 
-def _constant_lines(plan: Plan) -> Iterator[str]:
+def _constant_lines(plan: StepPlan) -> Iterator[str]:
     for cut in plan.cuts:
         for value, source in cut.captured.sources.items():
             if isinstance(source, Constant):
@@ -178,7 +178,7 @@ def _constant_lines(plan: Plan) -> Iterator[str]:
                 yield f"read in {where}: {tensor.dtype} {list(tensor.shape)} of values {digest_tensor(tensor)}"
 
 
-def _cut_lines(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signature) -> Iterator[str]:
+def _cut_lines(pipe: Pipeline, plan: StepPlan, variant: Variant, signature: Signature) -> Iterator[str]:
     microbatches = pipe.captures.batchings[variant.loss].split(signature)
     for one, assembly in dict(zip(microbatches, plan.assemblies, strict=True)).items():
         _, positions = pipe.captures.of(variant, one)
@@ -186,7 +186,7 @@ def _cut_lines(pipe: Pipeline, plan: Plan, variant: Variant, signature: Signatur
         yield from map(str, assembly.stages)
 
 
-def _crossing_lines(plan: Plan) -> Iterator[str]:
+def _crossing_lines(plan: StepPlan) -> Iterator[str]:
     for cut in plan.cuts:
         for stage in cut.stages:
             for what, crossings in (("values", stage.gives), ("cotangents", stage.pulls), ("gradients", stage.shares)):

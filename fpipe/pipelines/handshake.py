@@ -25,7 +25,7 @@ from fpipe.pipelines.caches import Agreement
 from fpipe.pipelines.fields import CommonArguments, argument_fields, batch_fields, call_fields, plan_fields
 from fpipe.pipelines.inputs import State, scatter
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
 from fpipe.runtime.fingerprint import digest, digest_tensor
 from fpipe.runtime.ranks import Ranks
@@ -67,7 +67,7 @@ def agree_on_plan(
 
 def agree_to_step(
     pipe: Pipeline, variant: Variant, params: State, buffers: State, batch: SplitBatch, call: CommonArguments
-) -> tuple[Plan, dict[int, Inputs]]:
+) -> tuple[StepPlan, dict[int, Inputs]]:
     """Return the plan for a batch and the inputs of each copy here, once all ranks have agreed on the step."""
     kind = variant, batch.signature
     agreement = agree_on_plan(pipe, *kind, call)
@@ -86,7 +86,7 @@ def agree_to_step(
     return plan, inputs
 
 
-def _require_same_copies(pipe: Pipeline, plan: Plan, held: Mapping[str, Tensor]) -> None:
+def _require_same_copies(pipe: Pipeline, plan: StepPlan, held: Mapping[str, Tensor]) -> None:
     """Raise `TransportError` on all ranks if some hold different values of the same parameter or buffer.
 
     Replicas on a mesh hold the same of everything. Processes with other shards, or other parts of the model's own
@@ -116,7 +116,7 @@ def _require_same_digests(name: str, found: Mapping[int, int]) -> None:
         )
 
 
-def _ranks_by_name(plan: Plan) -> dict[str, set[int]]:
+def _ranks_by_name(plan: StepPlan) -> dict[str, set[int]]:
     """Return the ranks that hold each parameter and buffer."""
     found: dict[str, set[int]] = {}
     for stage in plan.assembly.stages:

@@ -20,7 +20,7 @@ from fpipe.errors import InputError
 from fpipe.ir.captured import Tensors
 from fpipe.meshes.copies import CopyLinks
 from fpipe.meshes.exchange import Exchange
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Inputs
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
@@ -33,7 +33,7 @@ State: TypeAlias = dict[str, Tensor]
 
 
 def scatter(
-    plan: Plan, params: State, buffers: State, batch: SplitBatch, seed: int | None, links: CopyLinks | None = None
+    plan: StepPlan, params: State, buffers: State, batch: SplitBatch, seed: int | None, links: CopyLinks | None = None
 ) -> Inputs:
     """Return the executor's inputs for this process's stages, of one copy of the pipeline.
 
@@ -66,7 +66,7 @@ class Weights:
     - `users`: how many ranks of this process have gathered each stage.
     """
 
-    def __init__(self, plan: Plan, params: State) -> None:
+    def __init__(self, plan: StepPlan, params: State) -> None:
         self.plan, self.params = plan, params
         self.by_cut: dict[Assembly, dict[int, Any]] = {cut: {} for cut in plan.cuts}
         self.users: Counter[int] = Counter()
@@ -103,7 +103,7 @@ class Weights:
         )
 
 
-def _take_share(plan: Plan, batch: SplitBatch, needed: Iterable[int]) -> dict[int, Sequence[Tensor]]:
+def _take_share(plan: StepPlan, batch: SplitBatch, needed: Iterable[int]) -> dict[int, Sequence[Tensor]]:
     """Return the microbatches of the needed leaves that a copy trains on."""
     return {leaf: parts[plan.rows_of(plan.copy)] for leaf, parts in batch.take(needed).items()}
 
@@ -122,7 +122,7 @@ def _split_rows(numbers: Sequence[int], leaves: Mapping[int, Sequence[Tensor]], 
     return list(zip(*[leaves[leaf] for leaf in numbers], strict=True)) if numbers else [()] * microbatches
 
 
-def make_keys(plan: Plan, seed: int | None) -> list[int]:
+def make_keys(plan: StepPlan, seed: int | None) -> list[int]:
     """Return one key per microbatch; raise `InputError` if the model draws random numbers and there is no seed.
 
     Keys are slow to make, so none are made if nothing is drawn. If data decide whether anything is drawn, drawing

@@ -25,9 +25,9 @@ from fpipe.meshes.copies import PipelineCopies
 from fpipe.meshes.holdings import Holdings
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.capture_cache import CaptureCache
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.planner import Planner
 from fpipe.pipelines.resolver import ExchangeText, own_text
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.report.description import describe
 from fpipe.report.footprint import measure_sizes, shard_sizes
 from fpipe.runtime.ranks import Ranks
@@ -81,7 +81,7 @@ class Pipeline:
         return self.training.program
 
     @property
-    def training(self) -> Plan:
+    def training(self) -> StepPlan:
         """The plan for loss and gradients of a batch like the example."""
         return self.plan(TRAINING)
 
@@ -131,7 +131,7 @@ class Pipeline:
             self.caches.unquestioned.add((variant, batch.signature))
         return resolved
 
-    def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
+    def plan(self, variant: Variant, signature: Signature | None = None) -> StepPlan:
         """Return the plan for a variant and a batch signature, by default the example's; cached.
 
         Raise `InputError` if the model can't take a batch that differs from the example.

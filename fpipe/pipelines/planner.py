@@ -28,8 +28,8 @@ from fpipe.pipelines.autocast import suspend_autocast
 from fpipe.pipelines.caches import BatchKind
 from fpipe.pipelines.capture_cache import CaptureCache
 from fpipe.pipelines.garbage import postpone_collection
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.resolver import ExchangeText, Resolver
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.assembly import Assembly, assemble, differentiate, take_scale, widen_sums
 from fpipe.stages.kinds import require_alike, widen
@@ -57,14 +57,14 @@ class Planner:
     summed: frozenset[str] = frozenset()
     backend: Backend | None = None
     copies: PipelineCopies = ALONE
-    plans: dict[BatchKind, Plan] = field(default_factory=dict)
+    plans: dict[BatchKind, StepPlan] = field(default_factory=dict)
     assemblies: dict[tuple[Variant, Microbatch], Assembly] = field(default_factory=dict)
 
     def kind(self, variant: Variant, signature: Signature | None = None) -> BatchKind:
         """Return the kind of batches with this signature, by default the example's."""
         return variant, self.captures.batchings[variant.loss].example if signature is None else signature
 
-    def plan(self, variant: Variant, signature: Signature | None = None) -> Plan:
+    def plan(self, variant: Variant, signature: Signature | None = None) -> StepPlan:
         """Return the plan for a kind of batch, by default the example's; cached.
 
         Raise `InputError` if the model can't take a batch that differs from the example.
@@ -94,7 +94,7 @@ class Planner:
             f"Building the pipeline for this batch failed: {error}"
         )
 
-    def _isolated_plan(self, variant: Variant, signature: Signature) -> Plan:
+    def _isolated_plan(self, variant: Variant, signature: Signature) -> StepPlan:
         """Return a new plan; preserve torch's settings and generators, and make other threads wait."""
         with (
             torch.inference_mode(False),
@@ -118,7 +118,7 @@ class Planner:
     def _microbatches(self, variant: Variant, signature: Signature) -> list[Microbatch]:
         return self.captures.batchings[variant.loss].split(signature)
 
-    def _plan(self, variant: Variant, signature: Signature) -> Plan:
+    def _plan(self, variant: Variant, signature: Signature) -> StepPlan:
         microbatches = self._microbatches(variant, signature)
         by_shape = {one: self._cached_assembly(variant, one) for one in dict.fromkeys(microbatches)}
         assemblies = widen([by_shape[one] for one in microbatches])
@@ -132,7 +132,7 @@ class Planner:
             _require_one_state(stage, schedule.placement.replicas(stage.index), self.copies)
         merge = _output_merge(assemblies, self.output_dims, int(variant.loss)) if variant.outputs else None
         watch = self.captures.watch(variant, microbatches)
-        return Plan(assemblies, lower(schedule, graph), self.ranks, merge, watch, self.copies)
+        return StepPlan(assemblies, lower(schedule, graph), self.ranks, merge, watch, self.copies)
 
     def _cached_assembly(self, variant: Variant, microbatch: Microbatch) -> Assembly:
         """Return the stages for a microbatch, cached: different batches may contain the same microbatches."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from fpipe.ir.captured import Tensors
 from fpipe.meshes.copies import PipelineCopies
 from fpipe.pipelines.inputs import State
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Outcome
 from fpipe.runtime.ranks import Ranks
 
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     buffers: State
 
 
-def gather(plan: Plan, ranks: Ranks, copies: Mapping[int, Mapping[int, Outcome]], buffers: State) -> Step:
+def gather(plan: StepPlan, ranks: Ranks, copies: Mapping[int, Mapping[int, Outcome]], buffers: State) -> Step:
     """Return the `Step` that the ranks computed; broadcast its loss to all of them."""
     parts = [_gather_one(plan.parts[copy], ranks, outcomes, buffers) for copy, outcomes in copies.items()]
     step, *others = parts
@@ -63,7 +63,7 @@ def _list_results(outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
     return {i: payload for outcome in outcomes.values() for i, payload in outcome.results.items()}
 
 
-def _gather_one(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
+def _gather_one(plan: StepPlan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffers: State) -> Step:
     stages, new = plan.assembly.stages, dict(buffers)
     for outcome in outcomes.values():
         for s, state in outcome.buffers[0].items():  # all microbatches share them
@@ -76,7 +76,7 @@ def _gather_one(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome], buffe
     return Step(loss, outputs if outcomes.keys() & last else None, new)
 
 
-def broadcast_results(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
+def broadcast_results(plan: StepPlan, ranks: Ranks, outcomes: Mapping[int, Outcome]) -> dict[int, Tensors]:
     """Return the results of every microbatch of a copy on each of its ranks."""
     results = _list_results(outcomes)
     lasts = [cut.stages[-1] for cut in plan.assemblies]
@@ -89,7 +89,7 @@ def broadcast_results(plan: Plan, ranks: Ranks, outcomes: Mapping[int, Outcome])
     }
 
 
-def spread_results(plan: Plan, ranks: Ranks, found: Mapping[int, Mapping[int, Tensors]]) -> dict[int, Tensors]:
+def spread_results(plan: StepPlan, ranks: Ranks, found: Mapping[int, Mapping[int, Tensors]]) -> dict[int, Tensors]:
     """Return the results of every microbatch that this process was passed, of whichever copy, given its own copies'."""
     count, copies = plan.microbatches, plan.copies
     if copies.own_rows or copies.count == 1:
@@ -107,12 +107,12 @@ def spread_results(plan: Plan, ranks: Ranks, found: Mapping[int, Mapping[int, Te
     return results
 
 
-def collect_gradients(plan: Plan, outcomes: Mapping[int, Outcome]) -> State:
+def collect_gradients(plan: StepPlan, outcomes: Mapping[int, Outcome]) -> State:
     """Return the gradients, by name, of the parameters that any microbatch used; summed over stages in stage order."""
     return sum_terms(plan, [(outcome.grads, outcome.shared) for outcome in outcomes.values()], plan.params)
 
 
-def sum_terms(plan: Plan, held: Iterable[Terms], wanted: Container[str]) -> State:
+def sum_terms(plan: StepPlan, held: Iterable[Terms], wanted: Container[str]) -> State:
     """Return the gradients of the `wanted` parameters from what ranks of this process hold of them."""
     stages = plan.assembly.stages
     terms = defaultdict[str, dict[int, Tensor]](dict)
@@ -126,7 +126,7 @@ def sum_terms(plan: Plan, held: Iterable[Terms], wanted: Container[str]) -> Stat
     return {name: reduce(add, [by_stage[s] for s in sorted(by_stage)]) for name, by_stage in terms.items()}
 
 
-def merge_results(plan: Plan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:
+def merge_results(plan: StepPlan, results: Mapping[int, Tensors]) -> tuple[Tensor | None, Any]:
     """Return the sum of the losses, and the outputs' tree with microbatches merged; both in microbatch order.
 
     If these are the results of several copies of the pipeline, the losses of each are added first.

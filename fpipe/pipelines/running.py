@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from functools import partial
 
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Execution, Inputs, Outcome
 from fpipe.runtime.recording import Record, run_recorded
 from fpipe.runtime.transport.interface import Transport
 from fpipe.tensors import random
 
 
-def run_plan(pipe: Pipeline, plan: Plan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
+def run_plan(pipe: Pipeline, plan: StepPlan, inputs: Inputs, record: Record | None = None) -> dict[int, Outcome]:
     """Run the plan's program on this process's ranks; return their outcomes. `record` gets each measured span."""
     return run_copies(pipe, plan, {plan.copy: inputs}, record)[plan.copy]
 
 
 def run_copies(
-    pipe: Pipeline, plan: Plan, inputs: Mapping[int, Inputs], record: Record | None = None
+    pipe: Pipeline, plan: StepPlan, inputs: Mapping[int, Inputs], record: Record | None = None
 ) -> dict[int, dict[int, Outcome]]:
     """Run the plan's program for each copy of the pipeline that this process plays; return outcomes by copy."""
 

@@ -23,9 +23,9 @@ from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan, agree_to_step
 from fpipe.pipelines.inputs import State, start_backward
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, collect_gradients, gather
 from fpipe.pipelines.running import run_copies
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.pipelines.totals import find_weight_of_all
 from fpipe.runtime.executor import Inputs, Outcome
 from fpipe.runtime.recording import Record
@@ -92,7 +92,7 @@ class Start(NamedTuple):
 
 def begin_step(
     pipe: Pipeline, cast: Variant, start: Start, batch: tuple[Any, Any], call: CommonArguments
-) -> tuple[Plan, dict[int, Inputs]]:
+) -> tuple[StepPlan, dict[int, Inputs]]:
     """Check the arguments of a step and agree with all ranks; return its plan, and the inputs of each copy here."""
     require_gradients()
     given_params, start = start.params, unwrap_start(pipe, start)
@@ -110,7 +110,7 @@ def begin_step(
 
 
 def finish_step(
-    pipe: Pipeline, plan: Plan, start: Start, outcomes: Mapping[int, Mapping[int, Outcome]]
+    pipe: Pipeline, plan: StepPlan, start: Start, outcomes: Mapping[int, Mapping[int, Outcome]]
 ) -> tuple[Step, State]:
     """Return what all ranks computed, and the gradients of this process, in the order of its parameters."""
     grads = join_gradients(pipe, plan, unwrap_start(pipe, start).onto, outcomes)
@@ -119,7 +119,7 @@ def finish_step(
     return place_buffers(step, plan), wrap_state(ordered, pipe.holdings.placed_gradients)
 
 
-def place_buffers(step: Step, plan: Plan) -> Step:
+def place_buffers(step: Step, plan: StepPlan) -> Step:
     """Return the step with DTensors for those buffers that are DTensors in the model."""
     return step._replace(buffers=wrap_state(step.buffers, plan.placed))
 
@@ -141,7 +141,7 @@ def unwrap_start(pipe: Pipeline, start: Start) -> Start:
 
 
 def join_gradients(
-    pipe: Pipeline, plan: Plan, onto: State, outcomes: Mapping[int, Mapping[int, Outcome]]
+    pipe: Pipeline, plan: StepPlan, onto: State, outcomes: Mapping[int, Mapping[int, Outcome]]
 ) -> dict[str, Tensor]:
     """Return the plain gradients that this process holds, added to the earlier sums if copies reduced them."""
     if plan.copies.count == 1:

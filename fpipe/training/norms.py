@@ -43,7 +43,8 @@ def norm(pipe: Pipeline, grads: State, order: float = 2.0, names: str | Iterable
     """Return the norm of all gradients of the model, a tensor without dimensions, on every rank.
 
     Bit for bit what `torch.nn.utils.get_total_norm` returns on one device, for the gradients of the whole model in the
-    order of `model.named_parameters()`. If they are sharded, what it returns for the DTensors of the whole model.
+    order of `model.named_parameters()`. If they are sharded, what it returns for the DTensors of the whole model. (If
+    the model's modules are split, too, torch rounds the norms of parameters that are not once more.)
 
     - `grads`: this process's gradients by name, as the step returned them. Parameters without one are left out.
     - `order`: of the norm, such as 2, 1 or `float("inf")`.

@@ -38,10 +38,10 @@ from fpipe.pipelines.fields import CommonArguments
 from fpipe.pipelines.handshake import agree_on_plan
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, sum_terms
 from fpipe.pipelines.running import run_copies
 from fpipe.pipelines.step import Start, begin_step, finish_step
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.executor import Outcome
 from fpipe.runtime.fingerprint import describe_value
 from fpipe.runtime.recording import Record
@@ -182,7 +182,7 @@ class Updater(NamedTuple):
         mine = {name: params[name] for name in grads}
         return Version(*self.optimizer.update(grads, {name: state[name] for name in grads}, mine, **self.options))
 
-    def within(self, pipe: Pipeline, plan: Plan, onto: State) -> Callable[..., Version]:
+    def within(self, pipe: Pipeline, plan: StepPlan, onto: State) -> Callable[..., Version]:
         """Return the update that every `U` of the program runs: of its stage, from the gradients of its rank."""
         (part,) = plan.parts.values()
 

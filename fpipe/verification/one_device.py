@@ -22,14 +22,14 @@ from typing import TypeAlias
 from torch import Tensor
 
 from fpipe.ir.captured import Tensors
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from schedules import KINDS
 
 Orders: TypeAlias = Sequence[Sequence[int]]
 
 
 def run_on_one_device(
-    plan: Plan,
+    plan: StepPlan,
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     batch: Mapping[int, Sequence[Tensor]],
@@ -67,7 +67,7 @@ def run_on_one_device(
 class CopySum:
     """A sum over the copies of a pipeline: over the shards of each replica, then over replicas."""
 
-    def __init__(self, plan: Plan, orders: Orders, onto: Tensor | None = None, first: Tensor | None = None) -> None:
+    def __init__(self, plan: StepPlan, orders: Orders, onto: Tensor | None = None, first: Tensor | None = None) -> None:
         self.count, self.shards = plan.microbatches, plan.copies.shards
         self.parts = [ReplicaSum(orders, onto, first) for _ in range(plan.copies.count)]
 
@@ -142,7 +142,7 @@ class ReplicaSum:
         return reduce(_add, [part.total() for part in self.parts])
 
 
-def find_orders(plan: Plan) -> dict[str, list[Orders]]:
+def find_orders(plan: StepPlan) -> dict[str, list[Orders]]:
     """Return the order in which microbatches are added to each gradient.
 
     Per parameter, for each stage that computes a gradient of it, and each replica of that stage: the microbatches of a

@@ -17,9 +17,9 @@ from fpipe.pipelines.autocast import require_gradients, suspend_autocast
 from fpipe.pipelines.earlier_sums import add_reduced, join_sums, negative_zeros
 from fpipe.pipelines.inputs import State, make_keys, start_backward
 from fpipe.pipelines.pipeline import Pipeline
-from fpipe.pipelines.plan import Plan
 from fpipe.pipelines.results import Step, merge_results
 from fpipe.pipelines.step import ValueAndGrad, place_buffers, scale_variant
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.runtime.turns import wait_for_turn
 from fpipe.stages.kinds import require_alike_uncut
 from fpipe.tensors import random
@@ -77,7 +77,7 @@ def require_whole_batches(pipe: Pipeline) -> None:
         )
 
 
-def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> Plan:
+def _plan(pipe: Pipeline, variant: Variant, signature: Signature) -> StepPlan:
     """Return the plan for a kind of batch; of the plans on which ranks have not agreed, keep the last ones."""
     with wait_for_turn():
         plan, agreements, most = pipe.plan(variant, signature), pipe.caches.agreements, pipe.caches.most

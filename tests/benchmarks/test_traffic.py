@@ -38,6 +38,13 @@ def test_an_exchange_of_unequal_pieces_sends_those_of_the_others():
     assert found.sent == {"reduce": 4 * (12 - 5)}
 
 
+def test_messages_between_copies_are_reductions():
+    copies = dist.new_group([0, 1])
+    messages = [dist.P2POp(dist.isend, torch.zeros(10), group=group, group_peer=0) for group in (copies, None)]
+    found = measure_traffic(lambda: [dist.batch_isend_irecv([one]) for one in messages], copies)
+    assert found.sent == {"reduce": 40, "send": 40}
+
+
 def test_the_maximum_is_taken_of_each_figure():
     found = most([Traffic({"gather": 1}, {"gather": 8}), Traffic({"gather": 2, "send": 1}, {"gather": 4, "send": 3})])
     assert found == Traffic({"gather": 2, "send": 1}, {"gather": 8, "send": 3})

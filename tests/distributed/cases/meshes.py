@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from fpipe.tensors.tree import same_bits
 from schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.common import tensor_parallel
 from tests.common.sizes import NIGHTLY
+from tests.common.tensor_parallel import whole
 from tests.common.training import llama
 from tests.common.zoo import ZOO
 from tests.distributed.cases.checks import gather, raises
@@ -34,7 +35,7 @@ STEPS, LIMIT, MICROBATCHES, RATE = 20 if NIGHTLY else 3, 0.3, 2, 0.01
 
 
 class Run(NamedTuple):
-    """The end of a training run, by the parameters' names: plain tensors of this process, and norms by step."""
+    """The end of a training run, by the parameters' names: what this process holds, and norms by step."""
 
     params: Mapping[str, torch.Tensor]
     state: Mapping[str, Mapping[str, Any]]
@@ -90,8 +91,7 @@ def train_without_a_pipeline(task: Task, mesh: DeviceMesh, copies: int, mine: in
     model = copy.deepcopy(model)
     sharded = "fsdp" in (mesh.mesh_dim_names or ())
     if sharded:
-        blocks = model.blocks if hasattr(model, "blocks") else model.model.layers
-        for module in (*blocks, model):
+        for module in (*layers_of(model), model):
             fully_shard(module, mesh=mesh)
     adam, norms = torch.optim.AdamW(model.parameters(), lr=RATE), []
     for x, y in data:
@@ -104,13 +104,11 @@ def train_without_a_pipeline(task: Task, mesh: DeviceMesh, copies: int, mine: in
             dist.all_reduce(p.grad, group=mesh.get_group())
             p.grad /= copies
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(whole(norm))
         adam.step()
         adam.zero_grad()
     named = dict(model.named_parameters())
-    return Run(
-        {name: local_part(p.detach()) for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms
-    )
+    return Run({name: p.detach() for name, p in named.items()}, {n: adam.state[p] for n, p in named.items()}, norms)
 
 
 def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, **options: Any) -> Run:
@@ -131,61 +129,90 @@ def train_with_a_pipeline(task: Task, mesh: DeviceMesh, how: Any, within: bool, 
             grads, norm = fpipe.clip(pipe, grads, LIMIT)
             params, state = adam.update(grads, state, params)
         norms.append(norm)
-    return Run({name: local_part(p.detach()) for name, p in params.items()}, state, norms)
+    return Run({name: p.detach() for name, p in params.items()}, state, norms)
 
 
 def require_same_run(got: Run, wanted: Run) -> None:
     """Require the same bits of everything that this process holds."""
     assert all(map(same_bits, got.norms, wanted.norms)), (got.norms, wanted.norms)
     for name, p in got.params.items():
-        assert same_bits(p, wanted.params[name]), name
+        assert same_bits(local_part(p), local_part(wanted.params[name])), name
         for slot in ("exp_avg", "exp_avg_sq"):
             assert same_bits(local_part(got.state[name][slot]), local_part(wanted.state[name][slot])), (name, slot)
 
 
-def _make_split_case(family: str, **sizes: int) -> None:
+def clip_apart(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
+    """Clip by the norm of all norms, as torch does on one device and on a mesh of one dimension.
+
+    Its own `clip_grad_norm_` refuses plain gradients beside DTensors. On a mesh of two dimensions, it divides the norm
+    of what is replicated by sqrt(n) and adds up n squares, which may change the last bit.
+    """
+    grads = [p.grad for p in parameters]
+    total = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(grad)) for grad in grads]))
+    for grad in grads:
+        local_part(grad).mul_(torch.clamp(limit / (total + 1e-6), max=1.0))
+    return total
+
+
+class Split(NamedTuple):
+    """A task whose modules are split over `tp`, and how they are."""
+
+    make: Callable[[], Task]
+    over: Callable[[Any, DeviceMesh], nn.Module]
+
+
+SPLITS = {
+    "split_gpt": Split(split_gpt, tensor_parallel.by_sequence),
+    "split_llama": Split(grouped_query_llama, tensor_parallel.split_llama),
+}
+
+
+def _make_split_case(name: str, family: str, **sizes: int) -> None:
     """The same with modules that are split over `tp`: torch's own way is `fully_shard` of what it has parallelized."""
     around = next(name for name in sizes if name not in ("pp", "tp"))
 
     def run(rank: int, size: int) -> None:
-        mesh = mesh_of(**sizes)
-        made = split_gpt()
-        made = made._replace(model=tensor_parallel.by_sequence(made.model, mesh["tp"]))
-        wanted = train_split(made, mesh, around)
+        mesh, split = mesh_of(**sizes), SPLITS[name]
+        wanted = train_split(split, mesh, around)
+        made = split.make()
+        made = made._replace(model=split.over(made.model, mesh["tp"]))
         options = {"shard": fpipe.Sharded("fsdp", gathered=1)} if around == "fsdp" else {"dp": "dp"}
         got = train_with_a_pipeline(made, mesh, FAMILIES[family](ranks=2, microbatches=MICROBATCHES), False, **options)
         require_same_run(got, wanted)
 
-    run.__name__ = f"split_gpt_{family}_on_{'_'.join(f'{size}_{name}' for name, size in sizes.items())}"
+    run.__name__ = f"{name}_{family}_on_{'_'.join(f'{size}_{name}' for name, size in sizes.items())}"
     case(run)
 
 
-def train_split(task: Task, mesh: DeviceMesh, around: str) -> Run:
+def train_split(split: Split, mesh: DeviceMesh, around: str) -> Run:
     """The training run of a parallelized model without a pipeline."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # it returns a view, which nobody writes to
-    model, copies = tensor_parallel.by_sequence(tensor_parallel.GPT(), mesh["tp"]), mesh[around].size()
-    for module in (*model.blocks, model) if around == "fsdp" else ():
+    model, loss, data = split.make()
+    model, copies = split.over(model, mesh["tp"]), mesh[around].size()
+    for module in (*layers_of(model), model) if around == "fsdp" else ():
         fully_shard(module, mesh=mesh["fsdp"])
     adam, norms, mine = torch.optim.AdamW(model.parameters(), lr=RATE), [], mesh.get_local_rank(around)
-    for x, y in task.data:
+    for x, y in data:
         rows = zip(*[one.chunk(copies)[mine].chunk(MICROBATCHES) for one in (x, y)], strict=True)
         for i, (a, b) in enumerate(rows):
             if around == "fsdp":
                 model.set_requires_gradient_sync(i == MICROBATCHES - 1)
-            (task.loss(model(a), b) / MICROBATCHES).backward()
+            (loss(model(a), b) / MICROBATCHES).backward()
         for p in model.parameters() if around == "dp" else ():
             p.grad = without_partial(p.grad)
             dist.all_reduce(local_part(p.grad), group=mesh.get_group("dp"))
             p.grad /= copies
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT).full_tensor())
+        norms.append(clip_apart(model.parameters(), LIMIT))
         adam.step()
         adam.zero_grad()
     named = dict(model.named_parameters())
     return Run(
-        {name: local_part(p.detach()) for name, p in named.items()},
-        {name: adam.state[p] for name, p in named.items()},
-        norms,
+        {name: p.detach() for name, p in named.items()}, {name: adam.state[p] for name, p in named.items()}, norms
     )
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    return model.blocks if hasattr(model, "blocks") else model.model.layers
 
 
 def _make_case(task: str, family: str, **sizes: int) -> None:
@@ -215,8 +242,9 @@ for _task in TASKS:
 
 
 for _family in FAMILIES:
-    _make_split_case(_family, pp=2, dp=2, tp=2)
-    _make_split_case(_family, pp=2, fsdp=2, tp=2)
+    for _split in SPLITS:
+        _make_split_case(_split, _family, pp=2, dp=2, tp=2)
+        _make_split_case(_split, _family, pp=2, fsdp=2, tp=2)
 
 
 @case

@@ -34,7 +34,7 @@ from schedules import Placement, Program, check, connect, lower, update_weights
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class StepPlan:
     """Stages, the program that drives them, and what this process needs to run them.
 
     - `assemblies`: per microbatch, the model cut into stages; the same object for the same shapes.
@@ -58,7 +58,7 @@ class Plan:
         return self.program.schedule.microbatches
 
     @cached_property
-    def parts(self) -> Mapping[int, Plan]:
+    def parts(self) -> Mapping[int, StepPlan]:
         """The plan of each copy that this process plays, for its share of the microbatches."""
         if self.copies is ALONE:
             return {0: self}
@@ -186,7 +186,7 @@ class Plan:
         return {rank: add_timers(program) for rank, program in self.programs.items()}
 
     @cached_property
-    def updating(self) -> Plan:
+    def updating(self) -> StepPlan:
         """The plan of a step that also updates every stage (`schedules.update_weights`), for the same batches."""
         schedule = update_weights(connect(self.program.schedule, self.program.graph))
         check(schedule)

@@ -14,7 +14,7 @@ import fpipe
 from fpipe.autodiff.recorded import Recorded
 from fpipe.ir.captured import Captured
 from fpipe.ir.variant import TRAINING
-from fpipe.pipelines.plan import Plan
+from fpipe.pipelines.step_plan import StepPlan
 from fpipe.stages.assembly import Assembly
 from fpipe.stages.stage import Stage
 from fpipe.watching.watch import Watch
@@ -77,7 +77,7 @@ def test_the_plans_that_are_kept_are_those_used_last(plans, lengths):
     """A plan is the same object for as long as it is kept; the example's always is. A new one has the same bits."""
     model, pipe = build(plans)
     step, own = fpipe.value_and_grad(pipe), pipe.training
-    kept: dict[int, Plan] = {}
+    kept: dict[int, StepPlan] = {}
     for length in lengths:
         require_exact(model, pipe, step, *batch(length))
         assert pipe.training is own
@@ -94,7 +94,7 @@ def test_the_plans_that_are_kept_are_those_used_last(plans, lengths):
 @pytest.mark.parametrize("backward", ["autograd", "graph"])
 def test_nothing_is_left_of_plans_that_are_forgotten(backward):
     """Over many lengths: as many objects of each kind as ever, among them torch's, and as much memory."""
-    kinds = (Plan, Assembly, Captured, Stage, Watch, Recorded)
+    kinds = (StepPlan, Assembly, Captured, Stage, Watch, Recorded)
     model, pipe = build(3, backward=backward)
     step, state = fpipe.value_and_grad(pipe), pipe.init(model)
     count, found = 20, []
@@ -104,7 +104,7 @@ def test_nothing_is_left_of_plans_that_are_forgotten(backward):
             found.append(count_objects())
     first, last = found
     assert [first[kind] for kind in kinds] == [last[kind] for kind in kinds]
-    assert first[Plan] >= 4, "objects are counted"
+    assert first[StepPlan] >= 4, "objects are counted"
     assert last.total() - first.total() < 8 * count, "torch keeps no shapes either"
 
 
