@@ -88,7 +88,9 @@ def start(predictor: Predictor, schedule: Schedule, room: Room) -> Candidate | N
     It may still not fit.
     """
     ranges = predictor.profile.ranges
-    work = ranges.seconds("F") + (ranges.seconds("I") + ranges.seconds("W") if _splits(schedule) else ranges.seconds("B"))
+    work = ranges.seconds("F") + (
+        ranges.seconds("I") + ranges.seconds("W") if _splits(schedule) else ranges.seconds("B")
+    )
     cuts = partition_chain(work, schedule.stages, room.pinned)
     if cuts is None:
         return None
