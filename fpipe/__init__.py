@@ -28,6 +28,8 @@ from fpipe.meshes.arguments import Sharded
 from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
+from fpipe.planning.make import plan
+from fpipe.planning.plan import Plan
 from fpipe.timelines import costs, timeline
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.loss_scale import LossScale
@@ -55,6 +57,7 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Pipelined",
+    "Plan",
     "ScheduleError",
     "SizeError",
     "Step",
@@ -76,6 +79,7 @@ __all__ = [
     "norm",
     "optimizer",
     "pipeline",
+    "plan",
     "predict",
     "StaticDecoder",
     "choose_likeliest",

@@ -31,7 +31,8 @@ def parse_bytes(where: str, amount: Amount) -> float:
     elif isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount <= inf:
         return float(amount)
     raise InputError(
-        f'{where}: got {amount!r}, expected a number of bytes above 0, or a text such as "80GB" or "512 MiB". Correct it.'
+        f'{where}: got {amount!r}, expected a number of bytes above 0, or a text such as "80GB" or "512 MiB". Correct '
+        "it."
     )
 
 

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+import torch
+
 from fpipe.planning.chain import partition_chain
+from fpipe.planning.loads import Loads
 from fpipe.planning.prediction import Prediction, Predictor
 from fpipe.planning.profile import Profile
 from schedules import (
@@ -47,6 +50,9 @@ FACTORIES: Final[tuple[ScheduleFactory, ...]] = (
     *(interleaved_1f1b, four_chunks, interleaved_zero_bubble),
 )
 """What is tried unless the user names schedules."""
+TRIED_AT_START: Final = 40
+TRIED_LATER: Final = 2000
+"""Of long lists of cuts, so many are looked at."""
 
 
 @dataclass(frozen=True)
@@ -76,29 +82,47 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Room:
-    """What candidates must fit into: the bytes of each rank. `pinned` are the blocks at which a stage must begin."""
+    """What candidates must fit into.
+
+    - `caps`: the bytes of each rank.
+    - `places`: the blocks at which a stage may begin; `pinned`: those at which one must.
+    """
 
     caps: tuple[float, ...]
+    places: frozenset[int]
     pinned: tuple[int, ...] = ()
 
 
 def start(predictor: Predictor, schedule: Schedule, room: Room) -> Candidate | None:
-    """Return a schedule with balanced stages, recomputed as far as memory asks for; `None` if there are too few blocks.
+    """Return a schedule with good cuts, recomputed as far as memory asks for; `None` if there are too few places.
 
-    It may still not fit.
+    Of a short list of cuts, those with the least load on the busiest rank are tried; otherwise, those that balance the
+    stages. The candidate may still not fit.
     """
-    ranges = predictor.profile.ranges
-    work = ranges.seconds("F") + (
-        ranges.seconds("I") + ranges.seconds("W") if _splits(schedule) else ranges.seconds("B")
-    )
-    cuts = partition_chain(work, schedule.stages, room.pinned)
-    if cuts is None:
+    loads = Loads(predictor, schedule)
+    balanced = partition_chain(loads.work, schedule.stages, room.places, room.pinned)
+    if balanced is None:
         return None
-    return fit(Candidate.of(predictor, schedule, cuts), room)
+    best = fit(Candidate.of(predictor, schedule, balanced), room)
+    listed = loads.list_cuts(room.places, room.pinned)[:TRIED_AT_START]
+    return _best_of(best, _worth_trying(best, listed, loads, room), room)
 
 
-def _splits(schedule: Schedule) -> bool:
-    return any(action.kind == "I" for action in schedule.actions(0))
+def _worth_trying(
+    best: Candidate, cuts: Sequence[tuple[int, ...]], loads: Loads, room: Room
+) -> Sequence[tuple[int, ...]]:
+    """Return the cuts whose busiest rank works for less time than a step of `best` takes; all if that does not fit."""
+    if not cuts or not best.predicted.fits(room.caps):
+        return cuts
+    worth = loads.busiest(torch.tensor(cuts, dtype=torch.int64)) < best.predicted.seconds
+    return [one for one, yes in zip(cuts, worth.tolist(), strict=True) if yes]
+
+
+def _best_of(best: Candidate, cuts: Iterable[tuple[int, ...]], room: Room) -> Candidate:
+    """Return the best of a candidate and the same schedule with these cuts."""
+    base = _without_recomputation(best.schedule)
+    others = (fit(Candidate.of(best.predictor, base, one), room) for one in cuts)
+    return min((best, *others), key=lambda one: _rank(one, room))
 
 
 def fit(candidate: Candidate, room: Room) -> Candidate:
@@ -129,17 +153,21 @@ def _largest_saving(found: Candidate, base: Schedule, stages: set[int], caps: Se
 
 
 def improve(candidate: Candidate, room: Room) -> Iterator[Candidate]:
-    """Yield better and better candidates: each moves one cut of the one before, by the step that helps most."""
-    while True:
-        base = _without_recomputation(candidate.schedule)
-        better = min(
-            (fit(Candidate.of(candidate.predictor, base, cuts), room) for cuts in _neighbors(candidate, room)),
-            key=lambda one: _rank(one, room),
-            default=candidate,
-        )
-        if not _rank(better, room) < _rank(candidate, room):
-            return
-        candidate = better
+    """Yield better and better candidates: each moves one cut of the one before, or two, by the step that helps most."""
+    loads = Loads(candidate.predictor, _without_recomputation(candidate.schedule))
+    listed = loads.list_cuts(room.places, room.pinned)[TRIED_AT_START:TRIED_LATER]
+    moves: tuple[Callable[[Candidate], list[tuple[int, ...]]], ...] = (
+        lambda found: listed,
+        lambda found: list(_neighbors(found.cuts, found, room)),
+        lambda found: [pair for one in _neighbors(found.cuts, found, room) for pair in _neighbors(one, found, room)],
+    )
+    k = 0
+    while k < len(moves):
+        better = _best_of(candidate, _worth_trying(candidate, moves[k](candidate)[:TRIED_LATER], loads, room), room)
+        if better is candidate:
+            k += 1
+            continue
+        candidate, k = better, 1
         yield candidate
 
 
@@ -154,13 +182,14 @@ def _rank(candidate: Candidate, room: Room) -> tuple[bool, float]:
     return not fits, candidate.predicted.seconds if fits else candidate.excess
 
 
-def _neighbors(candidate: Candidate, room: Room) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts with one of them moved by one block, or by two."""
-    cuts, end = candidate.cuts, len(candidate.profile.blocks)
+def _neighbors(cuts: tuple[int, ...], candidate: Candidate, room: Room) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts with one of them moved by one place, or by two."""
+    places = sorted(room.places)
     for k, cut in enumerate(cuts):
-        low, high = cuts[k - 1] if k else 0, cuts[k + 1] if k + 1 < len(cuts) else end
-        for moved in (cut - 2, cut - 1, cut + 1, cut + 2):
-            if low < moved < high and cut not in room.pinned:
+        low, high = cuts[k - 1] if k else 0, cuts[k + 1] if k + 1 < len(cuts) else len(candidate.profile.blocks)
+        at = places.index(cut)
+        for moved in places[max(0, at - 2) : at + 3]:
+            if low < moved < high and moved != cut and cut not in room.pinned:
                 yield (*cuts[:k], moved, *cuts[k + 1 :])
 
 

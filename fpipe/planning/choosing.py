@@ -23,11 +23,11 @@ from fpipe.planning.candidates import (
     list_candidates,
 )
 from fpipe.planning.floor import bound_plans
+from fpipe.planning.loads import splits
 from fpipe.planning.plan import Plan, RunnerUp, format_seconds
 from fpipe.planning.prediction import Predictor
 from fpipe.planning.profile import Profile
 from fpipe.report.description import format_bytes
-from schedules import Schedule
 
 IMPROVED: Final = 6
 """The number of candidates whose cuts are improved."""
@@ -152,11 +152,7 @@ def _require_fitting(search: Search) -> Candidate:
 def _freedom(found: Sequence[Candidate]) -> tuple[bool, bool]:
     """Return whether any candidate splits backwards, and whether all have a single stage per rank."""
     schedules = [one.schedule for one in found]
-    return any(map(_splits, schedules)), all(how.stages == how.ranks for how in schedules)
-
-
-def _splits(schedule: Schedule) -> bool:
-    return any(action.kind == "I" for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    return any(map(splits, schedules)), all(how.stages == how.ranks for how in schedules)
 
 
 def _runner_up(candidate: Candidate, room: Room) -> RunnerUp:
@@ -205,6 +201,6 @@ def _advise(best: Candidate, alone: RunnerUp, copies: RunnerUp) -> str:
     what = "train on one device" if one is alone else "use data parallelism"
     ratio = best.predicted.seconds / one.seconds
     return (
-        f"No pipeline pays here: {what}, in {format_seconds(one.seconds)} per step. The model fits, and this plan takes "
-        f"{ratio:.2f} times as long."
+        f"No pipeline pays here: {what}, in {format_seconds(one.seconds)} per step. The model fits, and this plan "
+        f"takes {ratio:.2f} times as long."
     )

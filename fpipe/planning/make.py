@@ -47,8 +47,8 @@ def plan(
 ) -> Plan:
     """Choose cuts, schedule, recomputation and number of microbatches for a model; return the `Plan`.
 
-    The model is measured by `fpipe.profile`, once for each number of microbatches; then schedules are simulated. Without
-    measured links (in one process) transfers take no time, unless `link` says otherwise.
+    The model is measured by `fpipe.profile`, once for each number of microbatches; then schedules are simulated. In one
+    process, where no links are measured, transfers take no time unless `link` says otherwise.
 
     - `model`, `example`, `targets`, `loss`: as for `fpipe.pipeline`. The batch is that of a whole step.
     - `ranks`: their number, or a mesh whose dimension `pp` has so many.
@@ -93,9 +93,15 @@ def plan(
         for number in numbers
     }
     first = next(iter(profiles.values()))
-    room = Room(caps, tuple(start for start, _ in first.stages(cuts)[1:]))
+    room = Room(caps, _find_starts(first), tuple(start for start, _ in first.stages(cuts)[1:]))
     report = progress if progress is not None else _ignore
     return choose(profiles, factories, count, room, weights=weights, seconds=seconds, report=report)
+
+
+def _find_starts(profile: Profile) -> frozenset[int]:
+    """Return the blocks that begin with the call of a module, which a plan can name."""
+    starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
+    return frozenset(k for k, begins in enumerate(starts) if k and begins)
 
 
 def _ignore(progress: Progress) -> None:
@@ -128,8 +134,8 @@ def _read_schedules(schedules: Any, ranks: int) -> tuple[ScheduleFactory, ...]:
             )
         if isinstance(one, Schedule) and one.ranks != ranks:
             raise InputError(
-                f"schedules[{k}]: got {one!r}, expected a schedule of {ranks} ranks, as many as `ranks` says. Change one "
-                "of the two."
+                f"schedules[{k}]: got {one!r}, expected a schedule of {ranks} ranks, as many as `ranks` says. Change "
+                "one of the two."
             )
     if not listed:
         raise InputError(

@@ -109,6 +109,25 @@ class Plan:
         return "\n".join(_describe(self))
 
 
+def take_plan(plan: Plan | None, schedule: Schedule | None, cuts: Any, stages: Any) -> tuple[Any, Any]:
+    """Return the schedule and the cuts that a pipeline is built with: a plan's, or those that were given instead.
+
+    Raise `InputError` for both.
+    """
+    if plan is None:
+        return schedule, cuts
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"plan: got {plan!r}, expected a Plan. Pass what fpipe.plan returned, or fpipe.Plan.read(path)."
+        )
+    for name, given in (("schedule", schedule), ("cuts", cuts), ("stages", stages)):
+        if given is not None:
+            raise InputError(
+                f"{name}: got {given!r} besides a plan, which has its own, expected none. Drop one of them."
+            )
+    return plan.schedule, plan.cuts
+
+
 TEXTS: Final = ("model", "microbatch", "device", "limits", "because", "advice")
 
 
