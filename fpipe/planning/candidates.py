@@ -93,6 +93,12 @@ class Room:
     pinned: tuple[int, ...] = ()
 
 
+def find_starts(profile: Profile) -> frozenset[int]:
+    """Return the blocks that begin with the call of a module, which a plan can name."""
+    starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
+    return frozenset(k for k, begins in enumerate(starts) if k and begins)
+
+
 def start(predictor: Predictor, schedule: Schedule, room: Room) -> Candidate | None:
     """Return a schedule with good cuts, recomputed as far as memory asks for; `None` if there are too few places.
 

@@ -17,7 +17,7 @@ from fpipe.ir.objective import Loss
 from fpipe.pipelines.argument_checks import require_count
 from fpipe.pipelines.builder import Model
 from fpipe.planning.amounts import Amount, parse_caps
-from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory
+from fpipe.planning.candidates import FACTORIES, Room, ScheduleFactory, find_starts
 from fpipe.planning.choosing import Progress, choose
 from fpipe.planning.plan import Plan
 from fpipe.planning.profile import Profile
@@ -93,15 +93,9 @@ def plan(
         for number in numbers
     }
     first = next(iter(profiles.values()))
-    room = Room(caps, _find_starts(first), tuple(start for start, _ in first.stages(cuts)[1:]))
+    room = Room(caps, find_starts(first), tuple(start for start, _ in first.stages(cuts)[1:]))
     report = progress if progress is not None else _ignore
     return choose(profiles, factories, count, room, weights=weights, seconds=seconds, report=report)
-
-
-def _find_starts(profile: Profile) -> frozenset[int]:
-    """Return the blocks that begin with the call of a module, which a plan can name."""
-    starts = (any(mark.path and not mark.end for mark in block.marks) for block in profile.blocks)
-    return frozenset(k for k, begins in enumerate(starts) if k and begins)
 
 
 def _ignore(progress: Progress) -> None:
