@@ -31,7 +31,7 @@ def partition_chain(
 
     >>> from fpipe.planning.ranges import sum_blocks
     >>> partition_chain(sum_blocks([5, 1, 1, 1, 1, 1]), 3, range(1, 6))
-    (1, 4)
+    (1, 3)
     >>> partition_chain(sum_blocks([5, 1, 1, 1, 1, 1]), 3, range(1, 6), pinned=[2])
     (1, 2)
     """
