@@ -69,7 +69,8 @@ def test_the_memory_is_held(forward, cap):
     try:
         plan = find(profile, caps=(cap, cap))
     except fpipe.InputError as error:
-        assert "expected at least" in str(error)
+        if "expected at least" not in str(error):
+            raise
         return
     assert max(plan.predicted.memory) <= cap
 
