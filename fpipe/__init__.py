@@ -28,6 +28,9 @@ from fpipe.meshes.arguments import Sharded
 from fpipe.model.parts import ModuleGraph, Part
 from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
+from fpipe.planning.profile import Profile
+from fpipe.planning.profiler import profile
+from fpipe.planning.roofline import Roofline
 from fpipe.timelines import costs, timeline
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.loss_scale import LossScale
@@ -55,6 +58,8 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Pipelined",
+    "Profile",
+    "Roofline",
     "ScheduleError",
     "SizeError",
     "Step",
@@ -77,6 +82,7 @@ __all__ = [
     "optimizer",
     "pipeline",
     "predict",
+    "profile",
     "StaticDecoder",
     "choose_likeliest",
     "generate",

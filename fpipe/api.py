@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.autodiff.backends import Backward, backend_of
-from fpipe.batching.batch import Batching, find_home
+from fpipe.batching.batch import find_home
 from fpipe.batching.loss_weights import Weight
 from fpipe.capture.modules import as_module
 from fpipe.cutting.calls import Selector
@@ -29,7 +29,7 @@ from fpipe.ir.captured import FrontEnd
 from fpipe.ir.objective import Loss
 from fpipe.meshes.arguments import MeshArgument, MeshOptions, Sharded, find_place, require_collectives
 from fpipe.pipelines.argument_checks import require_backward, require_buildable, require_count
-from fpipe.pipelines.builder import Builder
+from fpipe.pipelines.builder import Builder, make_batchings
 from fpipe.pipelines.caches import Caches
 from fpipe.pipelines.inputs import State
 from fpipe.pipelines.pipeline import Pipeline
@@ -152,10 +152,7 @@ def pipeline(
     place = find_place(MeshOptions(mesh, pp, dp, shard, rows, reduce), group, schedule.ranks, home)
     copies = place.copies
     count, over = schedule.microbatches * copies.pieces, schedule.microbatches * (copies.count if copies.mean else 1)
-    batchings = {
-        True: Batching.of(example, targets, batch_dims, count, weight, over),
-        False: Batching.of(example, None, _of_inputs(batch_dims), count),
-    }
+    batchings = make_batchings(example, targets, batch_dims, count, weight, over)
     batch, how = batchings[True].split_batch(example, targets), backend_of(backward)
     ranks = join_ranks(schedule.ranks, place.group, home, place.members)
     require_collectives(schedule, copies)
@@ -293,8 +290,3 @@ def verify(
     require_backward(pipe.schedule)
     trial = Trial(pipe, as_module(model), (inputs, targets), tolerance)
     return verify_steps(trial, params, buffers, seed, steps)
-
-
-def _of_inputs(batch_dims: Any) -> Any:
-    """Return `batch_dims` without its part for the targets."""
-    return (batch_dims[0], None) if isinstance(batch_dims, tuple) else batch_dims
