@@ -30,6 +30,9 @@ from fpipe.pipelines.pipeline import Pipeline
 from fpipe.pipelines.results import Step
 from fpipe.planning.make import plan
 from fpipe.planning.plan import Plan
+from fpipe.planning.profile import Profile
+from fpipe.planning.profiler import profile
+from fpipe.planning.roofline import Roofline
 from fpipe.timelines import costs, timeline
 from fpipe.training.clipping import clip, clip_value
 from fpipe.training.loss_scale import LossScale
@@ -58,6 +61,8 @@ __all__ = [
     "PipelineError",
     "Pipelined",
     "Plan",
+    "Profile",
+    "Roofline",
     "ScheduleError",
     "SizeError",
     "Step",
@@ -81,6 +86,7 @@ __all__ = [
     "pipeline",
     "plan",
     "predict",
+    "profile",
     "StaticDecoder",
     "choose_likeliest",
     "generate",

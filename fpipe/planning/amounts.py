@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from fpipe.errors import InputError
 
 Amount: TypeAlias = float | str
-UNITS: Final = {
+UNITS: Final[dict[str, int]] = {
     **{"": 1, "b": 1},
     **{f"{letter}b": 1000**k for k, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**k for k, letter in enumerate("kmgt", 1)},
